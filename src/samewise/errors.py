@@ -1,0 +1,69 @@
+"""Everything that can go wrong, as a tree.
+
+    SamewiseError
+    ├── CallerError (ValueError)      your mistake: says what, which value, what to do
+    │   ├── BadPrompt                   empty, too long, out of vocabulary, not text
+    │   ├── BadParameter                a sampling or engine parameter out of range
+    │   ├── UnknownModel                no such folder, file, hub id or built-in name
+    │   ├── UnsupportedModel            loads, but cannot be run under the promise; says why
+    │   └── QueueFull                   too many requests waiting; try again later
+    ├── MachineError (RuntimeError)   the machine's: no compiler, no memory, a full disk
+    ├── GuaranteeLost (RuntimeError)  the probe found an operator that breaks the promise; refuse
+    └── InvariantBroken (AssertionError)  our bug; never caught, please report it
+
+Knows nothing of the rest of the package.
+"""
+
+
+class SamewiseError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class CallerError(SamewiseError, ValueError):
+    """The caller's mistake. The message names the value and the remedy."""
+
+
+class BadPrompt(CallerError):
+    """A prompt that cannot be run: empty, too long, or not made of known tokens."""
+
+
+class BadParameter(CallerError):
+    """A parameter out of its range or of the wrong type."""
+
+
+class UnknownModel(CallerError):
+    """A model name that resolves to nothing."""
+
+
+class UnsupportedModel(CallerError):
+    """A model that exists but cannot be run under the promise."""
+
+
+class QueueFull(CallerError):
+    """More requests are waiting than the engine was configured to hold."""
+
+
+class MachineError(SamewiseError, RuntimeError):
+    """The machine lacks something: a compiler, memory, disk, a device."""
+
+
+class GuaranteeLost(SamewiseError, RuntimeError):
+    """The probe found bits that depend on placement or company. The engine refuses to run."""
+
+
+class InvariantBroken(SamewiseError, AssertionError):
+    """A bug in this package. Never caught; please report it with the message."""
+
+
+__all__ = [
+    "BadParameter",
+    "BadPrompt",
+    "CallerError",
+    "GuaranteeLost",
+    "InvariantBroken",
+    "MachineError",
+    "QueueFull",
+    "SamewiseError",
+    "UnknownModel",
+    "UnsupportedModel",
+]
