@@ -21,6 +21,9 @@ import torch
 PAGE = 16
 """Tokens in a page, on every device: a constant of the contract."""
 
+SPLIT = 256
+"""Keys in one split of a long context on CUDA: a fixed size at fixed absolute borders."""
+
 
 class Rows(NamedTuple):
     """Where each of a pass's R rows stands. int32 on the model's device, unless said."""
@@ -73,4 +76,4 @@ class Kernel(Protocol):
         ...
 
 
-__all__ = ["PAGE", "Kernel", "LayerKV", "Rows"]
+__all__ = ["PAGE", "SPLIT", "Kernel", "LayerKV", "Rows"]

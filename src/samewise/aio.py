@@ -1,0 +1,203 @@
+"""AsyncLLM: the asynchronous face, for servers. One thread owns the engine; the event loop never waits.
+
+Every call crosses to the engine's thread through one queue and comes back through the caller's own
+event loop, so many loops may share one engine. A reader that goes away is aborted within a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from samewise.answers import Answer, Asked, Desk, Prompt
+from samewise.config import EngineConfig
+from samewise.contract import Contract
+from samewise.engine import Engine, build
+from samewise.errors import CallerError, MachineError
+from samewise.outputs import Chunk, RequestOutput
+from samewise.params import SamplingParams
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Where an answer's chunks go. `put` may be called from any thread."""
+
+    answer: Answer
+    put: Callable[[Chunk | BaseException | None], None]
+
+
+class AsyncLLM:
+    """Stream answers from coroutines. Start it once; `close()` or leave the context to stop it."""
+
+    def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Any) -> None:
+        self._begin(build(EngineConfig.of(model=os.fspath(model), **settings)))
+
+    @classmethod
+    def over(cls, engine: Engine) -> AsyncLLM:
+        """The same face over an engine built by hand."""
+        llm = cls.__new__(cls)
+        llm._begin(engine)  # noqa: SLF001 - an alternative constructor
+        return llm
+
+    def _begin(self, engine: Engine) -> None:
+        self._engine, self._desk = engine, Desk(engine)
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._readers: dict[Answer, _Reader] = {}
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._own, name="samewise-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def contract(self) -> Contract:
+        """The name of everything the bits depend on."""
+        return self._engine.contract
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What killed the engine thread, if anything did."""
+        return self._failure
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
+    ) -> AsyncIterator[Chunk]:
+        """Chunks as they become final. Leaving the loop early aborts the request."""
+        chunks: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
+        answer = await self._open(prompt, params or SamplingParams(), chunks, salt)
+        try:
+            while (chunk := await chunks.get()) is not None:
+                if isinstance(chunk, BaseException):
+                    raise chunk
+                yield chunk
+        finally:
+            self._calls.put(lambda: self._drop(answer))
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
+    ) -> RequestOutput:
+        """The whole answer. Cancelling the task aborts the request."""
+        chunks: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
+        answer = await self._open(prompt, params or SamplingParams(), chunks, salt)
+        try:
+            while (chunk := await chunks.get()) is not None:
+                if isinstance(chunk, BaseException):
+                    raise chunk
+            return answer.output()
+        finally:
+            self._calls.put(lambda: self._drop(answer))
+
+    async def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
+        """Token ids of a conversation; see Desk.chat_prompt."""
+        return await asyncio.to_thread(self._desk.chat_prompt, messages, **template)
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's counters."""
+        return await self._call(self._engine.stats)
+
+    def close(self) -> None:
+        """Stop the engine thread. Requests still running end with an error."""
+        if self._thread.is_alive():
+            self._calls.put(None)
+            self._thread.join()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # ---- in the caller's loop
+
+    async def _open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        chunks: asyncio.Queue[Chunk | BaseException | None],
+        salt: bytes,
+    ) -> Answer:
+        loop = asyncio.get_running_loop()
+
+        def put(chunk: Chunk | BaseException | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+        # Tokenising a long prompt takes milliseconds: neither the loop nor the engine waits for it.
+        asked = await asyncio.to_thread(self._desk.ask, prompt, params)
+        return await self._call(lambda: self._submit(asked, salt, put))
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Run something on the engine's thread and wait for it without blocking the loop."""
+        if not self._thread.is_alive():
+            raise self._gone()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+        def run() -> None:
+            try:
+                result, error = work(), None
+            except CallerError as caught:
+                result, error = None, caught
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, result, error)
+
+        self._calls.put(run)
+        return await future
+
+    def _gone(self) -> MachineError:
+        return MachineError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+
+    # ---- in the engine's thread
+
+    def _submit(
+        self, asked: Asked, salt: bytes, put: Callable[[Chunk | BaseException | None], None]
+    ) -> Answer:
+        answer = self._desk.submit(asked, salt=salt)
+        self._readers[answer] = _Reader(answer, put)
+        return answer
+
+    def _drop(self, answer: Answer) -> None:
+        self._readers.pop(answer, None)
+        self._desk.abort(answer)
+
+    def _own(self) -> None:
+        """The engine's thread: take calls, step while there is work, sleep while there is none."""
+        try:
+            while self._take_calls():
+                for answer, chunk in self._desk.step():
+                    reader = self._readers.get(answer)
+                    if reader is not None:
+                        reader.put(chunk)
+                        if answer.finished:
+                            reader.put(None)
+        except BaseException as error:
+            self._failure = error
+        for reader in self._readers.values():
+            reader.put(self._gone())
+
+    def _take_calls(self) -> bool:
+        """Run waiting calls; block while the engine is idle. False when it is time to stop."""
+        while True:
+            try:
+                call = self._calls.get(block=self._engine.idle)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            call()
+
+
+__all__ = ["AsyncLLM"]

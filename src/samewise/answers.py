@@ -1,0 +1,343 @@
+"""Prompts → engine requests; deltas → answers. What every face of the engine shares.
+
+Text lives here: the engine speaks in token ids. Detokenising and stop strings run while the next frame
+is on the device; a stop string found in the text ends its sequence a frame later, and what that frame
+computed is dropped unread.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from samewise.engine import Engine
+from samewise.errors import BadParameter, BadPrompt
+from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from samewise.params import SamplingParams, derive_seed
+from samewise.text import TextStream
+from samewise.types import Delta, Finish, TopLogprobs
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was checked and can be submitted without failing."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One of n sequences on its way to text. Owned by its Answer."""
+
+    index: int
+    engine_id: int
+    stream: TextStream | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    accepted: int = 0
+
+
+class Answer:
+    """A request on its way. Owned by the Desk that submitted it."""
+
+    def __init__(self, asked: Asked, request_id: str, desk: Desk, arrival: float) -> None:
+        self.asked, self.request_id = asked, request_id
+        self._desk = desk
+        self._arrival = arrival
+        self._first: float | None = None
+        self._finished: float | None = None
+        self.choices: list[_Choice] = []
+        self._scores: list[float] = []
+        self._score_tops: list[TopLogprobs] = []
+        self._cached = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    def take(self, choice: _Choice, delta: Delta) -> Chunk | None:
+        """Fold a delta in; returns what became final, or None."""
+        if choice.finish is not None:
+            return None
+        if choice.index == 0:
+            self._scores += delta.scores
+            self._score_tops += delta.score_tops
+            self._cached = delta.num_cached
+        text, num, finish, stop = self._read(choice, delta)
+        if num and self._first is None:
+            self._first = time.monotonic()
+        tokens, logprobs = list(delta.tokens[:num]), list(delta.logprobs[:num])
+        tops = list(delta.tops[:num])
+        choice.token_ids += tokens
+        choice.logprobs += logprobs
+        choice.tops += tops
+        choice.text += text
+        choice.accepted += delta.accepted
+        choice.finish, choice.stop_reason = finish, stop
+        if self.finished:
+            self._finished = time.monotonic()
+        if not (tokens or text or finish):
+            return None
+        dicts = self._dicts(tokens, logprobs, tops) if self.asked.params.logprobs is not None else None
+        return Chunk(choice.index, text, tokens, logprobs, dicts, finish, stop, delta.accepted)
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        ended = sum(len(choice.token_ids) for choice in self.choices)
+        return RequestOutput(
+            self.request_id,
+            self.asked.text,
+            self.asked.token_ids,
+            self._prompt_logprobs(),
+            [self._completion(choice) for choice in self.choices],
+            self.finished,
+            self._cached,
+            self._desk.engine.contract.id,
+            RequestMetrics(
+                self._arrival,
+                self._first,
+                self._finished,
+                ended,
+                sum(choice.accepted for choice in self.choices),
+            ),
+        )
+
+    def _read(self, choice: _Choice, delta: Delta) -> tuple[str, int, str | None, int | str | None]:
+        """(text, how many tokens count, why it ended, what stopped it), cutting at a stop string."""
+        params, stream = self.asked.params, choice.stream
+        text = ""
+        stopped = delta.finish is Finish.STOP
+        for i, token in enumerate(delta.tokens if stream else ()):
+            assert stream is not None
+            if stopped and i == len(delta.tokens) - 1 and not params.include_stop_str_in_output:
+                break  # the token that ends the text is not part of the text
+            piece, match = stream.push(token)
+            text += piece
+            if match is not None:
+                self._desk.engine.end(choice.engine_id)
+                return text, i + 1, Finish.STOP.value, match
+        if delta.finish is not None and stream is not None:
+            text += stream.flush()
+        finish = delta.finish.value if delta.finish is not None else None
+        stop = delta.stop_id if stopped and delta.stop_id not in self._desk.eos_ids else None
+        return text, len(delta.tokens), finish, stop
+
+    def _completion(self, choice: _Choice) -> CompletionOutput:
+        wanted = self.asked.params.logprobs is not None
+        return CompletionOutput(
+            choice.index,
+            choice.text,
+            list(choice.token_ids),
+            sum(choice.logprobs),
+            self._dicts(choice.token_ids, choice.logprobs, choice.tops) if wanted else None,
+            choice.finish,
+            choice.stop_reason,
+            list(choice.logprobs),
+            self.asked.seed,
+        )
+
+    def _dicts(
+        self, tokens: list[int], logprobs: list[float], tops: list[TopLogprobs]
+    ) -> list[dict[int, Logprob]]:
+        decode = self._desk.decode_token
+        return [
+            _alternatives(token, logprob, top, decode)
+            for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
+        ]
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        if self.asked.params.prompt_logprobs is None:
+            return None
+        tokens = self.asked.token_ids[1 : 1 + len(self._scores)]
+        return [None, *self._dicts(tokens, self._scores, self._score_tops)]
+
+
+def _alternatives(
+    token: int, logprob: float, top: TopLogprobs, decode: Callable[[int], str | None]
+) -> dict[int, Logprob]:
+    """The chosen token first, then the alternatives in order; each once."""
+    ranks = {other: rank for rank, (other, _) in enumerate(top, 1)}
+    found = {token: Logprob(logprob, ranks.get(token), decode(token))}
+    for other, value in top:
+        if other != token:
+            found[other] = Logprob(value, ranks[other], decode(other))
+    return found
+
+
+class Desk:
+    """Checks prompts, submits them, and hands deltas to the answers they belong to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokenizer = engine.loaded.tokenizer
+        self.eos_ids = engine.loaded.eos_ids
+        self._open: dict[int, tuple[Answer, _Choice]] = {}
+        self._count = 0
+
+    # ---- in
+
+    def ask(self, prompt: Prompt, params: SamplingParams) -> Asked:
+        """Check a request. Raises before anything was queued."""
+        text, ids = self._tokens(prompt)
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
+        longest = self.engine.max_model_len
+        most = longest - len(ids) if params.max_tokens is None else params.max_tokens
+        self.engine.scheduler.refuse_misfit(len(ids), max(1, most))
+        seed = params.seed if params.seed is not None else derive_seed(self.engine.config.seed, ids, 0)
+        self._sampling(params, seed, 0)
+        return Asked(text, ids, params, most, seed)
+
+    def submit(self, asked: Asked, *, salt: bytes = b"") -> Answer:
+        """Queue a checked request: n sequences, the first of which reads the prompt for all."""
+        self._count += 1
+        answer = Answer(asked, str(self._count), self, time.monotonic())
+        params, leader = asked.params, None
+        for index in range(params.n):
+            engine_id = self.engine.add(
+                asked.token_ids,
+                self._sampling(params, asked.seed, index),
+                max_tokens=asked.max_tokens,
+                verify=params.verify,
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+                salt=salt,
+                leader=leader,
+            )
+            leader = engine_id if leader is None else leader
+            choice = _Choice(index, engine_id, self._stream(asked))
+            answer.choices.append(choice)
+            self._open[engine_id] = (answer, choice)
+        return answer
+
+    def _sampling(self, params: SamplingParams, seed: int, index: int) -> Any:
+        return params.resolve(
+            vocab=self.engine.loaded.arch.vocab,
+            eos_ids=self.eos_ids,
+            encode=self._encode_word if self.tokenizer is not None else None,
+            seed=seed,
+            index=index,
+        )
+
+    def _encode_word(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _stream(self, asked: Asked) -> TextStream | None:
+        params = asked.params
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return TextStream(
+            self.tokenizer,
+            asked.token_ids,
+            stops=params.stops,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise BadPrompt(
+                    f"a prompt mapping needs 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"
+                )
+            prompt = cast("str", prompt["prompt"])
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise BadPrompt("this model has no tokenizer; give token ids instead of text")
+            if not prompt:
+                raise BadPrompt("the prompt is empty; give some text or token ids")
+            return prompt, list(self.tokenizer.encode(prompt))
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise BadPrompt(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+        return None, list(prompt)
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template: Any
+    ) -> list[int]:
+        """Token ids of a conversation under the model's own chat template. The clock is not asked."""
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise BadPrompt("this model has no chat template; use generate() with a plain prompt")
+        if not messages:
+            raise BadPrompt("the conversation is empty; give at least one message")
+        for message in messages:
+            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+                raise BadPrompt(f"a message is a mapping with 'role' and 'content', not {message!r}")
+        import jinja2
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                strftime_now=_pinned_clock(self.engine.config.date),
+                **template,
+            )
+        except jinja2.exceptions.UndefinedError as error:
+            raise BadPrompt(
+                f"the chat template needs something it was not given: {error}; see date=…"
+            ) from error
+        except (jinja2.exceptions.TemplateError, TypeError, KeyError) as error:
+            raise BadPrompt(f"the chat template refused the conversation: {error}") from error
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    # ---- out
+
+    def step(self) -> list[tuple[Answer, Chunk]]:
+        """One engine step; what became final, in a stated order: that of the engine's deltas."""
+        found: list[tuple[Answer, Chunk]] = []
+        for delta in self.engine.step():
+            entry = self._open.get(delta.request_id)
+            if entry is None:
+                continue
+            answer, choice = entry
+            chunk = answer.take(choice, delta)
+            if choice.finish is not None:
+                del self._open[delta.request_id]
+            if chunk is not None:
+                found.append((answer, chunk))
+        return found
+
+    def abort(self, answer: Answer) -> None:
+        """Drop what is left of an answer."""
+        for choice in answer.choices:
+            if choice.finish is None:
+                self.engine.abort(choice.engine_id)
+                self._open.pop(choice.engine_id, None)
+                choice.finish = Finish.ABORT.value
+
+    def decode_token(self, token: int) -> str | None:
+        """A single token's text, for people who read log-probabilities."""
+        return None if self.tokenizer is None else str(self.tokenizer.decode([token]))
+
+
+def _pinned_clock(date: str | None) -> Any:
+    """What a template gets for the clock: the configured date, or something it can see is not there."""
+    import jinja2
+
+    if date is None:
+        return jinja2.Undefined(name="strftime_now", hint="templates may not ask the clock; configure a date")
+    try:
+        day = datetime.datetime.fromisoformat(date)
+    except ValueError:
+        raise BadParameter(f"date={date!r}: give it as YYYY-MM-DD") from None
+    return day.strftime
+
+
+__all__ = ["Answer", "Asked", "Desk", "Prompt"]

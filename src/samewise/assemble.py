@@ -1,0 +1,163 @@
+"""From a configuration to a model in memory: what to load, where to, how wide, how much memory.
+
+Decides everything an engine needs before it exists. Measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from samewise import machine
+from samewise.config import EngineConfig, memory
+from samewise.errors import BadParameter, MachineError
+from samewise.model import folder, weights, zoo
+from samewise.model.attention import PAGE, Kernel
+from samewise.run.runner import kv_page_bytes
+
+FRAME_ROWS = {"cpu": 16, "cuda": 128}
+FREE_SHARE = {"cpu": 0.25, "cuda": 0.85}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to be run, and what is known about where it came from."""
+
+    model: nn.Module
+    arch: zoo.Arch
+    facts: Mapping[str, str]
+    tokenizer: Any = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    eos_ids: frozenset[int] = frozenset()
+
+
+def load(config: EngineConfig) -> Loaded:
+    """Bring a model in: resolved, surveyed, refused or loaded."""
+    machine_facts = machine.settle()
+    source = weights.resolve(
+        config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    trusted = config.trust_remote_code
+    model_config = zoo.read_config(source, trust_remote_code=trusted)
+    arch = zoo.survey(model_config, trust_remote_code=trusted)
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device, arch.checkpoint_dtype)
+    model = zoo.load(source, model_config, dtype=dtype, trust_remote_code=trusted)
+    generation = folder.generation_defaults(source)
+    facts = {"weights": weights.digest(source)} | weights.file_digests(source) | machine_facts
+    return Loaded(
+        model,
+        arch,
+        facts,
+        folder.read_tokenizer(source, trust_remote_code=trusted),
+        generation,
+        folder.eos_ids(generation, model_config),
+    )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of weights in memory, computed where they are.
+
+    Exact integer sums of the bits, weighted by position: cheap on the device, independent of the
+    order of summation. The probe's logits in the contract stand beside it.
+    """
+    digest = sha256()
+    for name, tensor in sorted(model.named_parameters()):
+        bits = tensor.detach().contiguous().view(torch.uint8).flatten()
+        sums = []
+        for chunk in bits.split(1 << 26):
+            place = torch.arange(chunk.numel(), device=chunk.device, dtype=torch.int64)
+            mixed = (chunk.long() + 1) * ((place * 0x9E3779B1 + 0x7F4A7C15) & 0x3FFFFFFF)
+            sums.append(int(mixed.sum()))
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), sums)).encode())
+    return "memory:" + digest.hexdigest()
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise MachineError('device="cuda" but torch sees no CUDA device; use device="cpu" or "auto"')
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and available) else "cpu")
+
+
+def pick_dtype(name: str, device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
+    """`auto` is the checkpoint's on CUDA and float32 on CPU."""
+    if name != "auto":
+        chosen = getattr(torch, name)
+        assert isinstance(chosen, torch.dtype)
+        return chosen
+    return checkpoint if device.type == "cuda" else torch.float32
+
+
+def pick_kernel(name: str, device: torch.device) -> Kernel:
+    """The attention kernel for a device."""
+    if (name == "triton") != (device.type == "cuda") and name != "auto":
+        raise BadParameter(f"attention={name!r} does not run on {device.type}; use attention='auto'")
+    if device.type == "cuda":
+        from samewise.model.attention.triton import TritonKernel
+
+        return TritonKernel.on(device)
+    from samewise.model.attention.cpu import pick
+
+    return pick(name)
+
+
+def longest(config: EngineConfig, arch: zoo.Arch) -> int:
+    """The longest context: what was asked for, or what the model was made for."""
+    wanted = config.max_model_len or arch.max_positions
+    if wanted > arch.max_positions:
+        raise BadParameter(
+            f"max_model_len={wanted}: {arch.model_type} here was made for {arch.max_positions} positions"
+        )
+    return wanted
+
+
+def count_pages(config: EngineConfig, arch: zoo.Arch, max_len: int, device: torch.device) -> int:
+    """As many pages as the memory allows, but no more than every sequence at its longest could use."""
+    size = kv_page_bytes(arch, _dtype_of(config, arch, device))
+    asked = memory(config.kv_memory)
+    share = FREE_SHARE[device.type] if asked is None else asked
+    budget = int(share * _free_bytes(device)) if isinstance(share, float) else share
+    most = config.max_num_seqs * -(-(max_len + 1) // PAGE) + 2
+    pages = min(budget // size, most)
+    if pages < 4:
+        raise BadParameter(
+            f"kv_memory={config.kv_memory!r} is {budget} bytes, and one page of {PAGE} tokens takes {size}; "
+            f"give at least {4 * size} bytes"
+        )
+    return int(pages)
+
+
+def _dtype_of(config: EngineConfig, arch: zoo.Arch, device: torch.device) -> torch.dtype:
+    return pick_dtype(config.dtype, device, arch.checkpoint_dtype)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in fields:
+            return int(fields["MemAvailable"].split()[0]) * 1024
+    return 2**31  # a machine that does not say: assume a modest two gigabytes
+
+
+__all__ = [
+    "FRAME_ROWS",
+    "Loaded",
+    "count_pages",
+    "fingerprint",
+    "load",
+    "longest",
+    "pick_device",
+    "pick_dtype",
+    "pick_kernel",
+]

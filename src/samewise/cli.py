@@ -1,0 +1,286 @@
+"""The command line: demo, generate, chat, probe."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import samewise
+from samewise import machine
+from samewise.errors import SamewiseError
+
+if TYPE_CHECKING:
+    from samewise.llm import LLM
+    from samewise.params import SamplingParams
+
+app = typer.Typer(
+    help="Language models that answer the same way every time: same request, same bits, under any load.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+Model = Annotated[str, typer.Option("--model", "-m", help="smollm2, a folder, a hub id or a GGUF file.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Revision = Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a hub id.")]  # noqa: UP045
+Rows = Annotated[Optional[int], typer.Option("--frame-rows", help="Rows of a frame.")]  # noqa: UP045
+Compile = Annotated[Optional[bool], typer.Option("--compile/--no-compile", help="Compile layers.")]  # noqa: UP045
+MaxLen = Annotated[Optional[int], typer.Option("--max-model-len", help="Longest context.")]  # noqa: UP045
+KvMemory = Annotated[Optional[str], typer.Option("--kv-memory", help="e.g. 2GiB or 50%.")]  # noqa: UP045
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="At most this many tokens.", min=1)]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Nucleus.")]
+TopK = Annotated[int, typer.Option("--top-k", help="0: all.")]
+Seed = Annotated[Optional[int], typer.Option(help="Same seed, same text.")]  # noqa: UP045
+System = Annotated[Optional[str], typer.Option("--system", help="A system message.")]  # noqa: UP045
+
+
+def main() -> None:
+    """Run the command line; a caller's mistake is one line on stderr, not a traceback."""
+    machine.settle()
+    try:
+        app()
+    except SamewiseError as error:
+        Console(stderr=True).print(f"[bold red]samewise:[/] {error}", soft_wrap=True, highlight=False)
+        sys.exit(2)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): not an error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"samewise {samewise.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    model: Model = "smollm2",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    max_tokens: MaxTokens = 32,
+) -> None:
+    """Watch the model answer, then see whose bits depend on the load."""
+    from samewise.demo import demo as show
+
+    if not show(Console(), lambda: _llm(model, device=device, dtype=dtype), max_tokens=max_tokens):
+        raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[Optional[str], typer.Argument(help="The prompt; '-' or nothing: stdin.")] = None,  # noqa: UP045
+    file: Annotated[Optional[Path], typer.Option("--file", "-f", help="Read prompts, one a line.")] = None,  # noqa: UP045
+    model: Model = "smollm2",
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    stop: Annotated[Optional[list[str]], typer.Option(help="Stop at this text; repeatable.")] = None,  # noqa: UP045
+    logprobs: Annotated[Optional[int], typer.Option(help="Alternatives per token (with --json).")] = None,  # noqa: UP045
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text.")] = False,
+    system: System = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Keep the promise.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    frame_rows: Rows = None,
+    compile_layers: Compile = None,
+    max_model_len: MaxLen = None,
+    kv_memory: KvMemory = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Answer a prompt, or one for each line of a file.
+
+    [dim]samewise generate "Why is the sky blue?"[/]
+    [dim]samewise generate --file questions.txt --json > answers.jsonl[/]
+    """
+    prompts = _prompts(prompt, file)
+    params = _params(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+        stop=stop or [], logprobs=logprobs, verify=verify,
+    )  # fmt: skip
+    llm = _llm(
+        model, device=device, dtype=dtype, revision=revision, frame_rows=frame_rows, compile=compile_layers,
+        max_model_len=max_model_len, kv_memory=kv_memory, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    asked = [_as_prompt(llm, text, raw=raw, system=system) for text in prompts]
+    if as_json:
+        for text, output in zip(prompts, llm.generate(asked, params, use_tqdm=len(asked) > 1), strict=True):
+            typer.echo(json.dumps(_record(text, output), ensure_ascii=False))
+    elif len(asked) == 1:
+        for chunk in llm.stream(asked[0], params):
+            typer.echo(chunk.text, nl=False)
+        typer.echo()
+    else:
+        console = Console()
+        for text, output in zip(prompts, llm.generate(asked, params), strict=True):
+            console.print(f"[bold cyan]{text}[/]", highlight=False)
+            console.print(output.outputs[0].text, highlight=False, markup=False)
+
+
+@app.command()
+def chat(
+    model: Model = "smollm2",
+    system: System = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    max_model_len: MaxLen = None,
+) -> None:
+    """Talk with the model. Each turn reads only what is new: the rest is in the prefix cache.
+
+    [dim]/new[/] starts over, [dim]/quit[/] or Ctrl-D leaves.
+    """
+    console = Console()
+    params = _params(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    with console.status("loading …"):
+        llm = _llm(model, device=device, dtype=dtype, max_model_len=max_model_len)
+    console.print(f"[dim]{model}, contract {llm.contract}; /new starts over, /quit leaves[/]")
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    while (line := _ask_user(console)) is not None:
+        if line == "/quit":
+            break
+        if line == "/new":
+            messages = list(start)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": _turn(console, llm, messages, params)})
+
+
+@app.command()
+def probe(
+    model: Model = "smollm2",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    frame_rows: Rows = None,
+    compile_layers: Compile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON.")] = False,
+) -> None:
+    """Prove the frame property on this machine and print the contract, fact by fact."""
+    llm = _llm(model, device=device, dtype=dtype, frame_rows=frame_rows, compile=compile_layers)
+    report, contract = llm.engine.report, llm.contract
+    if as_json:
+        typer.echo(json.dumps({"contract": contract.id, "facts": dict(contract.facts)}, indent=2))
+        return
+    table = Table(title=f"contract {contract.id}", show_header=False, title_style="bold")
+    for name, value in contract.facts:
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"[green]holds[/]: {report.frames} frames at {llm.engine.frame_rows} rows and {report.operators} "
+        f"shapes of linear gave the same bits at every place and in any company ({report.seconds:.1f} s)"
+    )
+
+
+def _llm(model: str, **settings: Any) -> LLM:
+    from samewise.llm import LLM
+
+    return LLM(model, **{name: value for name, value in settings.items() if value is not None})
+
+
+def _params(**settings: Any) -> SamplingParams:
+    from samewise.params import SamplingParams
+
+    return SamplingParams(**settings)
+
+
+def _prompts(prompt: str | None, file: Path | None) -> list[str]:
+    if file is not None:
+        if prompt is not None:
+            raise typer.BadParameter("give a prompt or --file, not both")
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(f"cannot read {file}: {error}") from None
+        found = [line for line in lines if line.strip()]
+        if not found:
+            raise typer.BadParameter(f"{file} holds no prompt; write one a line")
+        return found
+    if prompt in (None, "-"):
+        if sys.stdin.isatty():
+            raise typer.BadParameter("give a prompt, --file, or something on stdin")
+        prompt = sys.stdin.read().strip("\n")
+    if not prompt:
+        raise typer.BadParameter("the prompt is empty; give some text")
+    return [prompt]
+
+
+def _as_prompt(llm: LLM, text: str, *, raw: bool, system: str | None) -> Any:
+    """The text itself, or a chat of one message where the model has a template."""
+    if raw or not getattr(llm.get_tokenizer(), "chat_template", None):
+        return text
+    messages = [{"role": "system", "content": system}] if system else []
+    return llm.chat_prompt([*messages, {"role": "user", "content": text}])
+
+
+def _record(text: str, output: Any) -> dict[str, Any]:
+    answer = output.outputs[0]
+    record = {
+        "prompt": text,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "token_logprobs": answer.token_logprobs,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "seed": answer.seed,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "contract": output.contract,
+    }
+    if answer.logprobs is not None:
+        record["logprobs"] = [
+            {str(token): entry.logprob for token, entry in position.items()} for position in answer.logprobs
+        ]
+    return record
+
+
+def _ask_user(console: Console) -> str | None:
+    try:
+        return console.input("[bold green]you[/] ").strip()
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return None
+
+
+def _turn(console: Console, llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
+    """Stream one answer; Ctrl-C ends it and keeps what was said."""
+    text = ""
+    try:
+        for chunk in llm.stream_chat(messages, params):
+            text += chunk.text
+            console.print(chunk.text, end="", soft_wrap=True, highlight=False, markup=False)
+    except KeyboardInterrupt:
+        console.print(" …", end="")
+    console.print()
+    return text
+
+
+__all__ = ["app", "main"]

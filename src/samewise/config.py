@@ -1,0 +1,103 @@
+"""What a user decides: read once, validated once, frozen. Measurements are not configuration.
+
+Host only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from samewise.errors import BadParameter
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+ATTENTION = ("auto", "native", "torch", "triton")
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from. `None` means: decided at load, from the model and machine."""
+
+    model: str = "smollm2"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    compile: bool | None = None
+    frame_rows: int | None = None
+    proposer: str = "none"
+    max_num_seqs: int = 128
+    max_queued: int | None = None
+    max_model_len: int | None = None
+    kv_memory: int | float | str | None = None
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    date: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("device", self.device, DEVICES)
+        _one_of("attention", self.attention, ATTENTION)
+        _whole("max_num_seqs", self.max_num_seqs, 1, 65536)
+        if self.frame_rows is not None:
+            _whole("frame_rows", self.frame_rows, 1, 4096)
+        if self.max_queued is not None:
+            _whole("max_queued", self.max_queued, 0, 10**9)
+        if self.max_model_len is not None:
+            _whole("max_model_len", self.max_model_len, 2, 2**26)
+        _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if not isinstance(self.model, str) or not self.model:
+            raise BadParameter(f"model={self.model!r}: give a name, a folder, a hub id or a GGUF file")
+        memory(self.kv_memory)
+
+    @classmethod
+    def of(cls, **settings: Any) -> EngineConfig:
+        """Build from keywords; an unknown one is refused with the nearest known."""
+        known = [f.name for f in fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+                raise BadParameter(f"unknown engine parameter {name!r}{hint}")
+        return cls(**settings)
+
+
+def memory(value: int | float | str | None) -> int | float | None:
+    """Bytes (int), a share of what is free (float up to 1) or None, from `2**30`, `0.5`, `"2GiB"`, `"50%"`."""
+    if value is None:
+        return None
+    remedy = 'give bytes (2**30 or "1GiB") or a share of what is free (0.5 or "50%")'
+    if isinstance(value, str):
+        text = value.strip().upper().replace(" ", "")
+        unit = next((u for u in sorted(UNITS, key=len, reverse=True) if text.endswith(u)), None)
+        try:
+            if text.endswith("%"):
+                value = float(text[:-1]) / 100
+            elif unit:
+                value = int(float(text.removesuffix(unit)) * UNITS[unit])
+            else:
+                value = float(text) if "." in text else int(text)
+        except ValueError:
+            raise BadParameter(f"kv_memory={value!r}: {remedy}") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadParameter(f"kv_memory={value!r}: {remedy}")
+    if (isinstance(value, float) and not 0 < value <= 1) or value <= 0:
+        raise BadParameter(f"kv_memory={value!r}: {remedy}")
+    return value
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise BadParameter(f"{name}={value!r}: choose one of {', '.join(choices)}")
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise BadParameter(f"{name}={value!r}: give a whole number from {low} to {high}")
+
+
+__all__ = ["EngineConfig", "memory"]

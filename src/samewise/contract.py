@@ -1,0 +1,46 @@
+"""The contract: a name for everything the bits depend on. Host only.
+
+Two engines with one contract have given the same bits to the same probe, and give the same bits to
+the same request. It is printed at start, returned with every answer, and compared field by field when
+two of them differ.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import sha256
+
+ENGINE_VERSION = "1"
+"""Raised whenever this package's own arithmetic changes: noise, sampling rule, frame layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """Facts, sorted by name, and the short name that stands for all of them."""
+
+    facts: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, facts: dict[str, str]) -> Contract:
+        """A contract over these facts and this engine's version."""
+        return cls(tuple(sorted((facts | {"engine": ENGINE_VERSION}).items())))
+
+    @property
+    def id(self) -> str:
+        """Short name: equal iff all facts are equal."""
+        text = json.dumps(self.facts, ensure_ascii=True, separators=(",", ":"))
+        return "sw-" + sha256(text.encode()).hexdigest()[:20]
+
+    def differences(self, other: Contract) -> list[tuple[str, str, str]]:
+        """(fact, here, there) for every fact that differs; '' where one side lacks it."""
+        here, there = dict(self.facts), dict(other.facts)
+        names = sorted(here.keys() | there.keys())
+        pairs = [(name, here.get(name, ""), there.get(name, "")) for name in names]
+        return [pair for pair in pairs if pair[1] != pair[2]]
+
+    def __str__(self) -> str:
+        return self.id
+
+
+__all__ = ["ENGINE_VERSION", "Contract"]

@@ -1,0 +1,275 @@
+"""Build an engine, and step it. The only place that knows every part.
+
+The loop is the paper's sentence: admit, propose, replay, commit. It is turned by half a step: a step
+first makes the last frame's verdicts public, then starts the next frame and returns, so that whoever
+reads the deltas turns them into text while the device works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samewise import machine
+from samewise.assemble import (
+    FRAME_ROWS,
+    Loaded,
+    count_pages,
+    fingerprint,
+    load,
+    longest,
+    pick_device,
+    pick_kernel,
+)
+from samewise.config import EngineConfig
+from samewise.contract import Contract
+from samewise.errors import BadParameter, BadPrompt, CallerError
+from samewise.judge import trust
+from samewise.model.attention import PAGE
+from samewise.model.folder import read_tensors
+from samewise.model.rope import pin_rope
+from samewise.probe import Report, check_linears, probe
+from samewise.propose.base import Nothing, Proposer
+from samewise.propose.decode import Decode
+from samewise.run import numerics
+from samewise.run.runner import Runner
+from samewise.sampling import Sampler
+from samewise.schedule import Limits, Scheduler
+from samewise.types import Delta, Request, Sampling
+from samewise.verify import Flight, Verifier
+
+MakeProposer = Callable[["Parts"], Proposer]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a proposer may be built from."""
+
+    runner: Runner
+    sampler: Sampler
+    vocab: int
+
+
+PROPOSERS: dict[str, MakeProposer] = {"none": lambda _: Nothing()}
+
+
+class Engine:
+    """Owns the parts and turns the loop. Not thread-safe: one thread owns an engine."""
+
+    def __init__(
+        self, loaded: Loaded, config: EngineConfig, *, make_proposer: MakeProposer | None = None
+    ) -> None:
+        device = pick_device(config.device)
+        self.config, self.loaded, self.device = config, loaded, device
+        self._switches = numerics.settle(device)
+        arch = loaded.arch
+        self.max_model_len = longest(config, arch)
+        self.frame_rows = config.frame_rows or FRAME_ROWS[device.type]
+        rope = pin_rope(loaded.model, self.max_model_len)
+        kernel = pick_kernel(config.attention, device)
+        model = loaded.model.to(device)
+        operators = check_linears(model, self.frame_rows)
+        num_pages = count_pages(config, arch, self.max_model_len, device)
+        self.runner = Runner(
+            model,
+            arch,
+            kernel,
+            num_pages=num_pages,
+            frame_rows=self.frame_rows,
+            max_rows=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            dtype=next(model.parameters()).dtype,
+            device=device,
+            compile=device.type == "cuda" if config.compile is None else config.compile,
+        )
+        self.sampler = Sampler(arch.vocab, device, compile=device.type == "cuda")
+        self.verifier = Verifier(self.runner, self.sampler)
+        self.fast = Decode(self.runner, self.sampler)
+        make = make_proposer or _known_proposer(config.proposer)
+        self.proposer = make(Parts(self.runner, self.sampler, arch.vocab))
+        limits = Limits(
+            num_pages=num_pages,
+            page=PAGE,
+            frame_rows=self.frame_rows,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_queued=config.max_queued,
+            prefix_caching=config.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(limits)
+        self._facts = dict(loaded.facts) | {"rope": rope or "as configured"}
+        self._operators = operators
+        self._flight: Flight | None = None
+        self._next_id = 0
+        self._began = time.monotonic()
+        self._certify()
+
+    # ---- the loop
+
+    def step(self) -> list[Delta]:
+        """Publish what the frame in flight found, let the fast path run, and start the next frame."""
+        deltas = self._land()
+        self.scheduler.admit()
+        deltas += self._decode_unverified()
+        self.scheduler.extend(self.proposer.propose(self.scheduler.asks(verified=True)))
+        spans = self.scheduler.spans()
+        self._flight = self.verifier.launch(spans) if spans else None
+        return deltas
+
+    def _land(self) -> list[Delta]:
+        if self._flight is None:
+            return []
+        verdicts = self._flight.verdicts()
+        self._flight = None
+        self.proposer.observe(verdicts)
+        return self._publish(self.scheduler.commit(verdicts))
+
+    def _decode_unverified(self) -> list[Delta]:
+        asks = self.scheduler.asks(verified=False)
+        kv_lens = {ask.seq_id: ask.kv_len for ask in asks}
+        proposals = self.fast.propose(asks)
+        return self._publish(self.scheduler.commit([trust(p, kv_lens[p.seq_id]) for p in proposals]))
+
+    def _publish(self, deltas: list[Delta]) -> list[Delta]:
+        for delta in deltas:
+            if delta.finish is not None:
+                self.proposer.forget(delta.request_id)
+        return deltas
+
+    # ---- requests
+
+    def add(
+        self,
+        prompt: Iterable[int],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        verify: bool = True,
+        prompt_logprobs: int | None = None,
+        score_from: int | None = None,
+        salt: bytes = b"",
+        leader: int | None = None,
+    ) -> int:
+        """Queue a request and return its id. Refuses what could never run, and loses nothing by it."""
+        tokens = tuple(prompt)
+        vocab = self.loaded.arch.vocab
+        odd = next((t for t in tokens if type(t) is not int or not 0 <= t < vocab), None)
+        if odd is not None:
+            raise BadPrompt(f"the prompt holds {odd!r}; token ids of this model are 0 to {vocab - 1}")
+        request = Request(
+            self._next_id, tokens, sampling, max_tokens, verify, prompt_logprobs, score_from, salt, leader
+        )
+        self.scheduler.add(request)
+        self._next_id += 1
+        return request.id
+
+    def abort(self, request_id: int) -> Delta | None:
+        """Drop a request at any moment. None if it is not known any more."""
+        delta = self.scheduler.abort(request_id)
+        if delta is not None:
+            self.proposer.forget(request_id)
+        return delta
+
+    def end(self, request_id: int) -> None:
+        """The reader has enough of a request: its pages go back, nothing more comes of it."""
+        self.scheduler.end(request_id)
+        self.proposer.forget(request_id)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing."""
+        return self._flight is None and self.scheduler.idle
+
+    def check(self) -> None:
+        """Raise InvariantBroken unless every page is accounted for."""
+        self.scheduler.check()
+
+    # ---- weights
+
+    def update_weights(self, update: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> Contract:
+        """Replace weights in place, forget all that came of the old ones, and certify anew.
+
+        Nothing is changed unless every tensor fits. The engine must be idle.
+        """
+        if not self.idle:
+            raise CallerError("update_weights while requests are running; finish or abort them first")
+        tensors = update if isinstance(update, Mapping) else read_tensors(Path(update))
+        own = dict(self.runner.model.named_parameters(remove_duplicate=False))
+        own |= dict(self.runner.model.named_buffers())
+        _refuse_misfits(tensors, own)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+        self.scheduler.index.clear()
+        self._facts["weights"] = fingerprint(self.runner.model)
+        self._certify()
+        return self.contract
+
+    # ---- what it is and how it fares
+
+    def _certify(self) -> None:
+        self.report: Report = probe(self.runner, max_model_len=self.max_model_len, operators=self._operators)
+        runner = self.runner
+        facts = self._facts | numerics.facts(self.device) | self._switches | {
+            "architecture": self.loaded.arch.model_type,
+            "attention": runner.kernel.name,
+            "compile": "on" if runner.compiled else "off",
+            "cpu": ", ".join(f"{k} {v}" for k, v in sorted(machine.cpu_facts().items()))
+            if self.device.type == "cpu" else "any",
+            "date": self.config.date or "none",
+            "dtype": str(next(runner.model.parameters()).dtype).removeprefix("torch."),
+            "frame rows": str(self.frame_rows),
+            "page": str(PAGE),
+            "probe": self.report.digest,
+        }  # fmt: skip
+        self.contract = Contract.of(facts)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the engine was built, and where it stands now."""
+        scheduler = self.scheduler
+        counts = dataclasses.asdict(scheduler.counts)
+        counts["tokens_per_frame"] = counts["output_tokens"] / max(1, counts["frames"])
+        return counts | {
+            "proposer": self.proposer.name,
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "pages": scheduler.limits.num_pages - 1,
+            "pages_available": scheduler.index.num_available,
+            "pages_indexed": scheduler.index.num_indexed,
+            "contract": self.contract.id,
+            "uptime": time.monotonic() - self._began,
+        }
+
+
+def build(config: EngineConfig, *, make_proposer: MakeProposer | None = None) -> Engine:
+    """An engine from a configuration: resolve, survey, load, prove."""
+    return Engine(load(config), config, make_proposer=make_proposer)
+
+
+def _known_proposer(name: str) -> MakeProposer:
+    if name not in PROPOSERS:
+        raise BadParameter(f"proposer={name!r}: choose one of {', '.join(sorted(PROPOSERS))}")
+    return PROPOSERS[name]
+
+
+def _refuse_misfits(tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if name not in own:
+            raise BadParameter(
+                f"update_weights: the model has no tensor {name!r}; names are those of its state dict"
+            )
+        if tensor.shape != own[name].shape:
+            raise BadParameter(
+                f"update_weights: {name} has shape {tuple(tensor.shape)}, "
+                f"the model's has {tuple(own[name].shape)}"
+            )
+
+
+__all__ = ["PROPOSERS", "Engine", "MakeProposer", "Parts", "build"]

@@ -1,0 +1,260 @@
+"""LLM: the Python face, shaped like vLLM's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from tqdm.auto import tqdm
+
+from samewise.answers import Answer, Asked, Desk, Prompt
+from samewise.config import EngineConfig
+from samewise.contract import Contract
+from samewise.engine import Engine, build
+from samewise.errors import BadParameter, BadPrompt
+from samewise.outputs import Chunk, RequestOutput, ScoreOutput
+from samewise.params import SamplingParams
+from samewise.types import Sampling
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model that answers the same way every time.
+
+    `model` is `"smollm2"` (built in), a folder of safetensors, a hub id or a GGUF file. Keywords are
+    those of EngineConfig. Use it as a context manager, or call `close()`, to give its memory back.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Any) -> None:
+        self._start(build(EngineConfig.of(model=os.fspath(model), **settings)))
+
+    @classmethod
+    def over(cls, engine: Engine) -> LLM:
+        """The same face over an engine built by hand."""
+        llm = cls.__new__(cls)
+        llm._start(engine)  # noqa: SLF001 - an alternative constructor
+        return llm
+
+    def _start(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        self._desk = Desk(engine)
+
+    # ---- asking
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue every prompt (text, token ids, or a list of either); answers in input order."""
+        asked = self._ask_all(_as_list(prompts), sampling_params)
+        return [answer.output() for answer in self._run(asked, use_tqdm=use_tqdm)]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, under the model's own chat template."""
+        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self._desk.chat_prompt(
+                one,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                **(chat_template_kwargs or {}),
+            )
+            for one in several
+        ]
+        if not prompts:
+            raise BadPrompt("the conversation is empty; give at least one message")
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Continue one prompt, yielding what became final as it does. Leaving early aborts it."""
+        (asked,) = self._ask_all([prompt], sampling_params)
+        answer = self._desk.submit(asked)
+        try:
+            while not answer.finished:
+                yield from (chunk for other, chunk in self._desk.step() if other is answer)
+        finally:
+            self._desk.abort(answer)
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None
+    ) -> Iterator[Chunk]:
+        """Answer one conversation, streamed."""
+        return self.stream(self._desk.chat_prompt(messages), sampling_params)
+
+    def chat_prompt(self, messages: Messages, **template: Any) -> list[int]:
+        """Token ids of a conversation under the model's own chat template."""
+        return self._desk.chat_prompt(messages, **template)
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str | Sequence[int]], *, use_tqdm: bool = False
+    ) -> list[ScoreOutput]:
+        """Log-probabilities of given completions, read in parallel: bit-equal to generating them."""
+        if len(prompts) != len(completions):
+            raise BadParameter(
+                f"{len(prompts)} prompts and {len(completions)} completions; give as many of each"
+            )
+        pairs = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            before = self._desk.ask(prompt, SamplingParams(max_tokens=1)).token_ids
+            after = self._completion_ids(completion)
+            self.engine.scheduler.refuse_misfit(len(before) + len(after), 0)
+            pairs.append((before, after))
+        return self._score(pairs, use_tqdm=use_tqdm)
+
+    # ---- what it is
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath: `add`, `step`, `abort`."""
+        if self._engine is None:
+            raise BadParameter("this LLM was closed; make a new one")
+        return self._engine
+
+    @property
+    def contract(self) -> Contract:
+        """The name of everything the bits depend on."""
+        return self.engine.contract
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since start."""
+        return self.engine.stats()
+
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer of this model."""
+        return self._desk.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's own generation defaults; what `generate` uses when given none."""
+        return default_params(self.engine.loaded.generation)
+
+    def update_weights(self, update: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> Contract:
+        """New weights, same process: see Engine.update_weights."""
+        return self.engine.update_weights(update)
+
+    def close(self) -> None:
+        """Give the model's memory back. Closing twice is fine."""
+        if self._engine is not None:
+            cuda = self._engine.device.type == "cuda"
+            self._engine = None
+            del self._desk
+            if cuda:
+                torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside
+
+    def _ask_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Asked]:
+        """Check everything before anything is queued."""
+        self.engine  # noqa: B018 - raises if closed
+        if params is None:
+            params = self.get_default_sampling_params()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise BadParameter(
+                f"{len(prompts)} prompts and {len(each)} SamplingParams; give one, or one each"
+            )
+        if not all(isinstance(one, SamplingParams) for one in each):
+            raise BadParameter("sampling_params is a SamplingParams or a list of them")
+        return [self._desk.ask(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+
+    def _run(self, asked: list[Asked], *, use_tqdm: bool) -> list[Answer]:
+        answers: list[Answer] = []
+        try:
+            answers += [self._desk.submit(one) for one in asked]
+            with tqdm(total=len(answers), desc="Answers", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                while not all(answer.finished for answer in answers):
+                    for answer, chunk in self._desk.step():
+                        if chunk.finish_reason is not None and answer.finished:
+                            bar.update()
+        finally:
+            for answer in answers:
+                self._desk.abort(answer)  # only does something if the loop was left early
+        return answers
+
+    def _score(self, pairs: list[tuple[list[int], list[int]]], *, use_tqdm: bool) -> list[ScoreOutput]:
+        engine = self.engine
+        found: dict[int, list[float]] = {}
+        try:
+            for before, after in pairs:
+                request = engine.add(before + after, Sampling(), max_tokens=0, score_from=len(before))
+                found[request] = []
+            with tqdm(total=len(pairs), desc="Scores", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                _collect(engine, found, bar.update)
+        finally:
+            for request in found:
+                engine.abort(request)
+        return [
+            ScoreOutput(before, after, scores)
+            for (before, after), scores in zip(pairs, found.values(), strict=True)
+        ]
+
+    def _completion_ids(self, completion: str | Sequence[int]) -> list[int]:
+        if isinstance(completion, str):
+            if self._desk.tokenizer is None:
+                raise BadPrompt("this model has no tokenizer; give the completion as token ids")
+            completion = self._desk.tokenizer.encode(completion, add_special_tokens=False)
+        ids = list(completion)
+        if not ids:
+            raise BadPrompt("the completion is empty; there is nothing to score")
+        return ids
+
+
+def _collect(engine: Engine, found: dict[int, list[float]], done: Callable[[], object]) -> None:
+    """Step until every scored request has ended."""
+    left = len(found)
+    while left:
+        for delta in engine.step():
+            if delta.request_id in found:
+                found[delta.request_id] += delta.scores
+                if delta.finish is not None:
+                    left -= 1
+                    done()
+
+
+def default_params(generation: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams from a checkpoint's generation config, as far as it says anything."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: generation[name] for name in names if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        found["temperature"] = 0.0
+    if generation.get("max_new_tokens"):
+        found["max_tokens"] = generation["max_new_tokens"]
+    return SamplingParams(**found)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several → several."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
+        return [listed]  # type: ignore[list-item]
+    if not listed:
+        raise BadPrompt("no prompts were given; give text, token ids, or a list of either")
+    return listed  # type: ignore[return-value]
+
+
+__all__ = ["LLM", "Messages", "default_params"]

@@ -1,0 +1,546 @@
+// Canonical attention for the CPU, over paged K and V.
+//
+// What the bits are. Every float operation below is an IEEE 754 binary32 operation (add, subtract,
+// multiply, divide, fused multiply-add; round to nearest even, subnormals kept), and the order of those
+// that make up one output element is fixed by the row's length and window alone:
+//
+//   score(key)  = (fma chain over d = 0 .. D-1, from +0) * scale
+//   top         = max over the row's keys (exact, so its order does not matter)
+//   weight(key) = exp(score - top), by the polynomial in `weigh`; 0 below exp(-87)
+//   sum         = 16 lane sums, lane = key % 16, in key order from +0; then folded 16 -> 8 -> 4 -> 2 -> 1
+//   acc(d)      = fma chain over keys in order, from +0
+//   out(d)      = acc(d) / sum, rounded once to the output type
+//
+// Vectors run across keys or across d, never along a chain, so vector width, compiler, number of
+// threads and the way queries are tiled cannot change a result. Nothing here may be compiled with
+// contraction or fast-math. Keys outside a row's range take part in no operation that reaches its output:
+// they may be NaN.
+//
+// Layout: K pages [P, Hkv, D, 16] (16 keys are the lanes of a vector), V pages [P, Hkv, 16, D].
+
+#include <algorithm>
+#include <atomic>
+#include <cfenv>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#if !defined(SAMEWISE_PORTABLE) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
+#include <immintrin.h>
+#elif !defined(SAMEWISE_PORTABLE) && defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+constexpr int PAGE = 16;
+constexpr int MAX_QUERIES = 48;                // queries of one tile: they share each K and V load
+constexpr int64_t MAX_SCORES = int64_t{2} << 20;  // floats of scores one thread may hold
+constexpr int64_t SMALL = 200'000;             // multiply-adds not worth waking another thread for
+
+// ---------------------------------------------------------------- sixteen lanes
+
+#if !defined(SAMEWISE_PORTABLE) && defined(__AVX512F__)
+constexpr int BLOCK = 12;  // queries whose sums fit in registers together
+struct Lanes { __m512 a; };
+inline Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, Lanes x) { _mm512_storeu_ps(p, x.a); }
+inline Lanes splat(float x) { return {_mm512_set1_ps(x)}; }
+inline Lanes fma(Lanes x, Lanes y, Lanes z) { return {_mm512_fmadd_ps(x.a, y.a, z.a)}; }
+inline Lanes mul(Lanes x, Lanes y) { return {_mm512_mul_ps(x.a, y.a)}; }
+#elif !defined(SAMEWISE_PORTABLE) && defined(__AVX2__) && defined(__FMA__)
+constexpr int BLOCK = 6;
+struct Lanes { __m256 a, b; };
+inline Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, Lanes x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+inline Lanes splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Lanes fma(Lanes x, Lanes y, Lanes z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline Lanes mul(Lanes x, Lanes y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+#elif !defined(SAMEWISE_PORTABLE) && defined(__aarch64__)
+constexpr int BLOCK = 6;
+struct Lanes { float32x4_t a, b, c, d; };
+inline Lanes load(const float* p) {
+    return {vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)};
+}
+inline void store(float* p, Lanes x) {
+    vst1q_f32(p, x.a), vst1q_f32(p + 4, x.b), vst1q_f32(p + 8, x.c), vst1q_f32(p + 12, x.d);
+}
+inline Lanes splat(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x)}; }
+inline Lanes fma(Lanes x, Lanes y, Lanes z) {
+    return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b), vfmaq_f32(z.c, x.c, y.c),
+            vfmaq_f32(z.d, x.d, y.d)};
+}
+inline Lanes mul(Lanes x, Lanes y) {
+    return {vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b), vmulq_f32(x.c, y.c), vmulq_f32(x.d, y.d)};
+}
+#else
+constexpr int BLOCK = 2;
+struct Lanes { float a[16]; };
+inline Lanes load(const float* p) {
+    Lanes x;
+    std::memcpy(x.a, p, sizeof x.a);
+    return x;
+}
+inline void store(float* p, Lanes x) { std::memcpy(p, x.a, sizeof x.a); }
+inline Lanes splat(float s) {
+    Lanes x;
+    for (int j = 0; j < 16; j++) x.a[j] = s;
+    return x;
+}
+inline Lanes fma(Lanes x, Lanes y, Lanes z) {
+    for (int j = 0; j < 16; j++) z.a[j] = __builtin_fmaf(x.a[j], y.a[j], z.a[j]);
+    return z;
+}
+inline Lanes mul(Lanes x, Lanes y) {
+    for (int j = 0; j < 16; j++) x.a[j] = x.a[j] * y.a[j];
+    return x;
+}
+#endif
+
+// ---------------------------------------------------------------- element types
+
+inline uint32_t bits_of(float x) {
+    uint32_t b;
+    std::memcpy(&b, &x, 4);
+    return b;
+}
+inline float float_of(uint32_t b) {
+    float x;
+    std::memcpy(&x, &b, 4);
+    return x;
+}
+
+struct Float32 {
+    using Stored = float;
+    static float widen(float x) { return x; }
+    static float narrow(float x) { return x; }
+};
+
+struct BFloat16 {
+    using Stored = uint16_t;
+    static float widen(uint16_t h) { return float_of(uint32_t{h} << 16); }
+    static uint16_t narrow(float x) {
+        uint32_t b = bits_of(x);
+        if ((b & 0x7fffffff) > 0x7f800000) return uint16_t(b >> 16 | 0x40);  // keep NaN a NaN
+        return uint16_t((b + 0x7fff + (b >> 16 & 1)) >> 16);
+    }
+};
+
+struct Float16 {
+    using Stored = uint16_t;
+    static float widen(uint16_t h) {
+        uint32_t m = uint32_t(h & 0x7fff) << 13;
+        uint32_t normal = m + (112u << 23);
+        uint32_t small = bits_of(float_of(m + (113u << 23)) - float_of(113u << 23));  // subnormal or zero
+        uint32_t b = m < (1u << 23) ? small : m >= 0x0f800000 ? m | 0x7f800000 : normal;
+        return float_of(b | uint32_t(h & 0x8000) << 16);
+    }
+    static uint16_t narrow(float x) {
+        uint32_t b = bits_of(x), sign = b >> 16 & 0x8000;
+        b &= 0x7fffffff;
+        if (b > 0x7f800000) return uint16_t(sign | 0x7e00);
+        if (b >= 0x47800000) return uint16_t(sign | 0x7c00);
+        // One unit in the last place of 0.5f is the smallest float16: the addition does the rounding.
+        if (b < 0x38800000) return uint16_t(sign | (bits_of(float_of(b) + 0.5f) - 0x3f000000));
+        return uint16_t(sign | (b - (112u << 23) + 0xfff + (b >> 13 & 1)) >> 13);
+    }
+};
+
+template <class T>
+const float* widened(const typename T::Stored* x, int64_t n, float* room) {
+    if constexpr (std::is_same_v<T, Float32>) return x;
+    for (int64_t i = 0; i < n; i++) room[i] = T::widen(x[i]);
+    return room;
+}
+
+// ---------------------------------------------------------------- the call
+
+}  // namespace
+
+extern "C" struct Call {  // mirrored by `_Call` in native.py
+    const void *q, *k, *v;
+    void *k_pages, *v_pages, *out;
+    const int32_t *lengths, *slots, *page_start, *pages;
+    int64_t rows, listed_pages, num_pages, heads, kv_heads, dim;
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head;  // strides in elements; D has stride 1
+    int64_t window;                                       // 0: none
+    int64_t dtype;                                        // 0 float32, 1 bfloat16, 2 float16
+    int64_t threads;
+    void* parallel;  // GOMP_parallel of the OpenMP runtime already in the process, or null
+    float scale;
+};
+
+namespace {
+
+enum Result { DONE = 0, NO_MEMORY = 1, BAD_SLOT = 2, BAD_PAGE = 3, BAD_DTYPE = 4 };
+
+struct Range { int64_t first, end; };
+
+inline Range keys_of(const Call& c, int64_t row) {
+    int64_t end = c.lengths[row];
+    return {c.window > 0 ? std::max<int64_t>(0, end - c.window) : 0, end};
+}
+
+// Queries [begin, end) of a run of rows that share their pages; query x is row `row` + x / group.
+struct Tile { int64_t row, begin, end, first_page, end_page; };
+
+// ---------------------------------------------------------------- threads
+
+// Rounding and subnormals as IEEE says, whatever the host program chose for this thread.
+struct DefaultArithmetic {
+    std::fenv_t saved;
+    DefaultArithmetic() { std::fegetenv(&saved), std::fesetenv(FE_DFL_ENV); }
+    ~DefaultArithmetic() { std::fesetenv(&saved); }
+};
+
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+// Call f(task, worker) for every task below `count`, each once, on at most `threads` workers.
+// The runtime is borrowed rather than linked: a second one would spin against the first.
+template <class F>
+void for_each(void* parallel, int64_t threads, int64_t count, F f) {
+    struct Shared {
+        F& f;
+        int64_t count;
+        std::atomic<int64_t> next{0}, workers{0};
+    } shared{f, count};
+    auto work = [](void* p) {
+        Shared& s = *static_cast<Shared*>(p);
+        DefaultArithmetic arithmetic;
+        int64_t worker = s.workers.fetch_add(1);
+        for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.f(i, worker);
+    };
+    threads = std::min(threads, count);
+    if (parallel == nullptr || threads <= 1)
+        work(&shared);
+    else
+        reinterpret_cast<Parallel>(parallel)(work, &shared, unsigned(threads), 0);
+}
+
+// ---------------------------------------------------------------- inner loops
+
+// out[n][key] = (q[n] . k[key]) * scale for the 16 keys of a page.
+template <int N>
+void score(const float* q, const float* k, int64_t dim, float scale, float* out) {
+    Lanes sum[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n++) sum[n] = splat(0.0f);
+    for (int64_t d = 0; d < dim; d++) {
+        Lanes keys = load(k + d * PAGE);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) sum[n] = fma(splat(q[n * dim + d]), keys, sum[n]);
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n++) store(out + n * PAGE, mul(sum[n], splat(scale)));
+}
+
+// acc[n] += weight[n][key] * v[key] for the keys [from, to) of a page, in order.
+template <int N>
+void gather(const float* weight, const float* v, int64_t dim, int64_t from, int64_t to, float* acc) {
+    int64_t d = 0;
+    for (; d + 16 <= dim; d += 16) {
+        Lanes sum[N];
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) sum[n] = load(acc + n * dim + d);
+        for (int64_t j = from; j < to; j++) {
+            Lanes value = load(v + j * dim + d);
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) sum[n] = fma(splat(weight[n * PAGE + j]), value, sum[n]);
+        }
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) store(acc + n * dim + d, sum[n]);
+    }
+    for (; d < dim; d++)
+        for (int n = 0; n < N; n++)
+            for (int64_t j = from; j < to; j++)
+                acc[n * dim + d] = __builtin_fmaf(weight[n * PAGE + j], v[j * dim + d], acc[n * dim + d]);
+}
+
+// s[j] becomes exp(s[j] - top), or 0 outside [from, to); sum[j] += s[j].
+inline void weigh(float* s, float top, int from, int to, float* sum) {
+    constexpr float LOG2E = 0x1.715476p+0f, LN2_HIGH = 0x1.62e4p-1f, LN2_LOW = 0x1.7f7d1cp-20f;
+    constexpr float SHIFT = 0x1.8p23f;  // adding it rounds to an integer, kept in the low bits
+    for (int j = 0; j < PAGE; j++) {
+        float given = s[j] - top;
+        float x = given < -87.0f ? -87.0f : given;
+        float shifted = __builtin_fmaf(x, LOG2E, SHIFT);
+        float n = shifted - SHIFT;
+        float r = __builtin_fmaf(n, -LN2_LOW, __builtin_fmaf(n, -LN2_HIGH, x));
+        float y = __builtin_fmaf(1.9875691500e-4f, r, 1.3981999507e-3f);
+        y = __builtin_fmaf(y, r, 8.3334519073e-3f);
+        y = __builtin_fmaf(y, r, 4.1665795894e-2f);
+        y = __builtin_fmaf(y, r, 1.6666665459e-1f);
+        y = __builtin_fmaf(y, r, 5.0000001201e-1f);
+        y = __builtin_fmaf(y, r * r, r) + 1.0f;
+        float power = float_of((bits_of(shifted) + 127u) << 23);
+        float p = given < -87.0f ? 0.0f : y * power;
+        p = (j >= from) & (j < to) ? p : 0.0f;
+        s[j] = p;
+        sum[j] = sum[j] + p;
+    }
+}
+
+// top[j] = max(top[j], s[j]) for j in [from, to). A NaN is passed over here; `weigh` brings it out.
+inline void raise(const float* s, int from, int to, float* top) {
+    for (int j = 0; j < PAGE; j++) {
+        bool higher = (j >= from) & (j < to) & (s[j] > top[j]);
+        top[j] = higher ? s[j] : top[j];
+    }
+}
+
+inline float fold_max(const float* x) {
+    float m = x[0];
+    for (int j = 1; j < PAGE; j++) m = x[j] > m ? x[j] : m;
+    return m;
+}
+
+inline float fold_sum(const float* x) {
+    float s[PAGE];
+    std::memcpy(s, x, sizeof s);
+    for (int width = PAGE / 2; width > 0; width /= 2)
+        for (int j = 0; j < width; j++) s[j] = s[j] + s[j + width];
+    return s[0];
+}
+
+// f(std::integral_constant<int, n>) for a run-time n in [1, BLOCK]: register blocks need it at compile time.
+template <class F, int... N>
+void with_count(int n, F f, std::integer_sequence<int, N...>) {
+    (void)((n == N + 1 && (f(std::integral_constant<int, N + 1>{}), true)) || ...);
+}
+
+// f(first, count) over [0, n) in even pieces of at most BLOCK.
+template <class F>
+void in_blocks(int n, F f) {
+    int pieces = (n + BLOCK - 1) / BLOCK, size = (n + pieces - 1) / pieces;
+    for (int first = 0; first < n; first += size)
+        with_count(std::min(size, n - first), [&](auto count) { f(first, count); },
+                   std::make_integer_sequence<int, BLOCK>{});
+}
+
+// ---------------------------------------------------------------- one tile
+
+template <class T>
+class Attention {
+  public:
+    using Stored = typename T::Stored;
+    explicit Attention(const Call& call) : c(call), group(call.heads / call.kv_heads) {}
+
+    // Every row's K and V to its slot. One worker owns a head, so rows that share the trash page do not race.
+    void write(int64_t head) const {
+        auto *k = static_cast<const Stored*>(c.k) + head * c.k_head;
+        auto *v = static_cast<const Stored*>(c.v) + head * c.v_head;
+        for (int64_t row = 0; row < c.rows; row++) {
+            int64_t page = c.slots[row] / PAGE, at = c.slots[row] % PAGE;
+            Stored* keys = k_page(page, head) + at;
+            for (int64_t d = 0; d < c.dim; d++) keys[d * PAGE] = k[row * c.k_row + d];
+            std::memcpy(v_page(page, head) + at * c.dim, v + row * c.v_row, sizeof(Stored) * c.dim);
+        }
+    }
+
+    static int64_t scratch_len(const Call& c, const Tile& t) {
+        int64_t n = t.end - t.begin;
+        return c.dim * (2 * n + PAGE) + (t.end_page - t.first_page) * n * PAGE;
+    }
+
+    void attend(const Tile& t, int64_t head, float* scratch) const {
+        const int n = int(t.end - t.begin);
+        float *q = scratch, *acc = q + n * c.dim, *room = acc + n * c.dim, *scores = room + PAGE * c.dim;
+        float top[MAX_QUERIES * PAGE], sum[MAX_QUERIES * PAGE];
+        Range keys[MAX_QUERIES];
+        for (int i = 0; i < n; i++) {
+            int64_t row = row_of(t, i);
+            keys[i] = keys_of(c, row);
+            auto* x = static_cast<const Stored*>(c.q) + row * c.q_row + query_head(t, head, i) * c.q_head;
+            for (int64_t d = 0; d < c.dim; d++) q[i * c.dim + d] = T::widen(x[d]);
+        }
+        std::fill_n(top, n * PAGE, -__builtin_inff());
+        std::fill_n(sum, n * PAGE, 0.0f);
+        std::fill_n(acc, n * c.dim, 0.0f);
+
+        const int32_t* pages = c.pages + c.page_start[t.row];
+        for (int64_t page = t.first_page; page < t.end_page; page++) {
+            const float* k = widened<T>(k_page(pages[page], head), PAGE * c.dim, room);
+            float* s = scores + (page - t.first_page) * n * PAGE;
+            in_blocks(n, [&](int i, auto count) {
+                score<count>(q + i * c.dim, k, c.dim, c.scale, s + i * PAGE);
+            });
+            for (int i = 0; i < n; i++) {
+                auto [from, to] = lanes_of(keys[i], page);
+                raise(s + i * PAGE, from, to, top + i * PAGE);
+            }
+        }
+        for (int i = 0; i < n; i++) top[i] = fold_max(top + i * PAGE);  // i <= i * PAGE: not yet read
+
+        for (int64_t page = t.first_page; page < t.end_page; page++) {
+            const float* v = widened<T>(v_page(pages[page], head), PAGE * c.dim, room);
+            float* s = scores + (page - t.first_page) * n * PAGE;
+            bool whole = true;
+            for (int i = 0; i < n; i++) {
+                auto [from, to] = lanes_of(keys[i], page);
+                whole = whole && from == 0 && to == PAGE;
+                if (from < to) weigh(s + i * PAGE, top[i], from, to, sum + i * PAGE);
+            }
+            if (whole) {
+                in_blocks(n, [&](int i, auto count) {
+                    gather<count>(s + i * PAGE, v, c.dim, 0, PAGE, acc + i * c.dim);
+                });
+                continue;
+            }
+            for (int i = 0; i < n; i++) {
+                auto [from, to] = lanes_of(keys[i], page);
+                gather<1>(s + i * PAGE, v, c.dim, from, to, acc + i * c.dim);
+            }
+        }
+        for (int i = 0; i < n; i++) {
+            float total = fold_sum(sum + i * PAGE);
+            auto* out = static_cast<Stored*>(c.out) +
+                        (row_of(t, i) * c.heads + query_head(t, head, i)) * c.dim;
+            for (int64_t d = 0; d < c.dim; d++) out[d] = T::narrow(acc[i * c.dim + d] / total);
+        }
+    }
+
+  private:
+    const Call& c;
+    const int64_t group;
+
+    Stored* k_page(int64_t page, int64_t head) const {
+        return static_cast<Stored*>(c.k_pages) + (page * c.kv_heads + head) * PAGE * c.dim;
+    }
+    Stored* v_page(int64_t page, int64_t head) const {
+        return static_cast<Stored*>(c.v_pages) + (page * c.kv_heads + head) * PAGE * c.dim;
+    }
+    int64_t row_of(const Tile& t, int i) const { return t.row + (t.begin + i) / group; }
+    int64_t query_head(const Tile& t, int64_t head, int i) const { return head * group + (t.begin + i) % group; }
+
+    // The lanes of `page` that hold keys of the range; empty where from >= to.
+    static std::pair<int, int> lanes_of(Range r, int64_t page) {
+        auto lane = [&](int64_t key) { return int(std::clamp<int64_t>(key - page * PAGE, 0, PAGE)); };
+        return {lane(r.first), lane(r.end)};
+    }
+};
+
+// ---------------------------------------------------------------- cutting the work
+
+// Rows that stand together, share their pages and see something.
+std::vector<Range> runs_of(const Call& c) {
+    std::vector<Range> runs;
+    for (int64_t row = 0; row < c.rows; row++) {
+        if (c.lengths[row] <= 0) continue;
+        bool joins = !runs.empty() && runs.back().end == row && c.page_start[row - 1] == c.page_start[row];
+        if (joins)
+            runs.back().end = row + 1;
+        else
+            runs.push_back({row, row + 1});
+    }
+    return runs;
+}
+
+Range pages_of(const Call& c, int64_t row, int64_t end_row) {
+    Range all{INT64_MAX, 0};
+    for (; row < end_row; row++) {
+        Range keys = keys_of(c, row);
+        all.first = std::min(all.first, keys.first / PAGE);
+        all.end = std::max(all.end, (keys.end + PAGE - 1) / PAGE);
+    }
+    return all;
+}
+
+void cut(const Call& c, Range run, int64_t size, std::vector<Tile>& tiles) {
+    int64_t group = c.heads / c.kv_heads, queries = (run.end - run.first) * group;
+    Range pages = pages_of(c, run.first, run.end);
+    size = std::max<int64_t>(1, std::min(size, MAX_SCORES / ((pages.end - pages.first) * PAGE)));
+    for (int64_t x = 0; x < queries; x += size) {
+        int64_t end = std::min(x + size, queries);
+        pages = pages_of(c, run.first + x / group, run.first + (end + group - 1) / group);
+        tiles.push_back({run.first, x, end, pages.first, pages.end});
+    }
+}
+
+// Tiles as large as still leave every thread a few.
+std::vector<Tile> tiles_of(const Call& c, const std::vector<Range>& runs) {
+    std::vector<Tile> tiles;
+    for (int64_t size = MAX_QUERIES;; size /= 2) {
+        tiles.clear();
+        for (Range run : runs) cut(c, run, size, tiles);
+        bool enough = int64_t(tiles.size()) * c.kv_heads >= 4 * c.threads;
+        if (enough || size / 2 < BLOCK) return tiles;
+    }
+}
+
+Result check(const Call& c, const std::vector<Range>& runs) {
+    for (int64_t row = 0; row < c.rows; row++)
+        if (c.slots[row] < 0 || c.slots[row] >= c.num_pages * PAGE) return BAD_SLOT;
+    for (Range run : runs) {
+        Range seen = pages_of(c, run.first, run.end);
+        int64_t start = c.page_start[run.first];
+        if (start < 0 || start + seen.end > c.listed_pages) return BAD_PAGE;
+        for (int64_t i = start + seen.first; i < start + seen.end; i++)
+            if (c.pages[i] < 0 || c.pages[i] >= c.num_pages) return BAD_PAGE;
+    }
+    return DONE;
+}
+
+// Floats that outlive the call, so that a pass of many layers does not fault its pages in again and again.
+float* scratch(int64_t len) {
+    thread_local std::unique_ptr<float[]> room;
+    thread_local int64_t room_len = 0;
+    if (len > room_len) {
+        room_len = 0;
+        room.reset();
+        room.reset(new float[len]);
+        room_len = len;
+    }
+    return room.get();
+}
+
+template <class T>
+Result run(const Call& c) {
+    std::vector<Range> runs = runs_of(c);
+    if (Result bad = check(c, runs)) return bad;
+    std::vector<Tile> tiles = tiles_of(c, runs);
+    int64_t need = 0, work = 0;
+    for (const Tile& t : tiles) {
+        need = std::max(need, Attention<T>::scratch_len(c, t));
+        work += (t.end - t.begin) * (t.end_page - t.first_page) * 2 * PAGE * c.dim * c.kv_heads;
+    }
+    need = (need + 31) / 32 * 32;  // two workers share no cache line
+    float* room = scratch(need * c.threads);
+
+    for (int64_t row = 0; row < c.rows; row++)
+        if (c.lengths[row] <= 0) {
+            auto* out = static_cast<typename T::Stored*>(c.out) + row * c.heads * c.dim;
+            std::memset(out, 0, sizeof *out * c.heads * c.dim);
+        }
+    Attention<T> attention(c);
+    bool few = c.rows * c.kv_heads * c.dim < SMALL / 8;  // a scattered store costs several multiply-adds
+    for_each(c.parallel, few ? 1 : c.threads, c.kv_heads,
+             [&](int64_t head, int64_t) { attention.write(head); });
+    for_each(c.parallel, work < SMALL ? 1 : c.threads, int64_t(tiles.size()) * c.kv_heads,
+             [&](int64_t task, int64_t worker) {
+                 attention.attend(tiles[task / c.kv_heads], task % c.kv_heads, room + worker * need);
+             });
+    return DONE;
+}
+
+}  // namespace
+
+// Write every row's K and V, then attend. Returns a Result; nothing was written unless it is DONE.
+extern "C" int samewise_attend(const Call* call) {
+    try {
+        switch (call->dtype) {
+            case 0: return run<Float32>(*call);
+            case 1: return run<BFloat16>(*call);
+            case 2: return run<Float16>(*call);
+            default: return BAD_DTYPE;
+        }
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+}

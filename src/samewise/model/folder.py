@@ -1,0 +1,59 @@
+"""What stands beside the weights in a model's folder: tokenizer, generation defaults, tensors by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer
+
+from samewise.errors import UnknownModel
+from samewise.model.weights import Source, weight_files
+
+
+def read_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:
+    """The model's tokenizer; None for a folder that has none (token ids then)."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if not any((source.path / name).exists() for name in names):
+        return None
+    return AutoTokenizer.from_pretrained(
+        source.path, trust_remote_code=trust_remote_code, local_files_only=True
+    )
+
+
+def generation_defaults(source: Source) -> dict[str, Any]:
+    """generation_config.json as it stands; empty if there is none."""
+    path = source.path / "generation_config.json"
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
+
+
+def eos_ids(generation: Mapping[str, Any], config: Any) -> frozenset[int]:
+    """End-of-text ids: the generation config's, one or a list, else the model's own."""
+    found = generation.get("eos_token_id")
+    if found is None:
+        found = getattr(config, "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list | tuple) else [found])
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in a folder's safetensors files, sharded or not."""
+    files = weight_files(folder) if folder.is_dir() else []
+    if not files:
+        raise UnknownModel(f"{folder} holds no *.safetensors; give a folder of weights or named tensors")
+    found: dict[str, torch.Tensor] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    return found
+
+
+__all__ = ["eos_ids", "generation_defaults", "read_tensors", "read_tokenizer"]

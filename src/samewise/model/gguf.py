@@ -1,0 +1,183 @@
+"""Turn one GGUF file into a safetensors folder that transformers loads like any other.
+
+The weights are unpacked to float32 exactly as the file defines them. What cannot be carried over without
+loss is refused, never dropped. Knows nothing of names, caches or downloads.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samewise.errors import MachineError, UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
+    from gguf import GGUFReader
+    from transformers import PretrainedConfig
+
+DTYPES = {"F32": "float32", "F16": "float16"}  # anything else was made from, or is, bfloat16
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write config, weights, tokenizer and generation config of `gguf` into the empty folder `folder`.
+
+    The same file gives the same bytes whichever supported transformers does it. Raises UnsupportedModel for
+    a file that transformers cannot express, OSError or SafetensorError when the disk does not hold it.
+    """
+    reader = _open(gguf)
+    config = _config(gguf, reader)
+    tensors = _tensors(gguf, reader, config)
+    _write_config(folder, config, reader)
+    _write_generation_config(folder, config, reader)
+    _write_tokenizer(folder, gguf, config, reader)
+    _write_weights(folder, tensors)
+
+
+def unpacked_bytes(gguf: Path) -> int:
+    """How much disk `convert` needs, from the sizes the file declares."""
+    return sum(int(tensor.n_elements) for tensor in _open(gguf).tensors) * 4 + (32 << 20)
+
+
+def _open(gguf: Path) -> "GGUFReader":
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise MachineError(
+            f"reading {gguf} needs the package 'gguf', which is not installed; run: pip install gguf"
+        ) from None
+    try:
+        return GGUFReader(gguf)
+    except (ValueError, IndexError) as error:
+        raise UnsupportedModel(f"{gguf} is not a readable GGUF file ({error}); download it again") from error
+
+
+def _field(reader: "GGUFReader", name: str) -> Any:
+    """The value of a metadata field, or None where the file does not have it."""
+    field = reader.get_field(name)
+    return None if field is None else field.contents()
+
+
+def _config(gguf: Path, reader: "GGUFReader") -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    if _field(reader, "split.count") not in {None, 0, 1}:
+        raise UnsupportedModel(f"{gguf} is one part of several; join them first: llama-gguf-split --merge")
+    try:
+        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        arch = _field(reader, "general.architecture")
+        raise UnsupportedModel(
+            f"{gguf}: transformers cannot read GGUF files of architecture {arch!r} ({error}); "
+            "use the model's safetensors checkpoint"
+        ) from error
+    scaling = _field(reader, f"{_field(reader, 'general.architecture')}.rope.scaling.type")
+    if (
+        scaling not in {None, "none"}
+        and (config.rope_parameters or {}).get("rope_type", "default") == "default"
+    ):
+        raise UnsupportedModel(
+            f"{gguf}: its RoPE scaling {scaling!r} would be lost; use the model's safetensors checkpoint"
+        )
+    return config
+
+
+def _tensors(gguf: Path, reader: "GGUFReader", config: "PretrainedConfig") -> "dict[str, torch.Tensor]":
+    """Every tensor of the file under its transformers name, in float32; all of the model's, or an error."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Not from_pretrained: newer versions may leave the blocks packed and fetch kernels for them.
+    tensors: dict[str, torch.Tensor] = load_gguf_checkpoint(
+        str(gguf), return_tensors=True, model_to_load=model
+    )["tensors"]
+    if len(tensors) != len(reader.tensors):
+        raise UnsupportedModel(
+            f"{gguf}: {len(reader.tensors) - len(tensors)} of its tensors (scaled RoPE tables, for one) have no "
+            f"place in transformers' {config.model_type}; use the model's safetensors checkpoint"
+        )
+    want = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        for name in set(model.all_tied_weights_keys) - set(tensors):
+            del want[name]
+    have = {name: tensor.shape for name, tensor in tensors.items()}
+    if wrong := sorted(name for name in want.keys() | have.keys() if want.get(name) != have.get(name)):
+        raise UnsupportedModel(
+            f"{gguf}: tensors missing or of another shape than {config.model_type}'s: {wrong[:5]}"
+        )
+    return {name: tensor.to(torch.float32).contiguous() for name, tensor in sorted(tensors.items())}
+
+
+def _dtype(reader: "GGUFReader") -> str:
+    """The dtype to run in where the user leaves it open: that of most weights in the file."""
+    sizes: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+    return DTYPES.get(sizes.most_common(1)[0][0], "bfloat16")
+
+
+def _write_config(folder: Path, config: "PretrainedConfig", reader: "GGUFReader") -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    fields = {k: v for k, v in config.to_diff_dict().items() if k != "transformers_version" and k[0] != "_"}
+    fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    fields["dtype"] = _dtype(reader)
+    _write_json(folder / "config.json", fields)
+
+
+def _write_generation_config(folder: Path, config: "PretrainedConfig", reader: "GGUFReader") -> None:
+    ends = [_field(reader, f"tokenizer.ggml.{key}") for key in END_KEYS]
+    own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ids = list(dict.fromkeys(int(end) for end in (*ends, *own) if end is not None))
+    fields = {
+        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": ids[0] if len(ids) == 1 else ids or None,
+        "pad_token_id": _field(reader, "tokenizer.ggml.padding_token_id"),
+    }
+    _write_json(folder / "generation_config.json", {k: v for k, v in fields.items() if v is not None})
+
+
+def _write_tokenizer(folder: Path, gguf: Path, config: "PretrainedConfig", reader: "GGUFReader") -> None:
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    if _field(reader, "tokenizer.ggml.pre") == "smollm":
+        # transformers goes by architecture and misses this one: digits are split off before words are,
+        # which decides how the spaces in front of a number are cut.
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    fields = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items()) if token}
+    limit = getattr(config, "max_position_embeddings", None)
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            **fields,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": limit,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        },
+    )
+    if tokenizer.chat_template:
+        (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+
+
+def _write_weights(folder: Path, tensors: "dict[str, torch.Tensor]") -> None:
+    from safetensors.torch import save_file
+
+    print(f"samewise: writing {len(tensors)} tensors", file=sys.stderr)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+__all__ = ["convert", "unpacked_bytes"]

@@ -1,0 +1,258 @@
+"""transformers is the model zoo: its modules, its weights, its configs, our attention.
+
+A model is first *surveyed*: built without weights and run once with an attention function that only
+takes notes. What it notes (heads, sizes, windows, every argument attention is given) is what the
+engine relies on, so a feature nobody implemented is refused by name instead of being ignored.
+
+Then it is loaded, every attention module gets its *seat* (the kernel and the layer's KV pages), and
+every linear is wrapped once. Nothing is patched while running: context comes in as arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from samewise.errors import UnsupportedModel
+from samewise.model.attention import Kernel, LayerKV, Rows
+from samewise.model.refuse import refuse
+from samewise.model.rope import pin_rope
+from samewise.model.weights import Source
+
+ATTENTION = "samewise"
+SURVEY = "samewise_survey"
+UNDERSTOOD = frozenset({
+    "rows", "notes", "sliding_window", "position_ids", "position_embeddings", "use_cache", "dropout",
+    "cache_position", "past_key_values", "output_attentions", "is_causal", "logits_to_keep", "return_dict",
+})  # fmt: skip
+"""Arguments attention may be given that are handled, or cannot matter without a cache or a mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where an attention module finds its kernel and its pages."""
+
+    kernel: Kernel
+    kv: LayerKV
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFacts:
+    """What one attention module was seen to do."""
+
+    module: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """What the engine relies on about a model."""
+
+    model_type: str
+    layers: tuple[AttentionFacts, ...]
+    vocab: int
+    max_positions: int
+    checkpoint_dtype: torch.dtype
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, Hq, R, D]
+    key: torch.Tensor,  # [1, Hkv, R, D]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature; masks are switched off
+    scaling: float,
+    dropout: float = 0.0,  # noqa: ARG001 - likewise
+    *,
+    rows: Rows,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature → canonical attention over the module's seat."""
+    seat: Seat = module.seat  # type: ignore[assignment]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = seat.kernel(q, k, v, seat.kv, rows, scale=scaling, window=sliding_window)
+    return out.unsqueeze(0), None
+
+
+def take_notes(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature
+    *,
+    notes: list[tuple[nn.Module, AttentionFacts]],
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Stand in for attention during the survey: note what is asked, compute nothing of use."""
+    foreign = sorted(k for k, v in kwargs.items() if v is not None and k not in {*UNDERSTOOD, "scaling"})
+    if foreign:
+        raise UnsupportedModel(f"its attention asks for {', '.join(foreign)}, which is not implemented")
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise UnsupportedModel("its attention is not causal")
+    if kwargs.get("scaling") is None:
+        raise UnsupportedModel("its attention leaves its scale to the kernel")
+    _, heads, rows, dim = query.shape
+    if key.shape != value.shape or key.shape[-1] != dim or heads % key.shape[1]:
+        raise UnsupportedModel(
+            f"its attention has query, key and value shapes {tuple(query.shape)}, {tuple(key.shape)}, "
+            f"{tuple(value.shape)}; they must share the head size, and heads must come in equal groups"
+        )
+    notes.append((module, AttentionFacts("", heads, key.shape[1], dim, sliding_window)))
+    return query.new_zeros(1, rows, heads, dim), None
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(SURVEY, take_notes)
+
+
+def survey(config: Any, *, trust_remote_code: bool = False) -> Arch:
+    """Find out how a model uses attention, without its weights. Refuses what cannot be promised."""
+    refuse(config)
+    config = copy.deepcopy(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=SURVEY, trust_remote_code=trust_remote_code, dtype=torch.float32
+        ).eval()
+    names = {module: name for name, module in model.named_modules()}
+    longest = int(getattr(config, "max_position_embeddings", None) or 2048)
+    notes: list[tuple[nn.Module, AttentionFacts]] = []
+    with torch.device("meta"), torch.no_grad():
+        pin_rope(model, longest)
+        ids = torch.zeros(1, 4, dtype=torch.int32)
+        try:
+            logits = model(input_ids=ids, position_ids=ids, use_cache=False, notes=notes).logits
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{config.model_type}: {error}") from None
+        except TypeError as error:
+            raise UnsupportedModel(
+                f"{config.model_type}: its attention does not go through transformers' AttentionInterface ({error})"
+            ) from error
+    layers = tuple(
+        AttentionFacts(names[m], f.num_heads, f.num_kv_heads, f.head_dim, f.window) for m, f in notes
+    )
+    _refuse_odd_layers(config, layers)
+    dtype = getattr(config, "dtype", None)
+    return Arch(
+        config.model_type,
+        layers,
+        int(logits.shape[-1]),
+        longest,
+        dtype if isinstance(dtype, torch.dtype) else torch.float32,
+    )
+
+
+def _refuse_odd_layers(config: Any, layers: tuple[AttentionFacts, ...]) -> None:
+    kind, expected = config.model_type, config.num_hidden_layers
+    if len(layers) != expected or len({f.module for f in layers}) != expected:
+        raise UnsupportedModel(
+            f"{kind}: {len(layers)} of {expected} layers go through transformers' AttentionInterface; "
+            "every layer must, once"
+        )
+    types = getattr(config, "layer_types", None) or []
+    for facts, layer_type in zip(layers, types, strict=False):
+        if (layer_type == "sliding_attention") != (facts.window is not None):
+            raise UnsupportedModel(
+                f"{kind}: {facts.module} is of type {layer_type} but its attention is told of window {facts.window}"
+            )
+
+
+class FrameLinear(nn.Linear):
+    """A linear under the frame rule: in a frame it is always given the canonical number of rows.
+
+    The one place where an operator may later run at another size than the frame's, where the probe
+    showed the same bits. Shares the weights of the linear it replaces.
+    """
+
+    @classmethod
+    def around(cls, linear: nn.Linear) -> FrameLinear:
+        """The same linear, wrapped; no memory of its own."""
+        wrapped = cls.__new__(cls)
+        wrapped.__dict__ = linear.__dict__
+        return wrapped
+
+
+def load(source: Source, config: Any, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """The model with its weights on the CPU, linears wrapped, attention ours; seats not yet taken."""
+    model = AutoModelForCausalLM.from_pretrained(
+        source.path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=ATTENTION,
+        trust_remote_code=trust_remote_code,
+        local_files_only=True,
+    )
+    return wrap(model)
+
+
+def wrap(model: PreTrainedModel) -> PreTrainedModel:
+    """Wrap every linear once and freeze the model."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, FrameLinear.around(child))
+    return model.eval().requires_grad_(requires_grad=False)
+
+
+def read_config(source: Source, *, trust_remote_code: bool) -> Any:
+    """The model's own configuration."""
+    return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
+
+
+def seat(model: nn.Module, arch: Arch, kernel: Kernel, store: list[LayerKV]) -> None:
+    """Give every attention module its kernel and pages."""
+    for facts, kv in zip(arch.layers, store, strict=True):
+        model.get_submodule(facts.module).seat = Seat(kernel, kv)  # type: ignore[assignment]
+
+
+def layer_list(model: nn.Module, arch: Arch) -> tuple[str, nn.ModuleList]:
+    """The decoder layers and the name they stand under: the list that holds the attention modules."""
+    first, last = arch.layers[0].module, arch.layers[-1].module
+    for name, module in model.named_modules():
+        inside = isinstance(module, nn.ModuleList) and len(module) == len(arch.layers)
+        if inside and first.startswith(f"{name}.0.") and last.startswith(f"{name}.{len(arch.layers) - 1}."):
+            assert isinstance(module, nn.ModuleList)
+            return name, module
+    raise UnsupportedModel(f"{arch.model_type}: its decoder layers do not stand in one list")
+
+
+def with_layers(model: nn.Module, name: str, layers: list[nn.Module]) -> nn.Module:
+    """The same model over other layers: a shell that shares every weight and changes nothing."""
+    shell = _shallow(model)
+    parent, parts = shell, name.split(".")
+    for part in parts[:-1]:
+        parent._modules[part] = _shallow(parent._modules[part])  # type: ignore[arg-type]
+        parent = parent._modules[part]  # type: ignore[assignment]
+    parent._modules[parts[-1]] = nn.ModuleList(layers)
+    return shell
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)  # a copy shares this dict with its original otherwise
+    return twin
+
+
+__all__ = [
+    "Arch",
+    "AttentionFacts",
+    "FrameLinear",
+    "Seat",
+    "layer_list",
+    "load",
+    "read_config",
+    "seat",
+    "survey",
+    "with_layers",
+    "wrap",
+]

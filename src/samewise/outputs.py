@@ -1,0 +1,115 @@
+"""What a user gets back. Names and shapes are vLLM's, so that a vLLM user changes one import.
+
+Host only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability: the model's own, before any processing.
+
+    `rank` counts from 1 among the alternatives that were asked for; None for a chosen token that is
+    not among them.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of a request's n answers."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_logprobs: list[float]
+    seed: int
+
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened, in seconds of a monotonic clock, and what speculation did."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+    num_output_tokens: int
+    num_accepted_tokens: int
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Seconds per token after the first."""
+        if self.finished_time is None or self.first_token_time is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request's answers, and what was known of its prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    contract: str
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What became final of one answer since the last chunk. A chunk is never taken back."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    token_logprobs: list[float]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """Teacher-forced log-probabilities of a completion: bit-equal to those of generating it."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    cumulative_logprob: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cumulative_logprob", sum(self.logprobs))
+
+
+__all__ = [
+    "Chunk",
+    "CompletionOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "ScoreOutput",
+]

@@ -1,0 +1,232 @@
+"""The proof at start-up: the frame property, on the loaded weights, at the real shapes, on this machine.
+
+A known text is read alone from row 0. Then it is read again cut in other places, at other rows, beside
+other sequences, some of them far into their context. Every bit of its logits must be the same. Before
+that, every shape of linear is tried on inputs built to cancel (large terms of both signs), where
+another order of summation shows in most elements and not in one of thousands.
+
+If a bit differs the engine does not start: the probe repeats the two readings without compiler and
+graph, module by module, and names the first operator that answers differently to the same input.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import nn
+
+from samewise.errors import GuaranteeLost
+from samewise.model.attention import PAGE
+from samewise.run.batch import Batch
+from samewise.run.frame import pack_frame
+from samewise.run.runner import Runner
+from samewise.types import Sampling, Span
+
+TEXT_LEN = 24
+FAR = 4096  # how far into a context the company may stand
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the probe found: the digest of the known text's logit bits, and what it took."""
+
+    digest: str
+    frames: int
+    operators: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One way to read the known text: pieces of it, each at a row of a frame among company."""
+
+    frames: tuple[tuple[tuple[Span, ...], int, int], ...]  # (spans, first row of the piece, its length)
+
+
+def check_linears(model: nn.Module, frame_rows: int) -> int:
+    """Try every shape of linear at the frame's size on cancelling inputs. Returns how many shapes.
+
+    Run before the KV cache takes its memory: it needs a weight matrix of its own.
+    """
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight
+            seen.setdefault((type(module), weight.shape, weight.dtype, weight.device), name)
+    for (_, shape, dtype, device), name in seen.items():
+        _check_linear(model.get_submodule(name), name, shape, dtype, device, frame_rows)
+    return len(seen)
+
+
+def probe(runner: Runner, *, max_model_len: int, operators: int = 0) -> Report:
+    """Prove the frame property or raise GuaranteeLost. Uses pages that nobody holds yet."""
+    began = time.perf_counter()
+    plan = _Plan(runner, max_model_len)
+    reference = plan.reading(alone=True)
+    truth = _read(runner, reference, compiled=True)
+    count = len(reference.frames)
+    for _ in range(3):
+        other = plan.reading(alone=False)
+        count += len(other.frames)
+        if not torch.equal(_bits(truth), _bits(_read(runner, other, compiled=True))):
+            _accuse(runner, reference, other)
+    return Report(
+        sha256(truth.cpu().numpy().tobytes()).hexdigest(), count, operators, time.perf_counter() - began
+    )
+
+
+class _Plan:
+    """Makes readings of the known text out of the runner's pages, from one fixed seed."""
+
+    def __init__(self, runner: Runner, max_model_len: int) -> None:
+        self._rows = runner.frame_rows
+        self._vocab = runner.arch.vocab
+        self._random = random.Random(20)
+        self._far = min(FAR, max_model_len) - 1
+        room = min((runner.store.num_pages - 2) * PAGE, max_model_len)
+        length = min(TEXT_LEN, room)
+        self._text = [self._random.randrange(self._vocab) for _ in range(length)]
+        self._pages = array("i", range(1, -(-length // PAGE) + 1))
+        self._scratch = len(self._pages) + 1
+
+    def reading(self, *, alone: bool) -> Reading:
+        frames, start = [], 0
+        while start < len(self._text):
+            most = min(self._rows, len(self._text) - start)
+            length = most if alone else self._random.randint(1, most)
+            before = 0 if alone else self._random.randint(0, self._rows - length)
+            after = 0 if alone else self._rows - length - before
+            piece = self._span(self._text[start : start + length], start, self._pages)
+            spans = (*self._company(before), piece, *self._company(after))
+            frames.append((spans, before, length))
+            start += length
+        return Reading(tuple(frames))
+
+    def _company(self, rows: int) -> list[Span]:
+        spans = []
+        while rows:
+            length = self._random.randint(1, rows)
+            start = self._random.choice((0, self._random.randint(0, max(0, self._far - length))))
+            tokens = [self._random.randrange(self._vocab) for _ in range(length)]
+            pages = array("i", [self._scratch] * ((start + length) // PAGE + 1))
+            spans.append(self._span(tokens, start, pages))
+            rows -= length
+        return spans
+
+    def _span(self, tokens: list[int], start: int, pages: array[int]) -> Span:
+        return Span(-1, start, tuple(tokens), len(tokens), pages, GREEDY, tokens, len(tokens))
+
+
+def _read(runner: Runner, reading: Reading, *, compiled: bool) -> torch.Tensor:
+    """Logits [text, V] of the known text, read this way."""
+    found = []
+    for spans, first, length in reading.frames:
+        batch: Batch = pack_frame(list(spans), runner.tray)
+        logits = runner.frame(batch) if compiled else runner.eager(batch)
+        found.append(logits[first : first + length].clone())
+    return torch.cat(found)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int32 if values.element_size() == 4 else torch.int16)
+
+
+def _accuse(runner: Runner, reference: Reading, other: Reading) -> None:
+    """Find who broke the property and raise."""
+    expected, got = _trace(runner, reference), _trace(runner, other)
+    culprit = "a compiled layer or the graph: without them the same frames agree; try compile=False"
+    for (name, given, answer), (_, given2, answer2) in zip(expected, got, strict=True):
+        if not torch.equal(given, given2):
+            culprit = f"what stands before {name} (attention, rotary or an operator without a module)"
+            break
+        if not torch.equal(answer, answer2):
+            culprit = name
+            break
+    raise GuaranteeLost(
+        f"the probe read the same {TEXT_LEN} tokens twice at {runner.frame_rows} rows, placed differently, "
+        f"and got different bits. The operator: {culprit}. The engine will not start, because its answers "
+        "would depend on load. Try another frame_rows, dtype or device"
+    )
+
+
+def _trace(runner: Runner, reading: Reading) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(module, input bits, output bits) for the known text's rows, in the order modules are called."""
+    order: list[str] = []
+    found: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    place: tuple[int, int] = (0, 0)
+
+    def note(name: str, given: torch.Tensor, answer: torch.Tensor) -> None:
+        if name not in found:
+            order.append(name)
+            found[name] = ([], [])
+        first, length = place
+        for values, kept in zip((given, answer), found[name], strict=True):
+            rows = values[0] if values.shape[1] == runner.frame_rows else values[0].transpose(0, 1)
+            kept.append(_bits(rows[first : first + length].clone()).flatten(1))
+
+    def hook(name: str) -> Any:
+        def record(_: nn.Module, given: tuple[Any, ...], answer: Any) -> None:
+            tensors = [x for x in (*given[:1], answer) if isinstance(x, torch.Tensor) and x.dim() >= 3]
+            if len(tensors) == 2 and all(runner.frame_rows in x.shape[1:3] for x in tensors):
+                note(name, tensors[0], tensors[1])
+
+        return record
+
+    leaves = [(n, m) for n, m in runner.model.named_modules() if not any(True for _ in m.children())]
+    handles = [module.register_forward_hook(hook(name)) for name, module in leaves]
+    try:
+        for spans, first, length in reading.frames:
+            place = (first, length)
+            runner.eager(pack_frame(list(spans), runner.tray))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [(name, torch.cat(found[name][0]), torch.cat(found[name][1])) for name in order]
+
+
+@torch.inference_mode()
+def _check_linear(
+    linear: nn.Module, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, rows: int
+) -> None:
+    """One linear's operator with W = [V, V] and x = [a, -a] + a little noise: the big terms cancel."""
+    out, width = shape
+    half = width // 2
+    generator = torch.Generator(device).manual_seed(0)
+
+    def noise(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device, dtype=torch.float32)
+
+    block = noise(out, half).to(dtype)
+    weight = torch.cat([block, block, block[:, : width - 2 * half]], 1)
+    del block
+    a = noise(rows, half)
+    x = torch.cat([a, -a, torch.zeros(rows, width - 2 * half, device=device)], 1)
+    x = (x + 1e-3 * noise(rows, width)).to(dtype).unsqueeze(0)
+    swap = {"weight": weight} | ({"bias": torch.zeros_like(linear.bias)} if linear.bias is not None else {})
+
+    def run(inputs: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = torch.func.functional_call(linear, swap, (inputs,))
+        return _bits(answer[0])
+
+    expected = run(x)
+    for shift in sorted({1 % rows, rows // 2, rows - 1}):
+        if not torch.equal(run(x.roll(shift, 1)), expected.roll(shift, 0)):
+            raise GuaranteeLost(
+                f"the operator {name} ({out}×{width}, {dtype}) gives a row other bits at another place "
+                f"among {rows} rows. The engine will not start. Try frame_rows={_suggest(rows)}"
+            )
+
+
+def _suggest(rows: int) -> int:
+    """A friendlier size: kernels tile rows by powers of two."""
+    return max(16, 1 << rows.bit_length())
+
+
+__all__ = ["Report", "check_linears", "probe"]

@@ -1,0 +1,78 @@
+"""Batch: the tensors a pass eats, and the one buffer they travel in.
+
+A pass of R rows needs a handful of int32 fields and the page numbers of its sequences. They lie one
+behind the other in a single buffer, so that one small copy brings a pass to the device, and a graph
+captured over the buffer's views can be replayed for ever.
+
+Knows tensors and layout; has never heard of a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from samewise.model.attention import Rows
+
+FIELDS = ("tokens", "positions", "lengths", "slots", "page_start")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a pass of R rows eats. Every field int32."""
+
+    tokens: torch.Tensor  # [1, R]
+    positions: torch.Tensor  # [1, R]
+    rows: Rows
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.tokens.shape[1]
+
+
+class Tray:
+    """Staging for passes of R rows: a host buffer to fill, a device buffer to run from.
+
+    Owned by a Runner. The host buffer may be filled again once the pass's result has been waited for.
+    """
+
+    def __init__(self, num_rows: int, max_pages: int, workspace: torch.Tensor, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self._head = len(FIELDS) * num_rows + num_rows + 1
+        size = self._head + max_pages
+        cuda = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
+        self._device = torch.zeros(size, dtype=torch.int32, device=device) if cuda else self._host
+        self.array: np.ndarray[tuple[int], np.dtype[np.int32]] = self._host.numpy()
+        self.batch = self._views(self._device, workspace)
+
+    def field(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """The host side of one [R] field, to be written to."""
+        i = FIELDS.index(name) * self.num_rows
+        return self.array[i : i + self.num_rows]
+
+    @property
+    def split_start(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """The host side of the [R + 1] split counts."""
+        return self.array[self._head - self.num_rows - 1 : self._head]
+
+    def send(self, pages: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Batch:
+        """Add the page numbers and start the copy to the device."""
+        end = self._head + len(pages)
+        self.array[self._head : end] = pages
+        if self._device is not self._host:
+            self._device[:end].copy_(self._host[:end], non_blocking=True)
+        return self.batch
+
+    def _views(self, flat: torch.Tensor, workspace: torch.Tensor) -> Batch:
+        r = self.num_rows
+        tokens, positions, lengths, slots, starts = (flat[i * r : (i + 1) * r] for i in range(len(FIELDS)))
+        splits = flat[self._head - r - 1 : self._head]
+        rows = Rows(lengths, slots, starts, flat[self._head :], splits, workspace)
+        return Batch(tokens.unsqueeze(0), positions.unsqueeze(0), rows)
+
+
+__all__ = ["Batch", "Tray"]

@@ -1,0 +1,83 @@
+"""Spans → a frame's tray; asks → a fast pass's tray.
+
+A frame has always `num_rows` rows: what spans leave over is padding, which sees no keys and writes to
+the trash page. Which rows a span gets cannot matter (that is what the probe proves), so they are
+placed in the order they come.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from samewise.cache.pages import TRASH
+from samewise.errors import InvariantBroken
+from samewise.model.attention import PAGE, SPLIT
+from samewise.run.batch import Batch, Tray
+from samewise.types import Ask, Span
+
+
+def pack_frame(spans: list[Span], tray: Tray) -> Batch:
+    """Place spans in consecutive rows, pad the rest, and send."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts: list[int] = []
+    tables = []
+    start = 0
+    for span in spans:
+        rows, pages, first = len(span.inputs), span.pages, span.start
+        tokens += span.inputs
+        if rows == 1:
+            positions.append(first)
+            slots.append(pages[first // PAGE] * PAGE + first % PAGE)
+            starts.append(start)
+        else:
+            reach = range(first, first + rows)
+            positions += reach
+            slots += [pages[p // PAGE] * PAGE + p % PAGE for p in reach]
+            starts += [start] * rows
+        tables.append(pages)
+        start += len(pages)
+    return _fill(tray, tokens, positions, slots, starts, b"".join(tables))
+
+
+def pack_fast(asks: list[Ask], tray: Tray) -> Batch:
+    """One row per ask: the last token it knows or has guessed."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts: list[int] = []
+    start = 0
+    for ask in asks:
+        position = len(ask.tokens) + len(ask.draft) - 1
+        tokens.append(ask.draft[-1] if ask.draft else ask.tokens[-1])
+        positions.append(position)
+        slots.append(ask.pages[position // PAGE] * PAGE + position % PAGE)
+        starts.append(start)
+        start += len(ask.pages)
+    return _fill(tray, tokens, positions, slots, starts, b"".join(ask.pages for ask in asks))
+
+
+def _fill(
+    tray: Tray, tokens: list[int], positions: list[int], slots: list[int], starts: list[int], pages: bytes
+) -> Batch:
+    used, rows = len(tokens), tray.num_rows
+    if used > rows:
+        raise InvariantBroken(f"{used} rows for a pass of {rows}")
+    for name, values, padding in (
+        ("tokens", tokens, 0),
+        ("positions", positions, 0),
+        ("slots", slots, TRASH),
+        ("page_start", starts, 0),
+    ):
+        field = tray.field(name)
+        field[:used] = values
+        field[used:] = padding
+    lengths = tray.field("lengths")
+    np.add(tray.field("positions")[:used], 1, out=lengths[:used])
+    lengths[used:] = 0
+    np.cumsum((lengths + (SPLIT - 1)) // SPLIT, out=tray.split_start[1:])
+    return tray.send(np.frombuffer(pages, dtype=np.int32))
+
+
+__all__ = ["pack_fast", "pack_frame"]

@@ -1,0 +1,138 @@
+"""Runner: owns the modules, the KV tensors, the trays and the graphs. A batch in, logits out.
+
+Two ways through the same modules: `frame`, always at the canonical number of rows, compiled and
+captured where asked; and `fast`, at however many rows are live. Only a frame's logits are the truth.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from samewise.cache.store import KVStore, page_bytes
+from samewise.errors import GuaranteeLost
+from samewise.model.attention import PAGE, Kernel
+from samewise.model.zoo import Arch, layer_list, seat, with_layers
+from samewise.run.batch import Batch, Tray
+from samewise.run.frame import pack_frame
+from samewise.run.numerics import inductor_options
+
+
+def kv_shapes(arch: Arch) -> list[tuple[int, int]]:
+    """(KV heads, head size) of each layer."""
+    return [(layer.num_kv_heads, layer.head_dim) for layer in arch.layers]
+
+
+def kv_page_bytes(arch: Arch, dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers."""
+    return page_bytes(kv_shapes(arch), dtype)
+
+
+class Runner:
+    """Runs passes of one model. Everything it needs to know about a pass comes in the batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arch: Arch,
+        kernel: Kernel,
+        *,
+        num_pages: int,
+        frame_rows: int,
+        max_rows: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        compile: bool,  # noqa: A002 - the public name of the switch
+    ) -> None:
+        self.arch, self.kernel, self.device, self.frame_rows = arch, kernel, device, frame_rows
+        self.model = model.to(device)
+        self.store = KVStore(kernel, kv_shapes(arch), num_pages, dtype, device)
+        seat(self.model, arch, kernel, self.store.layers)
+        heads = max(layer.num_heads * layer.head_dim for layer in arch.layers)
+        dim = max(layer.head_dim for layer in arch.layers)
+        rows = max(frame_rows, max_rows)
+        scratch = kernel.workspace_len(rows, max_model_len, -(-heads // dim), dim)
+        self._workspace = torch.empty(scratch, dtype=torch.float32, device=device)
+        self._max_pages = -(-max_model_len // PAGE) + 1
+        self.tray = Tray(frame_rows, frame_rows * self._max_pages, self._workspace, device)
+        self._trays: dict[int, Tray] = {}
+        self.compiled = compile
+        self._canonical = self._compile() if compile else self.model
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: torch.Tensor | None = None
+        self._warm()
+
+    def fast_tray(self, num_rows: int) -> Tray:
+        """Staging for a fast pass of this many rows."""
+        if num_rows not in self._trays:
+            size = num_rows * self._max_pages
+            self._trays[num_rows] = Tray(num_rows, size, self._workspace, self.device)
+        return self._trays[num_rows]
+
+    @torch.inference_mode()
+    def frame(self, batch: Batch) -> torch.Tensor:
+        """Logits [T, V] in float32 of a frame. Valid until the next frame."""
+        if self._graph is not None:
+            self._graph.replay()
+            assert self._logits is not None
+            return self._logits
+        guard: Any = torch.compiler.set_stance("fail_on_recompile") if self.compiled else nullcontext()
+        try:
+            with guard:
+                return self._pass(self._canonical, batch)
+        except RuntimeError as error:
+            if self.compiled and "recompile" in str(error):
+                raise GuaranteeLost(f"a compiled layer wanted to be compiled again: {error}") from error
+            raise
+
+    @torch.inference_mode()
+    def eager(self, batch: Batch) -> torch.Tensor:
+        """A frame without compiler or graph: for the probe, to tell whose fault a difference is."""
+        return self._pass(self.model, batch)
+
+    @torch.inference_mode()
+    def fast(self, batch: Batch) -> torch.Tensor:
+        """Logits [B, V] in float32 at the natural shape of whatever is live. Not the truth."""
+        return self._pass(self.model, batch)
+
+    def _pass(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        out = model(
+            input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, rows=batch.rows
+        ).logits
+        logits: torch.Tensor = out[0]
+        return logits.float()
+
+    def _compile(self) -> nn.Module:
+        """A shell whose layers are compiled: whole graph, static shapes, nothing chosen by timing."""
+        name, layers = layer_list(self.model, self.arch)
+        options = inductor_options()
+        compiled = [torch.compile(layer, fullgraph=True, dynamic=False, options=options) for layer in layers]
+        return with_layers(self.model, name, compiled)
+
+    @torch.inference_mode()
+    def _warm(self) -> None:
+        """Compile before anything else uses a layer, then capture. Padding rows only: no page is touched."""
+        batch = pack_frame([], self.tray)
+        if self.compiled:
+            with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):  # type: ignore[attr-defined, no-untyped-call]
+                self._pass(self._canonical, batch)
+        if self.device.type != "cuda":
+            return
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._pass(self._canonical, batch)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        torch.cuda.synchronize(self.device)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = self._pass(self._canonical, batch)
+        torch.cuda.synchronize(self.device)
+
+
+__all__ = ["Runner", "kv_page_bytes", "kv_shapes"]

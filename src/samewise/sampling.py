@@ -1,0 +1,470 @@
+"""Logits, the tokens before and noise -> the next token and its log-probability.
+
+One rule for greedy and sampled: argmax(processed logits / temperature + Gumbel(seed, index, position,
+token id)); temperature 0 is plain argmax; equal scores go to the lowest id. Processing, in order:
+repetition, frequency and presence penalties, logit bias, allowed ids, bad words, min_tokens; then, on
+logits divided by temperature, min-p, top-k and top-p. Log-probabilities are the model's own, before any
+of this.
+
+The frame rule: what a row gets depends on its own logits and its own `Draw`, bit for bit, never on
+its place or its company. Two ways to keep it:
+
+- CPU: the vector and tail paths of exp and log differ, and where one ends depends on the flat offset. So
+  they only ever see a tensor of V elements made for one row. Exact operations (argmax, comparisons,
+  sums of integers, single additions and divisions) may see anything.
+- Elsewhere: every operation sees the block [R, V] the caller passes, always of the same R; sums are sums
+  of integers, so that no order of summation can show.
+
+Probability masses are exp(logit - max) as integers, 2**s times the real thing, s so large as int64
+allows for V of them. Sums are then exact, and tokens of equal logits stay or go together.
+
+If the bars leave nothing to choose from, the last ones give way: min_tokens first, then bad words.
+Allowed ids always hold, even where the model itself says -inf.
+
+Stateless: a Sampler keeps compiled functions and its vocabulary size, and nothing from call to call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from samewise import noise
+from samewise.types import Sampling, TopLogprobs
+
+_LOWEST = -3.4028234663852886e38  # the lowest finite float32
+_KEY_OF_INF = 0x7F800000  # bits of +inf; as integers, bits of non-negative floats are in the floats' order
+_COLDEST = 1e-5  # below this a temperature would underflow float32 arithmetic
+
+Ids = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float32]
+Block = TypeVar("Block", bound=Callable[..., object])
+
+
+class Draw(NamedTuple):
+    """What one row's choice depends on beyond its logits."""
+
+    row: int
+    sampling: Sampling
+    prompt: Sequence[int]  # counted by the repetition penalty
+    output: Sequence[int]  # counted by all penalties: committed, then guessed
+    position: int  # absolute position of the token being chosen
+
+
+class Picks(NamedTuple):
+    """A token for every row, and the model's own log-probability of it, before processing."""
+
+    tokens: Tensor  # [R] int64
+    logprobs: Tensor  # [R] float32
+
+
+class _Scale(NamedTuple):
+    """A row's largest logit and the log of the sum of exp(logit - largest)."""
+
+    top: Tensor  # [R] float32
+    log_sum: Tensor  # [R] float32
+
+
+class Sampler:
+    """Choose, score and rank. Off CPU, blocks whose bits are to be compared have the same number of rows.
+
+    With `compile`, blocks of a size that was warmed run fused; others run the same operations one by one,
+    so nothing is ever compiled while requests wait. On CPU there is nothing to compile.
+    """
+
+    def __init__(self, vocab: int, device: torch.device, *, compile: bool = False) -> None:  # noqa: A002
+        self._vocab = vocab
+        self._device = device
+        self._by_row = device.type == "cpu"
+        self._compile = compile and not self._by_row
+        self._fused: dict[int, _Blocks] = {}
+
+    def warm(self, rows: int) -> None:
+        """Compile every block function for [rows, V]. Sampling works without, one operation at a time."""
+        if not self._compile or rows in self._fused:
+            return
+        self._fused[rows] = _PLAIN.fused()
+        every = Sampling(temperature=1.0, top_k=1, top_p=0.5, min_p=0.5)
+        block = torch.zeros(rows, self._vocab, device=self._device)
+        with torch._dynamo.config.patch(recompile_limit=64):  # noqa: SLF001 - every size counts as one
+            self.pick(block, [Draw(0, every, (), (), 0)])
+
+    def pick(self, logits: Tensor, draws: Sequence[Draw]) -> Picks:
+        """A token for every row of [R, V] float32; rows without a Draw get the plain argmax."""
+        busy = [draw for draw in draws if not draw.sampling.plain]
+        if self._by_row:
+            return self._pick_by_row(logits, busy)
+        tokens, top, log_sum = self._blocks(logits).measure(logits)
+        if busy:
+            tokens = self._pick_block(logits, busy)
+        chosen = logits.gather(1, tokens[:, None])[:, 0]
+        return Picks(tokens, chosen - top - log_sum)
+
+    def score(self, logits: Tensor, rows: Sequence[int], targets: Sequence[int]) -> Tensor:
+        """Log-probability of targets[i] under row rows[i]: float32, the bits `pick` gives for that token."""
+        if not rows:
+            return torch.empty(0, dtype=torch.float32, device=logits.device)
+        scale = self._scale(logits, rows)
+        where = torch.tensor([rows, targets], dtype=torch.int64).to(logits.device)
+        return logits[where[0], where[1]] - scale.top - scale.log_sum
+
+    def top(self, logits: Tensor, rows: Sequence[int], nums: Sequence[int]) -> list[TopLogprobs]:
+        """The nums[i] likeliest tokens of row rows[i] (-1: all), by falling value, then by rising id."""
+        counts = [self._vocab if num < 0 else min(num, self._vocab) for num in nums]
+        most = max(counts, default=0)
+        if most == 0:
+            return [() for _ in counts]
+        scale = self._scale(logits, rows)
+        picked = logits[torch.tensor(rows, dtype=torch.int64).to(logits.device)]
+        values = picked - scale.top[:, None] - scale.log_sum[:, None]
+        # topk orders equal values as it likes; so take every value that could belong, and order those.
+        floor = values.topk(most).values[:, -1:]
+        row, token = (values >= floor).nonzero().unbind(1)
+        found = values[row, token].cpu().numpy()
+        row_of, token_of = row.cpu().numpy(), token.cpu().numpy()
+        ends = np.searchsorted(row_of, np.arange(len(rows) + 1))
+        return [
+            _ranked(token_of[ends[i] : ends[i + 1]], found[ends[i] : ends[i + 1]], count)
+            for i, count in enumerate(counts)
+        ]
+
+    # ── by row: the CPU's way ────────────────────────────────────────────────────────────────────
+
+    def _pick_by_row(self, logits: Tensor, busy: Sequence[Draw]) -> Picks:
+        rows = range(logits.shape[0])
+        block = logits.numpy()
+        # NumPy promises the first of equal maxima, and is several times faster than torch at this.
+        tokens = block.argmax(-1)
+        scale = self._scale(logits, rows, tokens)
+        for draw in busy:
+            tokens[draw.row] = self._pick_row(logits[draw.row : draw.row + 1], draw)
+        chosen = torch.from_numpy(block[np.arange(len(rows)), tokens])
+        return Picks(torch.from_numpy(tokens), chosen - scale.top - scale.log_sum)
+
+    def _pick_row(self, row: Tensor, draw: Draw) -> int:
+        """[1, V] -> the token chosen."""
+        sampling = draw.sampling
+        if _edits(draw):
+            row = self._edited(row, [draw._replace(row=0)])
+        if sampling.temperature == 0.0:
+            return int(row[0].numpy().argmax())
+        gap = (row.amax() - row[0]).div_(max(sampling.temperature, _COLDEST))
+        if sampling.filtered:
+            gap.masked_fill_(gap > _reach(gap, sampling), math.inf)
+        score = noise.gumbel(torch.tensor([_key(draw)]), self._vocab)[0].sub_(gap)
+        return int(score.numpy().argmax())
+
+    # ── by block: everyone else's ────────────────────────────────────────────────────────────────
+
+    def _pick_block(self, logits: Tensor, busy: Sequence[Draw]) -> Tensor:
+        """[R, V] -> [R] tokens. Whatever a row did not ask for leaves its bits as they are."""
+        edited = [draw for draw in busy if _edits(draw)]
+        if edited:
+            logits = self._edited(logits, edited)
+        num_rows, blocks = logits.shape[0], self._blocks(logits)
+        temperature = self._column(num_rows, [(d.row, _warmth(d.sampling)) for d in busy], 0.0)
+        filtered = [draw for draw in busy if draw.sampling.filtered]
+        if far := [(d.row, _min_p_gap(d.sampling)) for d in filtered if d.sampling.min_p > 0.0]:
+            logits = blocks.bar_min_p(logits, temperature, self._column(num_rows, far, math.inf))
+        if most := [(d.row, d.sampling.top_k) for d in filtered if 0 < d.sampling.top_k < self._vocab]:
+            limit = self._column(num_rows, most, self._vocab + 1, torch.int64)
+            logits = blocks.bar_top_k(logits, temperature, limit)
+        if mass := [(d.row, d.sampling.top_p) for d in filtered if d.sampling.top_p < 1.0]:
+            share = self._column(num_rows, mass, 2.0, torch.float64)
+            logits = blocks.bar_top_p(logits, temperature, share)
+        keys = np.zeros((num_rows, 2), dtype=np.int64)
+        for draw in busy:
+            keys[draw.row] = _key(draw)
+        return blocks.choose(logits, temperature, torch.from_numpy(keys).to(self._device))
+
+    def _blocks(self, logits: Tensor) -> _Blocks:
+        return self._fused.get(logits.shape[0], _PLAIN)
+
+    def _column(
+        self,
+        num_rows: int,
+        entries: Sequence[tuple[int, float]],
+        default: float,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """[R, 1] on the device: the entries in their rows, the default elsewhere."""
+        column = [default] * num_rows
+        for row, value in entries:
+            column[row] = value
+        return torch.tensor(column, dtype=dtype).to(self._device, non_blocking=True)[:, None]
+
+    # ── both ways ────────────────────────────────────────────────────────────────────────────────
+
+    def _scale(self, logits: Tensor, rows: Sequence[int], best: Ids | None = None) -> _Scale:
+        """Of the given rows, in that order. `best` are their argmaxes where known."""
+        if not self._by_row:
+            _, top, log_sum = self._blocks(logits).measure(logits)
+            where = torch.tensor(rows, dtype=torch.int64).to(logits.device)
+            return _Scale(top[where], log_sum[where])
+        scratch = torch.empty(self._vocab)
+        measured: dict[int, tuple[float, float]] = {}
+        for i, row in enumerate(rows):
+            if row not in measured:
+                token = None if best is None else int(best[i])
+                measured[row] = _measure_row(logits[row], scratch, token)
+        pairs = torch.tensor([measured[row] for row in rows], dtype=torch.float32)
+        return _Scale(pairs[:, 0], pairs[:, 1])
+
+    def _edited(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        """A copy of [R, V] with the draws' penalties, bias and bars in their rows. Exact at any shape."""
+        logits = logits.clone(memory_format=torch.contiguous_format)
+        flat = logits.view(-1)
+        if (edit := self._collect(draws, _repetitions)) is not None:
+            at, penalty = edit
+            old = flat[at]
+            flat[at] = torch.where(old > 0, old / penalty, old * penalty)
+        for kind in (_occurrences, _biases):
+            if (edit := self._collect(draws, kind)) is not None:
+                at, amount = edit
+                flat[at] += amount
+        fenced = [draw for draw in draws if draw.sampling.allowed_token_ids is not None]
+        barred = [draw for draw in draws if _may_bar(draw)]
+        if rows := sorted({draw.row for draw in (*fenced, *barred)}):
+            # A token the model rules out must still beat a token that is barred.
+            logits[rows] = logits[rows].clamp_(min=_LOWEST)
+        if (edit := self._collect(fenced, _allowed)) is not None:
+            kept = flat[edit[0]]
+            logits[[draw.row for draw in fenced]] = -math.inf
+            flat[edit[0]] = kept
+        if (edit := self._collect(barred, self._bars)) is not None:
+            flat[edit[0]] = -math.inf
+        return logits
+
+    def _collect(
+        self, draws: Sequence[Draw], kind: Callable[[Draw], tuple[Ids, Values] | None]
+    ) -> tuple[Tensor, Tensor] | None:
+        """One kind of edit of all draws: flat places in the block, each once, and a value for each."""
+        found = [(draw.row, edit) for draw in draws if (edit := kind(draw)) is not None]
+        if not found:
+            return None
+        inside = [(row, ids, values, ids < self._vocab) for row, (ids, values) in found]
+        places = np.concatenate([ids[ok] + row * self._vocab for row, ids, _, ok in inside])
+        amounts = np.concatenate([values[ok] for _, _, values, ok in inside])
+        return torch.from_numpy(places).to(self._device), torch.from_numpy(amounts).to(self._device)
+
+    def _bars(self, draw: Draw) -> tuple[Ids, Values] | None:
+        """Ids that may not be chosen here; the kinds that would leave nothing are passed over."""
+        allowed = draw.sampling.allowed_token_ids
+        pool = None if allowed is None else {token for token in allowed if token < self._vocab}
+        barred: set[int] = set()
+        for kind in (_bad_endings(draw), _early_stops(draw)):
+            more = barred.union(token for token in kind if token < self._vocab)
+            if len(more) < self._vocab if pool is None else not pool <= more:
+                barred = more
+        return _edit(sorted(barred)) if barred else None
+
+
+# ── what a draw asks for, on the host ────────────────────────────────────────────────────────────
+
+
+def _edit(ids: npt.ArrayLike, values: npt.ArrayLike = 0.0) -> tuple[Ids, Values]:
+    places = np.asarray(ids, dtype=np.int64)
+    return places, np.broadcast_to(np.asarray(values, dtype=np.float32), places.shape)
+
+
+def _repetitions(draw: Draw) -> tuple[Ids, Values] | None:
+    penalty = draw.sampling.repetition_penalty
+    if penalty == 1.0:
+        return None
+    return _edit(np.unique(np.asarray([*draw.prompt, *draw.output], dtype=np.int64)), penalty)
+
+
+def _occurrences(draw: Draw) -> tuple[Ids, Values] | None:
+    frequency, presence = draw.sampling.frequency_penalty, draw.sampling.presence_penalty
+    if (frequency == 0.0 and presence == 0.0) or not draw.output:
+        return None
+    ids, counts = np.unique(np.asarray(draw.output, dtype=np.int64), return_counts=True)
+    return _edit(ids, -(counts * frequency + presence))
+
+
+def _biases(draw: Draw) -> tuple[Ids, Values] | None:
+    bias = dict(draw.sampling.logit_bias)
+    return _edit(list(bias), list(bias.values())) if bias else None
+
+
+def _allowed(draw: Draw) -> tuple[Ids, Values] | None:
+    allowed = draw.sampling.allowed_token_ids
+    return None if allowed is None else _edit(sorted(set(allowed)))
+
+
+def _edits(draw: Draw) -> bool:
+    """Whether logits change before temperature."""
+    sampling = draw.sampling
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.presence_penalty != 0.0
+        or bool(sampling.logit_bias)
+        or sampling.allowed_token_ids is not None
+        or _may_bar(draw)
+    )
+
+
+def _may_bar(draw: Draw) -> bool:
+    return bool(draw.sampling.bad_words) or len(draw.output) < draw.sampling.min_tokens
+
+
+def _bad_endings(draw: Draw) -> Iterator[int]:
+    """Last tokens of bad words whose other tokens are the last ones before this position."""
+    words = draw.sampling.bad_words
+    reach = max((len(word) - 1 for word in words), default=0)
+    recent = (*draw.prompt[-reach:], *draw.output[-reach:]) if reach else ()
+    for word in words:
+        *before, last = word
+        if not before or recent[-len(before) :] == tuple(before):
+            yield last
+
+
+def _early_stops(draw: Draw) -> Sequence[int]:
+    """Tokens that would end the sequence too soon."""
+    return sorted(draw.sampling.stop_ids) if len(draw.output) < draw.sampling.min_tokens else ()
+
+
+def _key(draw: Draw) -> tuple[int, int]:
+    return noise.key(draw.sampling.seed, draw.sampling.index, draw.position)
+
+
+def _warmth(sampling: Sampling) -> float:
+    return max(sampling.temperature, _COLDEST) if sampling.temperature > 0.0 else 0.0
+
+
+def _min_p_gap(sampling: Sampling) -> float:
+    """p >= min_p * p_max, said of logits: how far below the largest a token may lie."""
+    return -math.log(min(sampling.min_p, 1.0))
+
+
+def _ranked(ids: Ids, values: Values, count: int) -> TopLogprobs:
+    order = np.lexsort((ids, -values))[:count]
+    return tuple(zip(ids[order].tolist(), values[order].tolist(), strict=True))
+
+
+# ── one row, on CPU ──────────────────────────────────────────────────────────────────────────────
+
+
+def _measure_row(row: Tensor, scratch: Tensor, best: int | None) -> tuple[float, float]:
+    """Largest logit and log-sum-exp above it. `scratch` is [V] and aligned, so exp and sum see one shape."""
+    top = row.amax() if best is None else row[best]
+    return top.item(), math.log(torch.sub(row, top, out=scratch).exp_().sum().item())
+
+
+def _reach(gap: Tensor, sampling: Sampling) -> float:
+    """How far below the best token ([V] gaps >= 0) one may lie and still be kept."""
+    vocab = gap.shape[0]
+    far = float(np.float32(_min_p_gap(sampling))) if sampling.min_p > 0.0 else math.inf
+    if not 0 < sampling.top_k < vocab and sampling.top_p >= 1.0:
+        return far
+    near = np.sort(gap.numpy())
+    kept = max(1, int(np.searchsorted(near, np.float32(far), side="right")))
+    if 0 < sampling.top_k < kept:
+        kept = int(np.searchsorted(near, near[sampling.top_k - 1], side="right"))
+    if sampling.top_p < 1.0:
+        above = _mass(torch.from_numpy(near)).numpy()[:kept].cumsum()
+        limit = max(1, math.ceil(float(above[-1]) * sampling.top_p))
+        kept = min(kept, int(np.searchsorted(above, limit)) + 1)
+    return float(near[kept - 1])
+
+
+# ── blocks ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _mass(gap: Tensor) -> Tensor:
+    """exp(-gap) as int64, times a power of two such that a sum over the last dimension cannot overflow."""
+    return (gap.neg().exp_() * 2.0 ** _mass_bits(gap)).to(torch.int64)
+
+
+def _mass_bits(row: Tensor) -> int:
+    return 62 - row.shape[-1].bit_length()
+
+
+def _measure(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[R, V] -> argmax, largest logit, and log of the sum of exp(logit - largest), each [R]."""
+    top = logits.amax(-1, keepdim=True)
+    total = _mass(top - logits).sum(-1)
+    log_sum = torch.log(total.to(torch.float64) * 2.0 ** -_mass_bits(logits))
+    return logits.argmax(-1), top[:, 0], log_sum.to(torch.float32)
+
+
+def _gap(logits: Tensor, temperature: Tensor) -> Tensor:
+    """How far below its row's best each scaled logit lies: never negative, so no temperature overflows it."""
+    return (logits.amax(-1, keepdim=True) - logits) / torch.where(temperature > 0, temperature, 1.0)
+
+
+def _choose(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+    """Plain argmax where temperature [R, 1] is 0, else argmax of scaled logits plus noise."""
+    noisy = noise.gumbel(keys, logits.shape[-1]) - _gap(logits, temperature)
+    return torch.where(temperature > 0, noisy, logits).argmax(-1)
+
+
+def _bar_min_p(logits: Tensor, temperature: Tensor, far: Tensor) -> Tensor:
+    """Bar what lies farther below the best than `far` [R, 1]."""
+    return logits.masked_fill(_gap(logits, temperature) > far, -math.inf)
+
+
+def _bar_top_k(logits: Tensor, temperature: Tensor, limit: Tensor) -> Tensor:
+    """Bar what has `limit` [R, 1] int64 or more tokens strictly above it."""
+    gap = _gap(logits, temperature)
+    return _bar_beyond(logits, gap, torch.ones_like(gap, dtype=torch.int64), limit)
+
+
+def _bar_top_p(logits: Tensor, temperature: Tensor, share: Tensor) -> Tensor:
+    """Bar what has `share` [R, 1] float64 of its row's mass, or more, strictly above it; 2.0 bars nothing."""
+    gap = _gap(logits, temperature)
+    mass = _mass(gap)
+    limit = (mass.sum(-1, keepdim=True).to(torch.float64) * share).ceil().to(torch.int64).clamp(min=1)
+    return _bar_beyond(logits, gap, mass, limit)
+
+
+def _bar_beyond(logits: Tensor, gap: Tensor, weight: Tensor, limit: Tensor) -> Tensor:
+    """Bar what has `limit` or more of the weight strictly above it; all stay where there is not so much.
+
+    The last gap to be kept is the least one up to which the weight reaches the limit: bisect for it over
+    the bits of the gaps. Thirty-one passes over the block cost far less than sorting it.
+    """
+    place = gap.view(torch.int32)
+    low = torch.zeros_like(limit, dtype=torch.int32)
+    high = torch.full_like(low, _KEY_OF_INF)
+    for _ in range(31):
+        middle = low + ((high - low) >> 1)
+        enough = torch.where(place <= middle, weight, 0).sum(-1, keepdim=True) >= limit
+        high = torch.where(enough, middle, high)
+        low = torch.where(enough, low, middle + 1)
+    return logits.masked_fill(place > high, -math.inf)
+
+
+class _Blocks(NamedTuple):
+    """The functions that see whole blocks."""
+
+    measure: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    choose: Callable[[Tensor, Tensor, Tensor], Tensor]
+    bar_min_p: Callable[[Tensor, Tensor, Tensor], Tensor]
+    bar_top_k: Callable[[Tensor, Tensor, Tensor], Tensor]
+    bar_top_p: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def fused(self) -> _Blocks:
+        return _Blocks(
+            _fuse(self.measure),
+            _fuse(self.choose),
+            _fuse(self.bar_min_p),
+            _fuse(self.bar_top_k),
+            _fuse(self.bar_top_p),
+        )
+
+
+def _fuse(block: Block) -> Block:
+    return cast("Block", torch.compile(block, dynamic=False, fullgraph=True))
+
+
+_PLAIN = _Blocks(_measure, _choose, _bar_min_p, _bar_top_k, _bar_top_p)
+
+__all__ = ["Draw", "Picks", "Sampler"]

@@ -1,0 +1,408 @@
+"""Decide who runs, and make verdicts public. Host only: this module has never heard of a tensor.
+
+Order is by arrival. A frame's rows go first to sequences that are generating, then to prompts; whoever
+got nothing because rows ran out goes first next time, so nobody starves. When pages run out the
+youngest sequence is preempted: it gives up its pages and later reads its tokens again, to the same
+bits. The oldest can always take what it needs, and a request that could never fit alone was refused.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections import Counter
+from dataclasses import dataclass, field
+
+from samewise.cache.pages import PagePool
+from samewise.cache.prefix import PrefixIndex, chain
+from samewise.errors import BadPrompt, InvariantBroken, QueueFull
+from samewise.types import Ask, Delta, Finish, Proposal, Request, Sequence, Span, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler may spend. `max_queued` counts waiting requests."""
+
+    num_pages: int
+    page: int
+    frame_rows: int
+    max_num_seqs: int
+    max_model_len: int
+    max_draft: int = 16
+    max_queued: int | None = None
+    prefix_caching: bool = True
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened so far. Owned by the Scheduler."""
+
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    preempted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    unverified_tokens: int = 0
+    frames: int = 0
+    rows: int = 0
+    padded_rows: int = 0
+    guessed: int = 0
+    accepted: int = 0
+    rolled_back: int = 0
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Owns every Sequence and every page number."""
+
+    limits: Limits
+    counts: Counts = field(default_factory=Counts)
+    index: PrefixIndex = field(init=False)
+    _waiting: list[Sequence] = field(default_factory=list)  # by arrival
+    _running: dict[int, Sequence] = field(default_factory=dict)  # by arrival
+    _step: int = 0
+
+    def __post_init__(self) -> None:
+        self.index = PrefixIndex(PagePool(self.limits.num_pages), enabled=self.limits.prefix_caching)
+
+    # ---- requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or refuse what could never run."""
+        limits = self.limits
+        self.refuse_misfit(len(request.prompt), request.max_tokens)
+        if limits.max_queued is not None and len(self._waiting) >= limits.max_queued:
+            raise QueueFull(
+                f"{len(self._waiting)} requests are waiting and max_queued is {limits.max_queued}; "
+                "try again later or raise max_queued"
+            )
+        self.counts.requests += 1
+        self.counts.prompt_tokens += len(request.prompt)
+        insort(
+            self._waiting,
+            Sequence(request, list(request.prompt), score_next=request.scores_from),
+            key=_arrival,
+        )
+
+    def refuse_misfit(self, prompt_len: int, max_tokens: int) -> None:
+        """Raise BadPrompt for a request that could never run, however empty the engine."""
+        limits = self.limits
+        if prompt_len == 0:
+            raise BadPrompt("the prompt is empty; give at least one token (a BOS token will do)")
+        if prompt_len + (max_tokens > 0) > limits.max_model_len:
+            raise BadPrompt(
+                f"the prompt has {prompt_len} tokens and max_model_len is {limits.max_model_len}; "
+                "shorten it, set truncate_prompt_tokens, or raise max_model_len"
+            )
+        longest = min(prompt_len + max_tokens, limits.max_model_len)
+        room = (limits.num_pages - 1) * limits.page
+        if longest > room:
+            raise BadPrompt(
+                f"the request may grow to {longest} tokens and the KV cache holds {room}; "
+                "lower max_tokens or raise kv_memory"
+            )
+
+    def abort(self, request_id: int) -> Delta | None:
+        """Drop a request wherever it is. None if it is not (or no longer) known."""
+        seq = self._running.get(request_id)
+        if seq is None:
+            seq = next((s for s in self._waiting if s.request.id == request_id), None)
+            if seq is None:
+                return None
+            self._waiting.remove(seq)
+        else:
+            self._retire(seq)
+        seq.finish = Finish.ABORT
+        self.counts.aborted += 1
+        return Delta(request_id, (), (), (), Finish.ABORT)
+
+    def end(self, request_id: int) -> None:
+        """The reader has enough (a stop string stood in the text): retire without a further delta."""
+        seq = self._running.get(request_id)
+        if seq is not None:
+            self._retire(seq)
+            self.counts.finished += 1
+
+    def preempt(self, request_id: int) -> bool:
+        """Take a running sequence's pages away and queue it again. False if it is not running."""
+        seq = self._running.get(request_id)
+        if seq is None:
+            return False
+        self._preempt(seq)
+        return True
+
+    # ---- one step, in the order the loop calls them
+
+    def admit(self) -> None:
+        """Move waiting requests to running while there is room, oldest first."""
+        self._step += 1
+        held_back: list[Sequence] = []
+        while self._waiting and len(self._running) < self.limits.max_num_seqs:
+            seq = self._waiting.pop(0)
+            if self._worth_waiting(seq):
+                held_back.append(seq)
+            elif not self._start(seq):
+                held_back.append(seq)
+                break
+        self._waiting[:0] = held_back
+
+    def asks(self, *, verified: bool) -> list[Ask]:
+        """Sequences past their prompt that could use guesses: those to be verified, or the others."""
+        page, longest = self.limits.page, self.limits.max_model_len
+        asks: list[Ask] = []
+        for seq in list(self._running.values()):
+            request = seq.request
+            if request.verify is not verified or seq.reading or request.id not in self._running:
+                continue
+            left = min(request.max_tokens - (len(seq.tokens) - seq.prompt_len), longest - len(seq.tokens))
+            # The replay adds one token of its own, so the last one need not be guessed.
+            room = left - len(seq.draft) - 1 if verified else 1
+            if verified:
+                room = min(room, self.limits.max_draft - len(seq.draft), self.limits.frame_rows - 1)
+            if room <= 0 or not self._grow(seq, -(-(len(seq.tokens) + len(seq.draft) + room) // page)):
+                continue
+            asks.append(
+                Ask(
+                    request.id,
+                    seq.tokens,
+                    seq.prompt_len,
+                    seq.draft,
+                    seq.kv_len,
+                    seq.pages,
+                    request.sampling,
+                    room,
+                )
+            )
+        return [ask for ask in asks if ask.seq_id in self._running]
+
+    def extend(self, proposals: list[Proposal]) -> None:
+        """Append guesses to drafts."""
+        for proposal in proposals:
+            seq = self._running.get(proposal.seq_id)
+            if seq is not None:
+                seq.draft.extend(proposal.tokens)
+
+    def spans(self) -> list[Span]:
+        """The next frame, at most `frame_rows` rows. Empty when nothing needs a replay."""
+        left = self.limits.frame_rows
+        spans: list[Span] = []
+        for seq in sorted(self._running.values(), key=_turn):
+            if left == 0:
+                break
+            if seq.request.id not in self._running or (not seq.request.verify and not seq.reading):
+                continue
+            rows = self._fit(seq, min(left, seq.given + len(seq.draft)))
+            if rows:
+                spans.append(_span(seq, rows))
+                seq.last_served = self._step
+                left -= rows
+        # Growing an older sequence may have preempted a younger one that was already placed.
+        spans = [span for span in spans if span.seq_id in self._running]
+        if spans:
+            used = sum(len(span.inputs) for span in spans)
+            self.counts.frames += 1
+            self.counts.rows += used
+            self.counts.padded_rows += self.limits.frame_rows - used
+        return spans
+
+    def commit(self, verdicts: list[Verdict]) -> list[Delta]:
+        """Make tokens public: here, and only here."""
+        deltas: list[Delta] = []
+        for verdict in verdicts:
+            seq = self._running.get(verdict.seq_id)
+            if seq is not None:  # else it was aborted while its frame ran
+                deltas.append(self._commit(seq, verdict))
+        return [delta for delta in deltas if delta.tokens or delta.scores or delta.finish]
+
+    # ---- views
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is running or waiting."""
+        return not self._running and not self._waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold pages."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none."""
+        return len(self._waiting)
+
+    def running_ids(self) -> list[int]:
+        """Ids of running requests, oldest first."""
+        return sorted(self._running)
+
+    def check(self) -> None:
+        """Raise InvariantBroken unless sequences and pages are consistent."""
+        held: Counter[int] = Counter()
+        for seq in self._running.values():
+            seq.check()
+            held.update(seq.pages)
+            if len(seq.pages) * self.limits.page < seq.kv_len:
+                raise InvariantBroken(f"request {seq.request.id} has too few pages for its KV")
+        for seq in self._waiting:
+            if seq.pages:
+                raise InvariantBroken(f"request {seq.request.id} waits but holds pages")
+        self.index.check(dict(held))
+
+    # ---- inside
+
+    def _worth_waiting(self, seq: Sequence) -> bool:
+        leader = self._running.get(seq.request.leader) if seq.request.leader is not None else None
+        return (
+            leader is not None and leader.reading and self.index.enabled and seq.request.scores_from is None
+        )
+
+    def _start(self, seq: Sequence) -> bool:
+        page = self.limits.page
+        matched: list[int] = []
+        if self.index.enabled:
+            # The last known token is always read again: its logits are what the next one needs. So are
+            # the rows whose logits score a prompt token.
+            owed = seq.score_next
+            scoring = owed is not None and owed < seq.prompt_len
+            num = ((owed if scoring and owed is not None else len(seq.tokens)) - 1) // page
+            chain(seq.digests, seq.tokens, seq.request.salt, page, num)
+            matched = self.index.match(seq.digests[:num])
+        for number in matched:
+            self.index.hold(number)
+        needed = len(seq.tokens) // page + 1 - len(matched)
+        if self._running and needed > self.index.num_available:
+            self.index.release(matched)
+            return False
+        seq.pages = array("i", matched)
+        seq.kv_len = len(matched) * page
+        seq.num_indexed = len(matched)
+        if len(seq.tokens) == seq.prompt_len:
+            seq.num_cached = seq.kv_len
+            self.counts.cached_tokens += seq.kv_len
+        seq.last_served = self._step - 1  # as if just served: those already generating go first
+        self._running[seq.request.id] = seq
+        return True
+
+    def _fit(self, seq: Sequence, rows: int) -> int:
+        """How many of `rows` rows the sequence can get pages for."""
+        page = self.limits.page
+        if not self._grow(seq, -(-(seq.kv_len + rows) // page)):
+            rows = min(rows, len(seq.pages) * page - seq.kv_len)
+        return max(rows, 0)
+
+    def _grow(self, seq: Sequence, num_pages: int) -> bool:
+        """Get the sequence `num_pages` pages, preempting younger ones if need be."""
+        while len(seq.pages) < num_pages:
+            page = self.index.take()
+            if page is not None:
+                seq.pages.append(page)
+                continue
+            youngest = self._running[max(self._running)]
+            if youngest is seq:
+                return False
+            self._preempt(youngest)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._retire(seq)
+        seq.kv_len = 0
+        seq.num_indexed = 0
+        seq.draft.clear()
+        seq.trusted = False
+        self.counts.preempted += 1
+        insort(self._waiting, seq, key=_arrival)
+
+    def _retire(self, seq: Sequence) -> None:
+        del self._running[seq.request.id]
+        self.index.release(seq.pages)
+        seq.pages = array("i")
+
+    def _commit(self, seq: Sequence, verdict: Verdict) -> Delta:
+        limits, request = self.limits, seq.request
+        tokens = seq.tokens
+        before = len(tokens)
+        most = min(request.max_tokens + seq.prompt_len, limits.max_model_len)
+        for token in verdict.tokens[: max(0, most - before)]:
+            tokens.append(token)
+            if token in request.sampling.stop_ids:
+                seq.finish, seq.stop_id = Finish.STOP, token
+                break
+        num = len(tokens) - before
+        if seq.finish is None and verdict.tokens and len(tokens) >= most:  # also max_tokens=0: scored, done
+            seq.finish = Finish.LENGTH
+        seq.kv_len = min(verdict.kv_len, len(tokens) - 1)
+        if verdict.scores and seq.score_next is not None:
+            seq.score_next += len(verdict.scores)
+        self._count(verdict, num)
+        if verdict.verified and not seq.trusted:
+            self._share(seq)
+        seq.trusted = seq.trusted or not verdict.verified
+        if seq.draft:
+            seq.draft.clear()
+        if seq.finish is not None:
+            self._retire(seq)
+            self.counts.finished += 1
+        return Delta(
+            request.id,
+            verdict.tokens[:num],
+            verdict.logprobs[:num],
+            verdict.tops[:num],
+            seq.finish,
+            seq.stop_id,
+            verdict.scores,
+            verdict.score_tops,
+            seq.num_cached,
+            verdict.accepted,
+        )
+
+    def _count(self, verdict: Verdict, num: int) -> None:
+        counts = self.counts
+        counts.output_tokens += num
+        if verdict.verified:
+            counts.guessed += verdict.guessed
+            counts.accepted += verdict.accepted
+            counts.rolled_back += verdict.guessed - verdict.accepted
+        else:
+            counts.unverified_tokens += num
+
+    def _share(self, seq: Sequence) -> None:
+        """Offer full canonical pages to the prefix index."""
+        page = self.limits.page
+        full = seq.kv_len // page
+        if full > seq.num_indexed and self.index.enabled:
+            chain(seq.digests, seq.tokens, seq.request.salt, page, full)
+            for i in range(seq.num_indexed, full):
+                self.index.offer(seq.digests[i], seq.pages[i])
+            seq.num_indexed = full
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.request.id
+
+
+def _turn(seq: Sequence) -> tuple[int, bool, int]:
+    return (seq.last_served, seq.reading, seq.request.id)
+
+
+def _span(seq: Sequence, rows: int) -> Span:
+    """The next `rows` rows of a sequence: known tokens first, then guesses."""
+    request, start, given = seq.request, seq.kv_len, seq.given
+    if rows == 1:
+        inputs: tuple[int, ...] = (seq.tokens[start],)
+    else:
+        inputs = tuple(seq.tokens[start : start + rows]) + tuple(seq.draft[: max(0, rows - given)])
+    first = seq.score_next
+    if first is None or start + rows < first or first >= seq.prompt_len:
+        return Span(request.id, start, inputs, given, seq.pages, request.sampling, seq.tokens, seq.prompt_len)
+    row = max(0, first - 1 - start)
+    targets = tuple(seq.tokens[start + row + 1 : min(start + rows + 1, seq.prompt_len)])
+    tops = request.prompt_logprobs or 0
+    return Span(
+        request.id, start, inputs, given, seq.pages, request.sampling, seq.tokens, seq.prompt_len,
+        targets, row, tops,
+    )  # fmt: skip
+
+
+__all__ = ["Counts", "Limits", "Scheduler"]

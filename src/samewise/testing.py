@@ -1,0 +1,293 @@
+"""Public doubles for testing: tiny random models, a tokenizer, proposers that are wrong on purpose.
+
+Nothing here is patched into anything: an engine takes its model and its proposer as arguments.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from samewise.assemble import Loaded, fingerprint
+from samewise.config import EngineConfig
+from samewise.engine import Engine, MakeProposer, Parts
+from samewise.model import zoo
+from samewise.propose.decode import Decode
+from samewise.types import Ask, Delta, Proposal, Sampling, Verdict
+
+T = TypeVar("T")
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 24},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    "olmo2": {},
+    "phi3": {"original_max_position_embeddings": 512},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
+}
+"""Model families, and what makes each of them itself, at a size that runs in milliseconds."""
+
+
+def tiny_config(family: str = "llama", **overrides: Any) -> Any:
+    """A transformers config of a family, small."""
+    settings = COMMON | FAMILIES[family] | overrides
+    return AutoConfig.for_model(family, **settings)
+
+
+def tiny_model(
+    family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Any:
+    """A random transformers model of a family, spread widely enough that its tokens vary."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            tiny_config(family, **overrides), attn_implementation=zoo.ATTENTION, dtype=torch.float32
+        )
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.18)
+            else:
+                torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
+    return model.to(dtype).eval()
+
+
+def tiny(
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    eos: bool = False,
+    **overrides: Any,
+) -> Loaded:
+    """A tiny random model ready for an Engine, with a byte-level tokenizer."""
+    arch = zoo.survey(tiny_config(family, **overrides))
+    model = zoo.wrap(tiny_model(family, seed=seed, dtype=dtype, **overrides))
+    eos_ids = frozenset({257}) if eos else frozenset[int]()
+    return Loaded(model, arch, {"weights": fingerprint(model)}, byte_tokenizer(), {}, eos_ids)
+
+
+def tiny_engine(
+    family: str = "llama",
+    *,
+    make_proposer: MakeProposer | None = None,
+    seed: int = 0,
+    eos: bool = False,
+    overrides: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Engine:
+    """An engine over a tiny random model. Keywords are EngineConfig's."""
+    settings = {"model": f"tiny-{family}", "kv_memory": 2**24, "device": "cpu"} | settings
+    dtype = settings.get("dtype", "float32")
+    loaded = tiny(family, seed=seed, dtype=getattr(torch, dtype), eos=eos, **(overrides or {}))
+    return Engine(loaded, EngineConfig.of(**settings), make_proposer=make_proposer)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer made in memory: ids 0–255 are bytes, then three special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",  # noqa: S106 - not secrets
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    )
+    return tokenizer
+
+
+class _Silent:
+    """The verbs a double need not care about."""
+
+    def observe(self, verdicts: list[Verdict]) -> None:
+        """Learn nothing."""
+
+    def forget(self, seq_id: int) -> None:
+        """Keep nothing."""
+
+
+class Scripted(_Silent):
+    """Proposes what a function says: `script(ask)` → guesses."""
+
+    name = "scripted"
+
+    def __init__(self, script: Callable[[Ask], Iterable[int]]) -> None:
+        self._script = script
+
+    def propose(self, asks: list[Ask]) -> list[Proposal]:
+        """Whatever the script says, cut to the room there is."""
+        return [Proposal(ask.seq_id, tuple(self._script(ask))[: ask.room]) for ask in asks]
+
+
+class Adversary(_Silent):
+    """Proposes random tokens, any number of them, to whomever it likes."""
+
+    name = "adversary"
+
+    def __init__(self, vocab: int, seed: int = 0) -> None:
+        self._vocab, self._random = vocab, random.Random(seed)
+
+    def propose(self, asks: list[Ask]) -> list[Proposal]:
+        """Noise."""
+        picked = [ask for ask in asks if self._random.random() < 0.8]
+        self._random.shuffle(picked)
+        return [
+            Proposal(
+                ask.seq_id,
+                tuple(self._random.randrange(self._vocab) for _ in range(self._random.randint(0, ask.room))),
+            )
+            for ask in picked
+        ]
+
+
+class Jitter(_Silent):
+    """Drafts with the model itself at whatever batch is live, with noise on its logits.
+
+    Right often enough that drafts are accepted in part: first, middle and last guesses all go wrong
+    sooner or later. It writes scratch KV, as real drafters do.
+    """
+
+    name = "jitter"
+
+    def __init__(self, parts: Parts, *, scale: float = 1.0, num: int = 5, seed: int = 0) -> None:
+        generator = torch.Generator(parts.runner.device).manual_seed(seed)
+
+        def bend(logits: torch.Tensor) -> torch.Tensor:
+            noise = torch.randn(logits.shape, generator=generator, device=logits.device)
+            return logits + scale * noise
+
+        self._draft = Decode(parts.runner, parts.sampler, bend)
+        self._num, self._random = num, random.Random(seed)
+
+    def propose(self, asks: list[Ask]) -> list[Proposal]:
+        """Up to `num` guesses each, one pass per guess."""
+        guesses: dict[int, list[int]] = {ask.seq_id: [] for ask in asks}
+        for _ in range(self._random.randint(0, self._num)):
+            live = [
+                ask._replace(draft=ask.draft + guesses[ask.seq_id])
+                for ask in asks
+                if len(guesses[ask.seq_id]) < ask.room
+            ]
+            for proposal in self._draft.propose(live):
+                guesses[proposal.seq_id] += proposal.tokens
+        return [Proposal(seq_id, tuple(tokens)) for seq_id, tokens in guesses.items()]
+
+
+def shuffled(items: Iterable[T], seed: int) -> list[T]:
+    """The same items in another order."""
+    found = list(items)
+    random.Random(seed).shuffle(found)
+    return found
+
+
+class Transcript:
+    """What became public for one request: tokens and the exact log-probabilities beside them."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[str] = []
+        self.scores: list[str] = []
+        self.finish: str | None = None
+
+    def take(self, delta: Delta) -> None:
+        """Append what a delta says."""
+        self.tokens += delta.tokens
+        self.logprobs += [value.hex() for value in delta.logprobs]
+        self.scores += [value.hex() for value in delta.scores]
+        self.finish = delta.finish.value if delta.finish else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transcript) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Transcript({self.tokens}, {self.logprobs[:3]}…, {self.finish})"
+
+
+def preempting(engine: Engine, seed: int, rate: float = 0.2) -> list[Delta]:
+    """One step, before which any running sequence may have lost its pages."""
+    rng = random.Random(f"{seed} {engine.scheduler.counts.frames} {engine.scheduler.counts.preempted}")
+    deltas = engine._land()  # noqa: SLF001 - a frame in flight is published before its owner is disturbed
+    for request_id in engine.scheduler.running_ids():
+        if rng.random() < rate:
+            engine.scheduler.preempt(request_id)
+    return deltas + engine.step()
+
+
+def run(
+    engine: Engine,
+    asks: Iterable[tuple[list[int], Sampling, int]],
+    *,
+    step: Callable[[Engine], list[Delta]] = Engine.step,
+    arrivals: Iterable[int] | None = None,
+    verify: bool = True,
+    check: bool = True,
+) -> list[Transcript]:
+    """Run (prompt, sampling, max_tokens) requests to their end, each arriving at its step."""
+    todo = list(asks)
+    when = [0] * len(todo) if arrivals is None else list(arrivals)
+    found = [Transcript() for _ in todo]
+    by_id: dict[int, Transcript] = {}
+    clock = 0
+    while not engine.idle or len(by_id) < len(todo):
+        for i, (prompt, sampling, most) in enumerate(todo):
+            if when[i] == clock:
+                by_id[engine.add(prompt, sampling, max_tokens=most, verify=verify)] = found[i]
+        for delta in step(engine):
+            if delta.request_id in by_id:
+                by_id[delta.request_id].take(delta)
+        if check:
+            engine.check()
+        clock += 1
+    return found
+
+
+__all__ = [
+    "FAMILIES",
+    "Adversary",
+    "Jitter",
+    "Scripted",
+    "Transcript",
+    "byte_tokenizer",
+    "preempting",
+    "run",
+    "shuffled",
+    "tiny",
+    "tiny_config",
+    "tiny_engine",
+    "tiny_model",
+]

@@ -1,0 +1,249 @@
+"""The nouns. Everything that crosses a module is one of these, and frozen unless it says otherwise.
+
+Small records that are made once per sequence and step are named tuples: as frozen as a frozen
+dataclass and several times cheaper to make. Positions are absolute, intervals half-open.
+
+Host only: this module has never heard of a tensor.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from samewise.errors import InvariantBroken
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""(token id, log-probability), by falling value, equal values by rising id."""
+
+
+class Finish(StrEnum):
+    """Why a sequence ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen, once everything about the request is known.
+
+    Token ids only: stop strings, texts and defaults were resolved before. `index` is the place among
+    the request's n choices. The choice at a position is a function of this, the row's logits and the
+    tokens before it.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()  # end-of-text and the caller's own; barred before min_tokens
+    top_logprobs: int | None = None  # None: none asked for; -1: the whole vocabulary
+    seed: int = 0
+    index: int = 0
+    plain: bool = field(init=False)  # the model's own argmax, nothing added and nothing barred
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plain", self.temperature == 0.0 and not self.processed)
+
+    @property
+    def processed(self) -> bool:
+        """Whether logits are changed before temperature and noise."""
+        return (
+            self.filtered
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+            or bool(self.logit_bias)
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words)
+            or self.min_tokens > 0
+        )
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p can bar a token (greedy choice never needs them)."""
+        return self.temperature > 0.0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to be continued. `arrival` orders requests; ids are never reused."""
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    verify: bool = True
+    prompt_logprobs: int | None = None  # None: none; else how many alternatives, beside the token itself
+    score_from: int | None = None  # only log-probabilities of prompt tokens from here on are wanted
+    salt: bytes = b""  # prefixes are shared only between equal salts
+    leader: int | None = None  # a request with the same prompt whose pages are worth waiting for
+
+    @property
+    def scores_from(self) -> int | None:
+        """First prompt position whose own log-probability is wanted, if any."""
+        return self.score_from if self.score_from is not None else None if self.prompt_logprobs is None else 1
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A request on its way. The one mutable noun; the Scheduler owns it, nobody else writes to it.
+
+    `tokens` are the prompt and what was committed. `kv_len` is how far canonical KV reaches: positions
+    below it are never written again. Above it lies scratch. `draft` holds guesses not yet replayed.
+    """
+
+    request: Request
+    tokens: list[int]
+    draft: list[int] = field(default_factory=list)
+    kv_len: int = 0
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    digests: list[bytes] = field(default_factory=list)  # of full pages below kv_len, in order
+    num_indexed: int = 0  # how many of those digests have been offered to the prefix index
+    num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
+    score_next: int | None = None  # the next prompt position whose log-probability is owed
+    last_served: int = -1
+    finish: Finish | None = None
+    stop_id: int | None = None
+    trusted: bool = False  # its KV above the prompt came from the fast path
+
+    @property
+    def prompt_len(self) -> int:
+        """Fixed when the request is added; preemption does not turn output into prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def given(self) -> int:
+        """Known tokens whose KV is not there yet. At least one while the sequence lives."""
+        return len(self.tokens) - self.kv_len
+
+    @property
+    def reading(self) -> bool:
+        """Whether more than the last known token still has to be read."""
+        return len(self.tokens) - self.kv_len > 1
+
+    def check(self) -> None:
+        """Raise InvariantBroken unless the lengths fit together."""
+        if not 0 <= self.kv_len < len(self.tokens):
+            raise InvariantBroken(
+                f"request {self.request.id}: kv_len {self.kv_len} of {len(self.tokens)} tokens"
+            )
+        if self.draft and self.reading:
+            raise InvariantBroken(f"request {self.request.id}: drafts while its prompt is still being read")
+
+
+class Ask(NamedTuple):
+    """What a proposer may know of a sequence that could use guesses.
+
+    `tokens` is the sequence's own list (prompt, then output), lent for reading during one call;
+    `draft` what has been guessed so far. At most `room` further guesses are of use.
+    """
+
+    seq_id: int
+    tokens: list[int]
+    prompt_len: int
+    draft: list[int]
+    kv_len: int
+    pages: array[int]
+    sampling: Sampling
+    room: int
+
+
+class Proposal(NamedTuple):
+    """Guesses to be appended to a sequence's draft, and log-probabilities where the proposer has them."""
+
+    seq_id: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    tops: tuple[TopLogprobs, ...] = ()
+
+
+class Span(NamedTuple):
+    """A run of consecutive positions of one sequence: `inputs` stand at start, start + 1, …
+
+    The first `given` inputs are known tokens, the rest guesses. `given` may exceed `len(inputs)`
+    while a prompt is being read. `tokens` is the sequence's own list, lent for reading until the
+    replay returns. `targets` are known tokens whose log-probability is wanted, the first of them
+    predicted by row `target_row`.
+    """
+
+    seq_id: int
+    start: int
+    inputs: tuple[int, ...]
+    given: int
+    pages: array[int]
+    sampling: Sampling
+    tokens: list[int]
+    prompt_len: int
+    targets: tuple[int, ...] = ()
+    target_row: int = 0
+    target_tops: int = 0
+
+
+class Truth(NamedTuple):
+    """What the replay says of a span: one entry per row, from row `first` on.
+
+    Rows before `first` predict tokens that are known already. `scores` answer the span's targets.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tops: tuple[TopLogprobs, ...] = ()
+    scores: tuple[float, ...] = ()
+    score_tops: tuple[TopLogprobs, ...] = ()
+
+
+class Verdict(NamedTuple):
+    """Tokens that may become public, and how far canonical KV then reaches."""
+
+    seq_id: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tops: tuple[TopLogprobs, ...]
+    kv_len: int
+    guessed: int
+    accepted: int
+    verified: bool = True
+    scores: tuple[float, ...] = ()
+    score_tops: tuple[TopLogprobs, ...] = ()
+
+
+class Delta(NamedTuple):
+    """What became public in one step for one request."""
+
+    request_id: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tops: tuple[TopLogprobs, ...]
+    finish: Finish | None
+    stop_id: int | None = None
+    scores: tuple[float, ...] = ()
+    score_tops: tuple[TopLogprobs, ...] = ()
+    num_cached: int = 0
+    accepted: int = 0
+
+
+__all__ = [
+    "Ask",
+    "Delta",
+    "Finish",
+    "Proposal",
+    "Request",
+    "Sampling",
+    "Sequence",
+    "Span",
+    "TopLogprobs",
+    "Truth",
+    "Verdict",
+]

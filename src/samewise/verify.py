@@ -1,0 +1,153 @@
+"""The replay: spans → verdicts. The only source of truth.
+
+`launch` starts a frame and returns at once where the device allows it, so the host can turn the last
+frame's tokens into text meanwhile; `verdicts` waits and judges.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from samewise.sampling import Draw, Sampler
+
+from samewise.judge import judge
+from samewise.run.frame import pack_frame
+from samewise.run.runner import Runner
+from samewise.types import Span, TopLogprobs, Truth, Verdict
+
+
+class _Found(NamedTuple):
+    """A frame's answers, still on the device where they can be."""
+
+    packed: torch.Tensor  # [2, T] int32: tokens, and the bits of their log-probabilities
+    tops: dict[int, TopLogprobs]  # by row
+    scores: list[float]  # of all targets, in the order of spans
+    score_tops: list[TopLogprobs]
+
+
+class Flight:
+    """A frame on its way. Nothing it holds is public before `verdicts`."""
+
+    def __init__(self, verifier: Verifier, spans: list[Span]) -> None:
+        self._verifier, self._spans = verifier, spans
+        self._found: _Found | None = None
+        if verifier.ahead:
+            self._found = verifier.run(spans)
+            self._landed = torch.cuda.Event()
+            self._landed.record()
+
+    def verdicts(self) -> list[Verdict]:
+        """Wait for the frame and judge every span."""
+        found = self._found
+        if found is None:
+            found = self._verifier.run(self._spans)
+        elif self._verifier.ahead:
+            self._landed.synchronize()
+        answers = found.packed.numpy()
+        tokens = answers[0].tolist()
+        logprobs = answers[1].view(np.float32).tolist()
+        return _judge_all(self._spans, tokens, logprobs, found)
+
+
+class Verifier:
+    """Runs frames over one runner. `ahead` says whether a frame runs beside the host."""
+
+    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+        self._runner, self._sampler = runner, sampler
+        self.ahead = runner.device.type == "cuda"
+        self._host = torch.empty(2, runner.frame_rows, dtype=torch.int32, pin_memory=self.ahead)
+
+    def launch(self, spans: list[Span]) -> Flight:
+        """Start a frame over these spans."""
+        return Flight(self, spans)
+
+    @torch.inference_mode()
+    def run(self, spans: list[Span]) -> _Found:
+        """One frame: logits, choices, and whatever else was asked about its rows."""
+        sampler = self._sampler
+        logits = self._runner.frame(pack_frame(spans, self._runner.tray))
+        picks = sampler.pick(logits, _draws(spans))
+        scores, score_tops = self._score(logits, spans)
+        rows, nums = _top_rows(spans)
+        tops = dict(zip(rows, sampler.top(logits, rows, nums), strict=True)) if rows else {}
+        self._host[0].copy_(picks.tokens, non_blocking=True)
+        self._host[1].copy_(picks.logprobs.view(torch.int32), non_blocking=True)
+        return _Found(self._host, tops, scores, score_tops)
+
+    def _score(self, logits: torch.Tensor, spans: list[Span]) -> tuple[list[float], list[TopLogprobs]]:
+        rows: list[int] = []
+        targets: list[int] = []
+        nums: list[int] = []
+        first = 0
+        for span in spans:
+            if span.targets:
+                begin = first + span.target_row
+                rows += range(begin, begin + len(span.targets))
+                targets += span.targets
+                nums += [span.target_tops] * len(span.targets)
+            first += len(span.inputs)
+        if not rows:
+            return [], []
+        scores: list[float] = self._sampler.score(logits, rows, targets).tolist()
+        wants = [(row, num) for row, num in zip(rows, nums, strict=True) if num]
+        found = iter(self._sampler.top(logits, [r for r, _ in wants], [n for _, n in wants]) if wants else [])
+        return scores, [next(found) if num else () for num in nums]
+
+
+def _draws(spans: list[Span]) -> list[Draw]:
+    """What the choice of each row depends on, for rows whose token is needed and not plain argmax."""
+    draws: list[Draw] = []
+    first = 0
+    for span in spans:
+        sampling, given = span.sampling, span.given
+        if not sampling.plain:
+            prompt: list[int] = []
+            output: list[int] = []
+            if sampling.processed and len(span.inputs) >= given:
+                prompt, output = span.tokens[: span.prompt_len], span.tokens[span.prompt_len :]
+            for j in range(given - 1, len(span.inputs)):
+                before = output + list(span.inputs[given : j + 1]) if sampling.processed else output
+                draws.append(Draw(first + j, sampling, prompt, before, span.start + j + 1))
+        first += len(span.inputs)
+    return draws
+
+
+def _top_rows(spans: list[Span]) -> tuple[list[int], list[int]]:
+    """Rows whose alternatives were asked for, and how many."""
+    rows: list[int] = []
+    nums: list[int] = []
+    first = 0
+    for span in spans:
+        num = span.sampling.top_logprobs
+        if num:
+            wanted = range(first + span.given - 1, first + len(span.inputs))
+            rows += wanted
+            nums += [num] * len(wanted)
+        first += len(span.inputs)
+    return rows, nums
+
+
+def _judge_all(spans: list[Span], tokens: list[int], logprobs: list[float], found: _Found) -> list[Verdict]:
+    verdicts: list[Verdict] = []
+    first, scored = 0, 0
+    for span in spans:
+        begin, end = first + span.given - 1, first + len(span.inputs)
+        tops: tuple[TopLogprobs, ...] = ()
+        if span.sampling.top_logprobs is not None:
+            tops = tuple(found.tops.get(row, ()) for row in range(begin, end))
+        upto = scored + len(span.targets)
+        truth = Truth(
+            tuple(tokens[begin:end]),
+            tuple(logprobs[begin:end]),
+            tops,
+            tuple(found.scores[scored:upto]),
+            tuple(found.score_tops[scored:upto]),
+        )
+        verdicts.append(judge(span, truth))
+        first, scored = end, upto
+    return verdicts
+
+
+__all__ = ["Flight", "Verifier"]
