@@ -90,10 +90,12 @@ class Engine:
             compile=device.type == "cuda" if config.compile is None else config.compile,
         )
         self.sampler = Sampler(arch.vocab, device, compile=device.type == "cuda")
+        self.sampler.warm(self.frame_rows)
         self.verifier = Verifier(self.runner, self.sampler)
         self.fast = Decode(self.runner, self.sampler)
         make = make_proposer or _known_proposer(config.proposer)
         self.proposer = make(Parts(self.runner, self.sampler, arch.vocab))
+        self._guessing = not isinstance(self.proposer, Nothing)
         limits = Limits(
             num_pages=num_pages,
             page=PAGE,
@@ -108,6 +110,7 @@ class Engine:
         self._operators = operators
         self._flight: Flight | None = None
         self._next_id = 0
+        self._stepped = self._waited = 0.0
         self._began = time.monotonic()
         self._certify()
 
@@ -115,24 +118,30 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Publish what the frame in flight found, let the fast path run, and start the next frame."""
+        began = time.perf_counter()
         deltas = self._land()
         self.scheduler.admit()
         deltas += self._decode_unverified()
-        self.scheduler.extend(self.proposer.propose(self.scheduler.asks(verified=True)))
+        if self._guessing:
+            self.scheduler.extend(self.proposer.propose(self.scheduler.asks(verified=True)))
         spans = self.scheduler.spans()
         self._flight = self.verifier.launch(spans) if spans else None
+        self._stepped += time.perf_counter() - began
         return deltas
 
     def _land(self) -> list[Delta]:
         if self._flight is None:
             return []
         verdicts = self._flight.verdicts()
+        self._waited += self._flight.waited
         self._flight = None
         self.proposer.observe(verdicts)
         return self._publish(self.scheduler.commit(verdicts))
 
     def _decode_unverified(self) -> list[Delta]:
         asks = self.scheduler.asks(verified=False)
+        if not asks:
+            return []
         kv_lens = {ask.seq_id: ask.kv_len for ask in asks}
         proposals = self.fast.propose(asks)
         return self._publish(self.scheduler.commit([trust(p, kv_lens[p.seq_id]) for p in proposals]))
@@ -244,6 +253,8 @@ class Engine:
             "pages_available": scheduler.index.num_available,
             "pages_indexed": scheduler.index.num_indexed,
             "contract": self.contract.id,
+            "step_seconds": self._stepped,
+            "wait_seconds": self._waited,  # of those, spent waiting for the device
             "uptime": time.monotonic() - self._began,
         }
 

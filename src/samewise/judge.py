@@ -15,6 +15,11 @@ def judge(span: Span, truth: Truth) -> Verdict:
     ends inside the given tokens (a prompt chunk) has no such row, and commits KV alone.
     """
     rows = len(span.inputs)
+    if rows == span.given:  # nothing was guessed: the replay's own token, and one more row of KV
+        return Verdict(
+            span.seq_id, truth.tokens, truth.logprobs, truth.tops, span.start + rows, 0, 0, True,
+            truth.scores, truth.score_tops,
+        )  # fmt: skip
     if rows < span.given:
         return Verdict(span.seq_id, (), (), (), span.start + rows, 0, 0, True, truth.scores, truth.score_tops)
     guesses, answers = span.inputs[span.given :], truth.tokens

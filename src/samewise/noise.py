@@ -17,7 +17,10 @@ _WIDE = 0xFFFFFFFFFFFFFFFF
 
 
 def key(seed: int, index: int, position: int) -> tuple[int, int]:
-    """Two 32-bit words that name a draw. Any integers; two positions of one choice never share a key."""
+    """Two 32-bit words that name a draw. Integers count modulo 2**64.
+
+    Two positions of one choice never share a key.
+    """
     state = 0
     for word in (seed, index, position):
         state = _splitmix((state ^ word) & _WIDE)

@@ -77,9 +77,7 @@ def probe(runner: Runner, *, max_model_len: int, operators: int = 0) -> Report:
         count += len(other.frames)
         if not torch.equal(_bits(truth), _bits(_read(runner, other, compiled=True))):
             _accuse(runner, reference, other)
-    return Report(
-        sha256(truth.cpu().numpy().tobytes()).hexdigest(), count, operators, time.perf_counter() - began
-    )
+    return Report(sha256(truth.numpy().tobytes()).hexdigest(), count, operators, time.perf_counter() - began)
 
 
 class _Plan:
@@ -130,7 +128,7 @@ def _read(runner: Runner, reading: Reading, *, compiled: bool) -> torch.Tensor:
     for spans, first, length in reading.frames:
         batch: Batch = pack_frame(list(spans), runner.tray)
         logits = runner.frame(batch) if compiled else runner.eager(batch)
-        found.append(logits[first : first + length].clone())
+        found.append(logits[first : first + length].cpu())  # waits: the tray may be filled again
     return torch.cat(found)
 
 
@@ -184,7 +182,7 @@ def _trace(runner: Runner, reading: Reading) -> list[tuple[str, torch.Tensor, to
     try:
         for spans, first, length in reading.frames:
             place = (first, length)
-            runner.eager(pack_frame(list(spans), runner.tray))
+            runner.eager(pack_frame(list(spans), runner.tray)).cpu()
     finally:
         for handle in handles:
             handle.remove()

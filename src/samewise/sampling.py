@@ -27,7 +27,9 @@ Stateless: a Sampler keeps compiled functions and its vocabulary size, and nothi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -39,7 +41,7 @@ from samewise import noise
 from samewise.types import Sampling, TopLogprobs
 
 _LOWEST = -3.4028234663852886e38  # the lowest finite float32
-_KEY_OF_INF = 0x7F800000  # bits of +inf; as integers, bits of non-negative floats are in the floats' order
+_BITS_OF_INF = 0x7F800000  # bits of +inf; as integers, bits of non-negative floats are in the floats' order
 _COLDEST = 1e-5  # below this a temperature would underflow float32 arithmetic
 
 Ids = npt.NDArray[np.int64]
@@ -85,12 +87,16 @@ class Sampler:
         self._compile = compile and not self._by_row
         self._fused: dict[int, _Blocks] = {}
 
+    @torch.inference_mode()
     def warm(self, rows: int) -> None:
-        """Compile every block function for [rows, V]. Sampling works without, one operation at a time."""
+        """Compile every block function for [rows, V] blocks made in inference mode.
+
+        Sampling works without, one operation at a time.
+        """
         if not self._compile or rows in self._fused:
             return
         self._fused[rows] = _PLAIN.fused()
-        every = Sampling(temperature=1.0, top_k=1, top_p=0.5, min_p=0.5)
+        every = Sampling(temperature=1.0, top_p=0.5)
         block = torch.zeros(rows, self._vocab, device=self._device)
         with torch._dynamo.config.patch(recompile_limit=64):  # noqa: SLF001 - every size counts as one
             self.pick(block, [Draw(0, every, (), (), 0)])
@@ -170,18 +176,28 @@ class Sampler:
         num_rows, blocks = logits.shape[0], self._blocks(logits)
         temperature = self._column(num_rows, [(d.row, _warmth(d.sampling)) for d in busy], 0.0)
         filtered = [draw for draw in busy if draw.sampling.filtered]
-        if far := [(d.row, _min_p_gap(d.sampling)) for d in filtered if d.sampling.min_p > 0.0]:
-            logits = blocks.bar_min_p(logits, temperature, self._column(num_rows, far, math.inf))
-        if most := [(d.row, d.sampling.top_k) for d in filtered if 0 < d.sampling.top_k < self._vocab]:
-            limit = self._column(num_rows, most, self._vocab + 1, torch.int64)
-            logits = blocks.bar_top_k(logits, temperature, limit)
-        if mass := [(d.row, d.sampling.top_p) for d in filtered if d.sampling.top_p < 1.0]:
-            share = self._column(num_rows, mass, 2.0, torch.float64)
-            logits = blocks.bar_top_p(logits, temperature, share)
+        counted = [draw for draw in filtered if 0 < draw.sampling.top_k < self._vocab]
+        twice = [draw for draw in counted if draw.sampling.top_p < 1.0]
+        if filtered:
+            logits = blocks.bar(logits, temperature, *self._limits(num_rows, filtered, counted))
+        if twice:
+            logits = blocks.bar(logits, temperature, *self._limits(num_rows, twice, ()))
         keys = np.zeros((num_rows, 2), dtype=np.int64)
-        for draw in busy:
-            keys[draw.row] = _key(draw)
+        keys[[draw.row for draw in busy]] = [_key(draw) for draw in busy]
         return blocks.choose(logits, temperature, torch.from_numpy(keys).to(self._device))
+
+    def _limits(
+        self, num_rows: int, filtered: Sequence[Draw], counted: Sequence[Draw]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Columns for `_bar`: min-p for the filtered, top-k for the counted, top-p for the others."""
+        far = [(d.row, _min_p_gap(d.sampling)) for d in filtered]
+        most = [(d.row, d.sampling.top_k) for d in counted]
+        share = [(d.row, d.sampling.top_p if d.sampling.top_p < 1.0 else 2.0) for d in filtered]
+        return (
+            self._column(num_rows, far, math.inf),
+            self._column(num_rows, most, 0, torch.int64),
+            self._column(num_rows, share, 2.0, torch.float64),
+        )
 
     def _blocks(self, logits: Tensor) -> _Blocks:
         return self._fused.get(logits.shape[0], _PLAIN)
@@ -231,7 +247,7 @@ class Sampler:
         fenced = [draw for draw in draws if draw.sampling.allowed_token_ids is not None]
         barred = [draw for draw in draws if _may_bar(draw)]
         if rows := sorted({draw.row for draw in (*fenced, *barred)}):
-            # A token the model rules out must still beat a token that is barred.
+            # What the model rules out must still beat what is barred, or the allowed ids might not hold.
             logits[rows] = logits[rows].clamp_(min=_LOWEST)
         if (edit := self._collect(fenced, _allowed)) is not None:
             kept = flat[edit[0]]
@@ -277,15 +293,15 @@ def _repetitions(draw: Draw) -> tuple[Ids, Values] | None:
     penalty = draw.sampling.repetition_penalty
     if penalty == 1.0:
         return None
-    return _edit(np.unique(np.asarray([*draw.prompt, *draw.output], dtype=np.int64)), penalty)
+    return _edit(list(dict.fromkeys(chain(draw.prompt, draw.output))), penalty)
 
 
 def _occurrences(draw: Draw) -> tuple[Ids, Values] | None:
     frequency, presence = draw.sampling.frequency_penalty, draw.sampling.presence_penalty
     if (frequency == 0.0 and presence == 0.0) or not draw.output:
         return None
-    ids, counts = np.unique(np.asarray(draw.output, dtype=np.int64), return_counts=True)
-    return _edit(ids, -(counts * frequency + presence))
+    counts = Counter(draw.output)
+    return _edit(list(counts), [-(count * frequency + presence) for count in counts.values()])
 
 
 def _biases(draw: Draw) -> tuple[Ids, Values] | None:
@@ -341,7 +357,7 @@ def _warmth(sampling: Sampling) -> float:
 
 def _min_p_gap(sampling: Sampling) -> float:
     """p >= min_p * p_max, said of logits: how far below the largest a token may lie."""
-    return -math.log(min(sampling.min_p, 1.0))
+    return -math.log(min(sampling.min_p, 1.0)) if sampling.min_p > 0.0 else math.inf
 
 
 def _ranked(ids: Ids, values: Values, count: int) -> TopLogprobs:
@@ -361,7 +377,7 @@ def _measure_row(row: Tensor, scratch: Tensor, best: int | None) -> tuple[float,
 def _reach(gap: Tensor, sampling: Sampling) -> float:
     """How far below the best token ([V] gaps >= 0) one may lie and still be kept."""
     vocab = gap.shape[0]
-    far = float(np.float32(_min_p_gap(sampling))) if sampling.min_p > 0.0 else math.inf
+    far = float(np.float32(_min_p_gap(sampling)))
     if not 0 < sampling.top_k < vocab and sampling.top_p >= 1.0:
         return far
     near = np.sort(gap.numpy())
@@ -406,40 +422,30 @@ def _choose(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
     return torch.where(temperature > 0, noisy, logits).argmax(-1)
 
 
-def _bar_min_p(logits: Tensor, temperature: Tensor, far: Tensor) -> Tensor:
-    """Bar what lies farther below the best than `far` [R, 1]."""
-    return logits.masked_fill(_gap(logits, temperature) > far, -math.inf)
+def _bar(logits: Tensor, temperature: Tensor, far: Tensor, count: Tensor, share: Tensor) -> Tensor:
+    """Bar what lies farther below the best than `far`; then, by row, one of two things.
 
+    Where `count` [R, 1] int64 is not 0: what has so many tokens or more strictly above it. Elsewhere: what
+    has `share` [R, 1] float64 or more of the mass above it (2.0: nothing). A row that wants both comes twice.
 
-def _bar_top_k(logits: Tensor, temperature: Tensor, limit: Tensor) -> Tensor:
-    """Bar what has `limit` [R, 1] int64 or more tokens strictly above it."""
-    gap = _gap(logits, temperature)
-    return _bar_beyond(logits, gap, torch.ones_like(gap, dtype=torch.int64), limit)
-
-
-def _bar_top_p(logits: Tensor, temperature: Tensor, share: Tensor) -> Tensor:
-    """Bar what has `share` [R, 1] float64 of its row's mass, or more, strictly above it; 2.0 bars nothing."""
-    gap = _gap(logits, temperature)
-    mass = _mass(gap)
-    limit = (mass.sum(-1, keepdim=True).to(torch.float64) * share).ceil().to(torch.int64).clamp(min=1)
-    return _bar_beyond(logits, gap, mass, limit)
-
-
-def _bar_beyond(logits: Tensor, gap: Tensor, weight: Tensor, limit: Tensor) -> Tensor:
-    """Bar what has `limit` or more of the weight strictly above it; all stay where there is not so much.
-
-    The last gap to be kept is the least one up to which the weight reaches the limit: bisect for it over
-    the bits of the gaps. Thirty-one passes over the block cost far less than sorting it.
+    The last gap to be kept is the least one up to which the weight reaches its limit: bisect for it over
+    the bits of the gaps. Thirty-one fused passes over the block cost less than sorting it.
     """
+    gap = _gap(logits, temperature)
+    gap = torch.where(gap > far, math.inf, gap)
+    mass = _mass(gap)
+    weight = torch.where(count > 0, 1, mass)
+    portion = (mass.sum(-1, keepdim=True).to(torch.float64) * share).ceil().to(torch.int64).clamp(min=1)
+    limit = torch.where(count > 0, count, portion)
     place = gap.view(torch.int32)
     low = torch.zeros_like(limit, dtype=torch.int32)
-    high = torch.full_like(low, _KEY_OF_INF)
+    high = torch.full_like(low, _BITS_OF_INF)
     for _ in range(31):
         middle = low + ((high - low) >> 1)
         enough = torch.where(place <= middle, weight, 0).sum(-1, keepdim=True) >= limit
         high = torch.where(enough, middle, high)
         low = torch.where(enough, low, middle + 1)
-    return logits.masked_fill(place > high, -math.inf)
+    return logits.masked_fill((place > high) | torch.isinf(gap), -math.inf)
 
 
 class _Blocks(NamedTuple):
@@ -447,24 +453,16 @@ class _Blocks(NamedTuple):
 
     measure: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     choose: Callable[[Tensor, Tensor, Tensor], Tensor]
-    bar_min_p: Callable[[Tensor, Tensor, Tensor], Tensor]
-    bar_top_k: Callable[[Tensor, Tensor, Tensor], Tensor]
-    bar_top_p: Callable[[Tensor, Tensor, Tensor], Tensor]
+    bar: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
     def fused(self) -> _Blocks:
-        return _Blocks(
-            _fuse(self.measure),
-            _fuse(self.choose),
-            _fuse(self.bar_min_p),
-            _fuse(self.bar_top_k),
-            _fuse(self.bar_top_p),
-        )
+        return _Blocks(_fuse(self.measure), _fuse(self.choose), _fuse(self.bar))
 
 
 def _fuse(block: Block) -> Block:
     return cast("Block", torch.compile(block, dynamic=False, fullgraph=True))
 
 
-_PLAIN = _Blocks(_measure, _choose, _bar_min_p, _bar_top_k, _bar_top_p)
+_PLAIN = _Blocks(_measure, _choose, _bar)
 
 __all__ = ["Draw", "Picks", "Sampler"]

@@ -63,6 +63,8 @@ class Scheduler:
     _waiting: list[Sequence] = field(default_factory=list)  # by arrival
     _running: dict[int, Sequence] = field(default_factory=dict)  # by arrival
     _step: int = 0
+    _unverified: int = 0  # running or waiting requests that opted out
+    _disturbed: bool = False  # somebody was preempted since the order was fixed
 
     def __post_init__(self) -> None:
         self.index = PrefixIndex(PagePool(self.limits.num_pages), enabled=self.limits.prefix_caching)
@@ -79,10 +81,16 @@ class Scheduler:
                 "try again later or raise max_queued"
             )
         self.counts.requests += 1
+        self._unverified += not request.verify
         self.counts.prompt_tokens += len(request.prompt)
         insort(
             self._waiting,
-            Sequence(request, list(request.prompt), score_next=request.scores_from),
+            Sequence(
+                request,
+                list(request.prompt),
+                min(len(request.prompt) + request.max_tokens, limits.max_model_len),
+                score_next=request.scores_from,
+            ),
             key=_arrival,
         )
 
@@ -112,8 +120,9 @@ class Scheduler:
             if seq is None:
                 return None
             self._waiting.remove(seq)
+            self._unverified -= not seq.request.verify
         else:
-            self._retire(seq)
+            self._leave(seq)
         seq.finish = Finish.ABORT
         self.counts.aborted += 1
         return Delta(request_id, (), (), (), Finish.ABORT)
@@ -122,7 +131,7 @@ class Scheduler:
         """The reader has enough (a stop string stood in the text): retire without a further delta."""
         seq = self._running.get(request_id)
         if seq is not None:
-            self._retire(seq)
+            self._leave(seq)
             self.counts.finished += 1
 
     def preempt(self, request_id: int) -> bool:
@@ -150,32 +159,22 @@ class Scheduler:
 
     def asks(self, *, verified: bool) -> list[Ask]:
         """Sequences past their prompt that could use guesses: those to be verified, or the others."""
-        page, longest = self.limits.page, self.limits.max_model_len
+        if not verified and not self._unverified:
+            return []
         asks: list[Ask] = []
         for seq in list(self._running.values()):
-            request = seq.request
-            if request.verify is not verified or seq.reading or request.id not in self._running:
-                continue
-            left = min(request.max_tokens - (len(seq.tokens) - seq.prompt_len), longest - len(seq.tokens))
-            # The replay adds one token of its own, so the last one need not be guessed.
-            room = left - len(seq.draft) - 1 if verified else 1
-            if verified:
-                room = min(room, self.limits.max_draft - len(seq.draft), self.limits.frame_rows - 1)
-            if room <= 0 or not self._grow(seq, -(-(len(seq.tokens) + len(seq.draft) + room) // page)):
-                continue
-            asks.append(
-                Ask(
-                    request.id,
-                    seq.tokens,
-                    seq.prompt_len,
-                    seq.draft,
-                    seq.kv_len,
-                    seq.pages,
-                    request.sampling,
-                    room,
-                )
-            )
+            if seq.request.verify is verified and not seq.reading and seq.request.id in self._running:
+                room = self._room(seq) if verified else 1
+                end = len(seq.tokens) + len(seq.draft) + room
+                if room > 0 and self._grow(seq, -(-end // self.limits.page)):
+                    asks.append(_ask(seq, room))
         return [ask for ask in asks if ask.seq_id in self._running]
+
+    def _room(self, seq: Sequence) -> int:
+        """How many more guesses could be of use."""
+        # The replay adds one token of its own, so the last one need not be guessed.
+        left = seq.most - len(seq.tokens) - len(seq.draft) - 1
+        return min(left, self.limits.max_draft - len(seq.draft), self.limits.frame_rows - 1)
 
     def extend(self, proposals: list[Proposal]) -> None:
         """Append guesses to drafts."""
@@ -186,26 +185,35 @@ class Scheduler:
 
     def spans(self) -> list[Span]:
         """The next frame, at most `frame_rows` rows. Empty when nothing needs a replay."""
-        left = self.limits.frame_rows
-        spans: list[Span] = []
-        for seq in sorted(self._running.values(), key=_turn):
+        left = frame_rows = self.limits.frame_rows
+        step, spans = self._step, []
+        for seq in self._order():
             if left == 0:
                 break
-            if seq.request.id not in self._running or (not seq.request.verify and not seq.reading):
+            known = len(seq.tokens) - seq.kv_len
+            if known == 1 and not seq.request.verify:
                 continue
-            rows = self._fit(seq, min(left, seq.given + len(seq.draft)))
+            rows = self._fit(seq, min(left, known + len(seq.draft)))
             if rows:
-                spans.append(_span(seq, rows))
-                seq.last_served = self._step
+                spans.append(_span(seq, rows, known))
+                seq.last_served = step
                 left -= rows
-        # Growing an older sequence may have preempted a younger one that was already placed.
-        spans = [span for span in spans if span.seq_id in self._running]
+        if self._disturbed:
+            # Growing an older sequence preempted a younger one that may have been placed already.
+            spans = [span for span in spans if span.seq_id in self._running]
+            left = frame_rows - sum(len(span.inputs) for span in spans)
         if spans:
-            used = sum(len(span.inputs) for span in spans)
             self.counts.frames += 1
-            self.counts.rows += used
-            self.counts.padded_rows += self.limits.frame_rows - used
+            self.counts.rows += frame_rows - left
+            self.counts.padded_rows += left
         return spans
+
+    def _order(self) -> list[Sequence]:
+        """Who is served first. Where there are rows for all, the order cannot matter."""
+        self._disturbed = False
+        live = list(self._running.values())
+        wanted = sum(len(seq.tokens) - seq.kv_len + len(seq.draft) for seq in live)
+        return live if wanted <= self.limits.frame_rows else sorted(live, key=_turn)
 
     def commit(self, verdicts: list[Verdict]) -> list[Delta]:
         """Make tokens public: here, and only here."""
@@ -287,8 +295,11 @@ class Scheduler:
 
     def _fit(self, seq: Sequence, rows: int) -> int:
         """How many of `rows` rows the sequence can get pages for."""
+        if seq.request.id not in self._running:
+            return 0
         page = self.limits.page
-        if not self._grow(seq, -(-(seq.kv_len + rows) // page)):
+        need = seq.kv_len + rows
+        if need > len(seq.pages) * page and not self._grow(seq, -(-need // page)):
             rows = min(rows, len(seq.pages) * page - seq.kv_len)
         return max(rows, 0)
 
@@ -311,8 +322,13 @@ class Scheduler:
         seq.num_indexed = 0
         seq.draft.clear()
         seq.trusted = False
+        self._disturbed = True
         self.counts.preempted += 1
         insort(self._waiting, seq, key=_arrival)
+
+    def _leave(self, seq: Sequence) -> None:
+        self._retire(seq)
+        self._unverified -= not seq.request.verify
 
     def _retire(self, seq: Sequence) -> None:
         del self._running[seq.request.id]
@@ -320,62 +336,55 @@ class Scheduler:
         seq.pages = array("i")
 
     def _commit(self, seq: Sequence, verdict: Verdict) -> Delta:
-        limits, request = self.limits, seq.request
-        tokens = seq.tokens
-        before = len(tokens)
-        most = min(request.max_tokens + seq.prompt_len, limits.max_model_len)
-        for token in verdict.tokens[: max(0, most - before)]:
+        tokens, found, stop_ids = seq.tokens, verdict.tokens, seq.request.sampling.stop_ids
+        num = 0
+        for token in found[: seq.most - len(tokens)]:
             tokens.append(token)
-            if token in request.sampling.stop_ids:
+            num += 1
+            if token in stop_ids:
                 seq.finish, seq.stop_id = Finish.STOP, token
                 break
-        num = len(tokens) - before
-        if seq.finish is None and verdict.tokens and len(tokens) >= most:  # also max_tokens=0: scored, done
-            seq.finish = Finish.LENGTH
+        if found and len(tokens) >= seq.most and seq.finish is None:
+            seq.finish = Finish.LENGTH  # also at max_tokens=0: a prompt that was only to be scored
         seq.kv_len = min(verdict.kv_len, len(tokens) - 1)
         if verdict.scores and seq.score_next is not None:
             seq.score_next += len(verdict.scores)
-        self._count(verdict, num)
-        if verdict.verified and not seq.trusted:
+        if not verdict.verified:
+            seq.trusted = True
+            self.counts.unverified_tokens += num
+        elif not seq.trusted and seq.kv_len // self.limits.page > seq.num_indexed:
             self._share(seq)
-        seq.trusted = seq.trusted or not verdict.verified
+        self.counts.output_tokens += num
+        if verdict.guessed:
+            self._count(verdict)
         if seq.draft:
             seq.draft.clear()
         if seq.finish is not None:
-            self._retire(seq)
+            self._leave(seq)
             self.counts.finished += 1
+        if num < len(found):
+            verdict = verdict._replace(
+                tokens=found[:num], logprobs=verdict.logprobs[:num], tops=verdict.tops[:num]
+            )
         return Delta(
-            request.id,
-            verdict.tokens[:num],
-            verdict.logprobs[:num],
-            verdict.tops[:num],
-            seq.finish,
-            seq.stop_id,
-            verdict.scores,
-            verdict.score_tops,
-            seq.num_cached,
-            verdict.accepted,
-        )
+            verdict.seq_id, verdict.tokens, verdict.logprobs, verdict.tops, seq.finish, seq.stop_id,
+            verdict.scores, verdict.score_tops, seq.num_cached, verdict.accepted,
+        )  # fmt: skip
 
-    def _count(self, verdict: Verdict, num: int) -> None:
-        counts = self.counts
-        counts.output_tokens += num
-        if verdict.verified:
-            counts.guessed += verdict.guessed
-            counts.accepted += verdict.accepted
-            counts.rolled_back += verdict.guessed - verdict.accepted
-        else:
-            counts.unverified_tokens += num
+    def _count(self, verdict: Verdict) -> None:
+        self.counts.guessed += verdict.guessed
+        self.counts.accepted += verdict.accepted
+        self.counts.rolled_back += verdict.guessed - verdict.accepted
 
     def _share(self, seq: Sequence) -> None:
         """Offer full canonical pages to the prefix index."""
         page = self.limits.page
         full = seq.kv_len // page
-        if full > seq.num_indexed and self.index.enabled:
+        if self.index.enabled:
             chain(seq.digests, seq.tokens, seq.request.salt, page, full)
             for i in range(seq.num_indexed, full):
                 self.index.offer(seq.digests[i], seq.pages[i])
-            seq.num_indexed = full
+        seq.num_indexed = full
 
 
 def _arrival(seq: Sequence) -> int:
@@ -386,22 +395,29 @@ def _turn(seq: Sequence) -> tuple[int, bool, int]:
     return (seq.last_served, seq.reading, seq.request.id)
 
 
-def _span(seq: Sequence, rows: int) -> Span:
+def _ask(seq: Sequence, room: int) -> Ask:
+    request = seq.request
+    return Ask(
+        request.id, seq.tokens, seq.prompt_len, seq.draft, seq.kv_len, seq.pages, request.sampling, room
+    )
+
+
+def _span(seq: Sequence, rows: int, given: int) -> Span:
     """The next `rows` rows of a sequence: known tokens first, then guesses."""
-    request, start, given = seq.request, seq.kv_len, seq.given
+    request, start, tokens = seq.request, seq.kv_len, seq.tokens
     if rows == 1:
-        inputs: tuple[int, ...] = (seq.tokens[start],)
+        inputs: tuple[int, ...] = (tokens[start],)
     else:
-        inputs = tuple(seq.tokens[start : start + rows]) + tuple(seq.draft[: max(0, rows - given)])
+        inputs = tuple(tokens[start : start + rows]) + tuple(seq.draft[: max(0, rows - given)])
     first = seq.score_next
     if first is None or start + rows < first or first >= seq.prompt_len:
-        return Span(request.id, start, inputs, given, seq.pages, request.sampling, seq.tokens, seq.prompt_len)
+        return Span(request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len)
     row = max(0, first - 1 - start)
-    targets = tuple(seq.tokens[start + row + 1 : min(start + rows + 1, seq.prompt_len)])
-    tops = request.prompt_logprobs or 0
     return Span(
-        request.id, start, inputs, given, seq.pages, request.sampling, seq.tokens, seq.prompt_len,
-        targets, row, tops,
+        request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len,
+        targets=tuple(tokens[start + row + 1 : min(start + rows + 1, seq.prompt_len)]),
+        target_row=row,
+        target_tops=request.prompt_logprobs or 0,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 _CONTEXT = 8  # tokens before the new ones that decoding may look at; more while those give no text
 _LONGEST = 32  # tokens a window may reach before it is cut back to its context
 _STUCK = 128  # tokens after which a window that cannot be cut cleanly is given out as it is
+_DOUBTFUL = 16  # broken characters at the end that may yet become whole
 _BROKEN = "\ufffd"  # what decoders put for bytes that are not, or not yet, a character
 
 
@@ -220,11 +221,13 @@ class TextStream:
 
 
 def _unsettled(text: str) -> int:
-    """How many characters at the end may still become something else: broken ones, at most three bytes."""
-    num = 0
-    while num < min(3, len(text)) and text[-1 - num] == _BROKEN:
-        num += 1
-    return num
+    """How many characters at the end may still become something else.
+
+    A character lacks three bytes at most, but some decoders mark every byte of a run until its last
+    character is whole. Where more are marked than that explains, the bytes are simply wrong.
+    """
+    num = len(text) - len(text.rstrip(_BROKEN))
+    return num if num <= _DOUBTFUL else 3
 
 
 __all__ = ["Detokenizer", "StopStrings", "TextStream", "Tokenizer"]

@@ -106,6 +106,7 @@ class Sequence:
 
     request: Request
     tokens: list[int]
+    most: int = 0  # it ends when it has this many tokens, if nothing ends it sooner
     draft: list[int] = field(default_factory=list)
     kv_len: int = 0
     pages: array[int] = field(default_factory=lambda: array("i"))
@@ -117,11 +118,10 @@ class Sequence:
     finish: Finish | None = None
     stop_id: int | None = None
     trusted: bool = False  # its KV above the prompt came from the fast path
+    prompt_len: int = field(init=False)  # fixed here: preemption does not turn output into prompt
 
-    @property
-    def prompt_len(self) -> int:
-        """Fixed when the request is added; preemption does not turn output into prompt."""
-        return len(self.request.prompt)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt)
 
     @property
     def given(self) -> int:

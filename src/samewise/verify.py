@@ -6,14 +6,16 @@ frame's tokens into text meanwhile; `verdicts` waits and judges.
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from samewise.sampling import Draw, Sampler
+from samewise.sampling import Draw, Picks, Sampler
 
 from samewise.judge import judge
 from samewise.run.frame import pack_frame
+from samewise.run.graph import Captured
 from samewise.run.runner import Runner
 from samewise.types import Span, TopLogprobs, Truth, Verdict
 
@@ -33,6 +35,7 @@ class Flight:
     def __init__(self, verifier: Verifier, spans: list[Span]) -> None:
         self._verifier, self._spans = verifier, spans
         self._found: _Found | None = None
+        self.waited = 0.0  # seconds the host stood waiting for the device
         if verifier.ahead:
             self._found = verifier.run(spans)
             self._landed = torch.cuda.Event()
@@ -44,7 +47,9 @@ class Flight:
         if found is None:
             found = self._verifier.run(self._spans)
         elif self._verifier.ahead:
+            began = time.perf_counter()
             self._landed.synchronize()
+            self.waited = time.perf_counter() - began
         answers = found.packed.numpy()
         tokens = answers[0].tolist()
         logprobs = answers[1].view(np.float32).tolist()
@@ -54,10 +59,16 @@ class Flight:
 class Verifier:
     """Runs frames over one runner. `ahead` says whether a frame runs beside the host."""
 
+    @torch.inference_mode()
     def __init__(self, runner: Runner, sampler: Sampler) -> None:
         self._runner, self._sampler = runner, sampler
         self.ahead = runner.device.type == "cuda"
         self._host = torch.empty(2, runner.frame_rows, dtype=torch.int32, pin_memory=self.ahead)
+        self._plain: Captured[torch.Tensor] | None = None
+        if self.ahead:
+            # A frame's logits always lie in the same buffer, so its plain choices can be captured too.
+            logits = runner.frame(pack_frame([], runner.tray))
+            self._plain = Captured(lambda: _packed(sampler.pick(logits, [])), runner.device)
 
     def launch(self, spans: list[Span]) -> Flight:
         """Start a frame over these spans."""
@@ -68,12 +79,12 @@ class Verifier:
         """One frame: logits, choices, and whatever else was asked about its rows."""
         sampler = self._sampler
         logits = self._runner.frame(pack_frame(spans, self._runner.tray))
-        picks = sampler.pick(logits, _draws(spans))
+        draws = _draws(spans)
+        packed = _packed(sampler.pick(logits, draws)) if draws or self._plain is None else self._plain()
         scores, score_tops = self._score(logits, spans)
         rows, nums = _top_rows(spans)
         tops = dict(zip(rows, sampler.top(logits, rows, nums), strict=True)) if rows else {}
-        self._host[0].copy_(picks.tokens, non_blocking=True)
-        self._host[1].copy_(picks.logprobs.view(torch.int32), non_blocking=True)
+        self._host.copy_(packed, non_blocking=True)
         return _Found(self._host, tops, scores, score_tops)
 
     def _score(self, logits: torch.Tensor, spans: list[Span]) -> tuple[list[float], list[TopLogprobs]]:
@@ -94,6 +105,11 @@ class Verifier:
         wants = [(row, num) for row, num in zip(rows, nums, strict=True) if num]
         found = iter(self._sampler.top(logits, [r for r, _ in wants], [n for _, n in wants]) if wants else [])
         return scores, [next(found) if num else () for num in nums]
+
+
+def _packed(picks: Picks) -> torch.Tensor:
+    """[2, R] int32: tokens, and the bits of their log-probabilities, so that one copy brings both."""
+    return torch.stack((picks.tokens.to(torch.int32), picks.logprobs.view(torch.int32)))
 
 
 def _draws(spans: list[Span]) -> list[Draw]:
@@ -133,21 +149,29 @@ def _judge_all(spans: list[Span], tokens: list[int], logprobs: list[float], foun
     verdicts: list[Verdict] = []
     first, scored = 0, 0
     for span in spans:
-        begin, end = first + span.given - 1, first + len(span.inputs)
-        tops: tuple[TopLogprobs, ...] = ()
-        if span.sampling.top_logprobs is not None:
-            tops = tuple(found.tops.get(row, ()) for row in range(begin, end))
-        upto = scored + len(span.targets)
-        truth = Truth(
-            tuple(tokens[begin:end]),
-            tuple(logprobs[begin:end]),
-            tops,
-            tuple(found.scores[scored:upto]),
-            tuple(found.score_tops[scored:upto]),
-        )
+        end = first + len(span.inputs)
+        begin = first + span.given - 1
+        if span.sampling.top_logprobs is None and not span.targets:
+            truth = Truth(tuple(tokens[begin:end]), tuple(logprobs[begin:end]))
+        else:
+            upto = scored + len(span.targets)
+            truth = Truth(
+                tuple(tokens[begin:end]),
+                tuple(logprobs[begin:end]),
+                _tops(span, range(begin, end), found),
+                tuple(found.scores[scored:upto]),
+                tuple(found.score_tops[scored:upto]),
+            )
+            scored = upto
         verdicts.append(judge(span, truth))
-        first, scored = end, upto
+        first = end
     return verdicts
+
+
+def _tops(span: Span, rows: range, found: _Found) -> tuple[TopLogprobs, ...]:
+    if span.sampling.top_logprobs is None:
+        return ()
+    return tuple(found.tops.get(row, ()) for row in rows)
 
 
 __all__ = ["Flight", "Verifier"]

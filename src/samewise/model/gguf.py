@@ -15,19 +15,27 @@ from samewise.errors import MachineError, UnsupportedModel
 if TYPE_CHECKING:
     import torch
     from gguf import GGUFReader
+    from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
 DTYPES = {"F32": "float32", "F16": "float16"}  # anything else was made from, or is, bfloat16
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+SPECIAL_KEYS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "pad_token": "padding_token_id",
+    "unk_token": "unknown_token_id",
+}
+DIGITS_APART = {"gpt-2": False, "smollm": True}  # the byte-level vocabularies built here, by `ggml.pre`
+CONTROL, USER_DEFINED = 3, 4  # kinds of token in `ggml.token_type`
 
 
-def convert(gguf: Path, folder: Path) -> None:
-    """Write config, weights, tokenizer and generation config of `gguf` into the empty folder `folder`.
+def convert(gguf: Path, reader: "GGUFReader", folder: Path) -> None:
+    """Write config, weights, tokenizer and generation config of `gguf`, as read by `read`, into `folder`.
 
     The same file gives the same bytes whichever supported transformers does it. Raises UnsupportedModel for
     a file that transformers cannot express, OSError or SafetensorError when the disk does not hold it.
     """
-    reader = _open(gguf)
     config = _config(gguf, reader)
     tensors = _tensors(gguf, reader, config)
     _write_config(folder, config, reader)
@@ -36,12 +44,13 @@ def convert(gguf: Path, folder: Path) -> None:
     _write_weights(folder, tensors)
 
 
-def unpacked_bytes(gguf: Path) -> int:
+def unpacked_bytes(reader: "GGUFReader") -> int:
     """How much disk `convert` needs, from the sizes the file declares."""
-    return sum(int(tensor.n_elements) for tensor in _open(gguf).tensors) * 4 + (32 << 20)
+    return sum(int(tensor.n_elements) for tensor in reader.tensors) * 4 + (32 << 20)
 
 
-def _open(gguf: Path) -> "GGUFReader":
+def read(gguf: Path) -> "GGUFReader":
+    """The file's metadata and tensors, still packed. Takes seconds: the vocabulary is read word by word."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -98,7 +107,7 @@ def _tensors(gguf: Path, reader: "GGUFReader", config: "PretrainedConfig") -> "d
     )["tensors"]
     if len(tensors) != len(reader.tensors):
         raise UnsupportedModel(
-            f"{gguf}: {len(reader.tensors) - len(tensors)} of its tensors (scaled RoPE tables, for one) have no "
+            f"{gguf}: {len(reader.tensors) - len(tensors)} of its tensors (scaled RoPE tables, say) have no "
             f"place in transformers' {config.model_type}; use the model's safetensors checkpoint"
         )
     want = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -143,30 +152,59 @@ def _write_generation_config(folder: Path, config: "PretrainedConfig", reader: "
 
 
 def _write_tokenizer(folder: Path, gguf: Path, config: "PretrainedConfig", reader: "GGUFReader") -> None:
-    from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    if _field(reader, "tokenizer.ggml.pre") == "smollm":
-        # transformers goes by architecture and misses this one: digits are split off before words are,
-        # which decides how the spaces in front of a number are cut.
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    fields = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items()) if token}
-    limit = getattr(config, "max_position_embeddings", None)
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            **fields,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": limit,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        },
+    if (
+        _field(reader, "tokenizer.ggml.model") == "gpt2"
+        and _field(reader, "tokenizer.ggml.pre") in DIGITS_APART
+    ):
+        backend = _byte_level(reader, digits_apart=DIGITS_APART[_field(reader, "tokenizer.ggml.pre")])
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+        backend = tokenizer.backend_tokenizer
+    backend.save(str(folder / "tokenizer.json"))
+    fields = {
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": getattr(config, "max_position_embeddings", None),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    # By id, from the file: transformers 5.17 hands out the start token as the end token.
+    tokens = _field(reader, "tokenizer.ggml.tokens")
+    for name, key in SPECIAL_KEYS.items():
+        if (index := _field(reader, f"tokenizer.ggml.{key}")) is not None:
+            fields[name] = tokens[index]
+    _write_json(folder / "tokenizer_config.json", fields)
+    if template := _field(reader, "tokenizer.chat_template"):
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _byte_level(reader: "GGUFReader", *, digits_apart: bool) -> "Tokenizer":
+    """A byte-level BPE from what the file lists.
+
+    transformers goes by architecture instead, differently in every version, and misses that some models split
+    digits off before words, which decides how the spaces in front of a number are cut.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    tokens: list[str] = _field(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ", 1)) for merge in _field(reader, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words]) if digits_apart else words
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, _field(reader, "tokenizer.ggml.token_type"), strict=True)
+    added = [(token, kind) for token, kind in kinds if kind in {CONTROL, USER_DEFINED}]
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t, k in added if k == CONTROL]
     )
-    if tokenizer.chat_template:
-        (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in added if k == USER_DEFINED])
+    if _field(reader, "tokenizer.ggml.add_bos_token"):
+        bos = _field(reader, "tokenizer.ggml.bos_token_id")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
+        )
+    return tokenizer
 
 
 def _write_weights(folder: Path, tensors: "dict[str, torch.Tensor]") -> None:
@@ -180,4 +218,4 @@ def _write_json(path: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-__all__ = ["convert", "unpacked_bytes"]
+__all__ = ["convert", "read", "unpacked_bytes"]

@@ -27,7 +27,7 @@ def refuse(config: "PretrainedConfig") -> None:
     reason = next(reasons, None) or _composite(config) or _unreachable(config)
     if reason is not None:
         raise UnsupportedModel(
-            f"model type {fields.get('model_type') or type(config).__name__!r} cannot be promised the same bits: "
+            f"model type {fields.get('model_type') or '(none)'} cannot be run under the promise: "
             f"{reason}. Dense decoders with rotary positions can: llama, qwen3, mistral, gemma3_text ..."
         )
 

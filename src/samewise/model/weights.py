@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from safetensors import SafetensorError
+
 from samewise.errors import MachineError, UnknownModel, UnsupportedModel
 from samewise.machine import cache_dir, recall, remember
 from samewise.model import gguf
@@ -81,7 +83,7 @@ def resolve(name: str, *, revision: str | None = None, trust_remote_code: bool =
     path = Path(name).expanduser()
     if name in EMBEDDED:
         return _embedded(name, EMBEDDED[name])
-    if path.is_dir():
+    if name and path.is_dir():  # an empty name is no name for the current folder
         _check_folder(path, name)
         return Source(name, "folder", path.resolve())
     if path.is_file():
@@ -158,43 +160,41 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _hub(name: str, revision: str | None, *, trust_remote_code: bool) -> Source:
-    """A snapshot in the hub's own cache; small files first, so an adapter is refused without a long wait."""
-    wanted = HUB_FILES + (["*.py"] if trust_remote_code else [])
-    small = [pattern for pattern in wanted if pattern != "*.safetensors"]
-    path = _snapshot(name, revision, small)
-    if not (path / "adapter_config.json").exists():
-        # The commit, not the branch: a push between the two calls must not mix two versions.
-        path = _snapshot(name, path.name, wanted)
+    """A snapshot in the hub's own cache, fetched as far as it is not there."""
+    path = _snapshot(name, revision, HUB_FILES + (["*.py"] if trust_remote_code else []))
     _check_folder(path, name)
     return Source(name, "hub", path, revision=path.name)
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
     where = f"{name!r}" + (f" at revision {revision!r}" if revision else "")
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=HUB_SKIPPED)
+        path = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=HUB_SKIPPED,
+            local_files_only=constants.HF_HUB_OFFLINE,
         )
+        return Path(path)
     except errors.GatedRepoError as error:
-        raise UnknownModel(
-            f"{where} is gated on the hub: accept its terms there, then run `hf auth login`"
-        ) from error
+        raise UnknownModel(f"{where} is gated: accept its terms on the hub, then `hf auth login`") from error
     except errors.RevisionNotFoundError as error:
         raise UnknownModel(f"{where}: the hub has the model but not this revision") from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise UnknownModel(
-            _not_found(name, "the hub has no such model, or it is private: `hf auth login`")
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        reason = "the hub cannot be reached (or HF_HUB_OFFLINE is set) and its local cache does not hold it"
+        reason = "the hub has no such model, or it is private: `hf auth login`"
         raise UnknownModel(_not_found(name, reason)) from error
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
+    except errors.LocalEntryNotFoundError as error:
+        reason = f"the hub cannot be reached (or HF_HUB_OFFLINE is set) and its cache has no {where}"
+        raise UnknownModel(_not_found(name, reason)) from error
+    except Exception as error:  # a broken connection, in terms of an HTTP library that differs by version
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise _disk_full(_hub_cache(), None, f"download {name!r}") from error
         raise MachineError(
-            f"could not fetch {where} from the hub: {error}; try again, or name a folder"
+            f"could not fetch {where} from the hub: {error}; try again, name a folder, or set HF_HUB_OFFLINE=1 "
+            "to use what its cache holds"
         ) from error
 
 
@@ -240,10 +240,16 @@ def _embedded(name: str, wheel: Wheel) -> Source:
 
 
 def _convert(path: Path, folder: Path, name: str) -> None:
-    need = gguf.unpacked_bytes(path)
+    reader = gguf.read(path)
+    need = gguf.unpacked_bytes(reader)
     _need_space(folder, need, f"convert {name!r}")
     _say(f"converting {path.name} to safetensors, once ({need / 1e9:.1f} GB)")
-    gguf.convert(path, folder)
+    try:
+        gguf.convert(path, reader, folder)
+    except (OSError, SafetensorError) as error:
+        if "No space left" in str(error):  # safetensors keeps the error number to itself
+            raise _disk_full(folder.parent, need, f"convert {name!r}") from error
+        raise MachineError(f"could not convert {path}: {error}; try again, or look at the disk") from error
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
@@ -306,13 +312,9 @@ def _make_once(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _fill(folder: Path, fill: Callable[[Path], None]) -> None:
-    from safetensors import SafetensorError
-
     prefix = f".{folder.name}."
-    for litter in folder.parent.glob(
-        f"{prefix}*"
-    ):  # of a process that was killed: we hold the lock, it cannot live
-        if litter.is_dir():
+    for litter in folder.parent.glob(f"{prefix}*"):
+        if litter.is_dir():  # of a process that was killed: we hold the lock, so it cannot be at work
             shutil.rmtree(litter, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
@@ -321,9 +323,6 @@ def _fill(folder: Path, fill: Callable[[Path], None]) -> None:
             file.chmod(0o644)
         temporary.chmod(0o755)
         temporary.rename(folder)
-    except SafetensorError as error:
-        full = "No space left" in str(error)
-        raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -18,6 +18,7 @@ from samewise.model.attention import PAGE, Kernel
 from samewise.model.zoo import Arch, layer_list, seat, with_layers
 from samewise.run.batch import Batch, Tray
 from samewise.run.frame import pack_frame
+from samewise.run.graph import Captured
 from samewise.run.numerics import inductor_options
 
 
@@ -62,8 +63,7 @@ class Runner:
         self._trays: dict[int, Tray] = {}
         self.compiled = compile
         self._canonical = self._compile() if compile else self.model
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._logits: torch.Tensor | None = None
+        self._graph: Captured[torch.Tensor] | None = None
         self._warm()
 
     def fast_tray(self, num_rows: int) -> Tray:
@@ -77,9 +77,7 @@ class Runner:
     def frame(self, batch: Batch) -> torch.Tensor:
         """Logits [T, V] in float32 of a frame. Valid until the next frame."""
         if self._graph is not None:
-            self._graph.replay()
-            assert self._logits is not None
-            return self._logits
+            return self._graph()
         guard: Any = torch.compiler.set_stance("fail_on_recompile") if self.compiled else nullcontext()
         try:
             with guard:
@@ -120,19 +118,8 @@ class Runner:
         if self.compiled:
             with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):  # type: ignore[attr-defined, no-untyped-call]
                 self._pass(self._canonical, batch)
-        if self.device.type != "cuda":
-            return
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._pass(self._canonical, batch)
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        torch.cuda.synchronize(self.device)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._logits = self._pass(self._canonical, batch)
-        torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":
+            self._graph = Captured(lambda: self._pass(self._canonical, batch), self.device)
 
 
 __all__ = ["Runner", "kv_page_bytes", "kv_shapes"]

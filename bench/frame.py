@@ -1,0 +1,274 @@
+"""What a frame costs, against what it must cost at least. Last line: JSON.
+
+    python bench/frame.py                 # CPU, embedded model: frame time over its linears alone
+    python bench/frame.py --device cuda   # 8B shape, random weights made on the card: ms per frame
+
+The CPU ceiling is the time of the model's linears alone at the same row count. The CUDA ceiling is the
+time to read weights and KV once at the bandwidth a copy reaches on this card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from array import array
+
+import samewise  # noqa: F401  - settles the machine before torch works
+from samewise import machine
+
+machine.settle()
+
+import torch  # noqa: E402
+
+from samewise.assemble import Loaded, load, pick_kernel  # noqa: E402
+from samewise.config import EngineConfig  # noqa: E402
+from samewise.engine import Engine  # noqa: E402
+from samewise.model import zoo  # noqa: E402
+from samewise.model.attention import PAGE  # noqa: E402
+from samewise.run.frame import pack_frame  # noqa: E402
+from samewise.run.runner import Runner  # noqa: E402
+from samewise.types import Sampling, Span  # noqa: E402
+
+GREEDY = Sampling()
+
+
+def spans_of(sequences: int, rows_each: int, context: int, vocab: int, first_page: int = 1) -> list[Span]:
+    """`sequences` spans of `rows_each` rows that end at `context`, each on pages of its own."""
+    per = -(-context // PAGE)
+    spans = []
+    for i in range(sequences):
+        start = context - rows_each
+        tokens = [(7 * i + 13 * j + 1) % vocab for j in range(rows_each)]
+        pages = array("i", range(first_page + i * per, first_page + (i + 1) * per))
+        spans.append(Span(i, start, tuple(tokens), rows_each, pages, GREEDY, tokens, rows_each))
+    return spans
+
+
+def timed(work, repeats: int, device: torch.device) -> float:
+    """Median milliseconds."""
+    found = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            work()
+            found.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(found)
+
+
+def commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+# ---- CPU
+
+
+@torch.inference_mode()
+def linears_alone(model: torch.nn.Module, rows: int):
+    """A function that runs every linear of the model once at this row count, and nothing else."""
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    inputs = {m.in_features: torch.randn(1, rows, m.in_features, dtype=m.weight.dtype) for m in linears}
+
+    def work() -> None:
+        with torch.inference_mode():
+            for m in linears:
+                m(inputs[m.in_features])
+
+    return work
+
+
+def cpu(args: argparse.Namespace) -> dict:
+    loaded = load(EngineConfig(model=args.model, device="cpu", dtype=args.dtype))
+    device = torch.device("cpu")
+    kernel = pick_kernel("auto", device)
+    arch, results = loaded.arch, []
+    context = args.context
+    for rows in args.rows:
+        runners = {
+            mode: Runner(
+                loaded.model, arch, kernel, num_pages=17 * -(-context // PAGE) + 2, frame_rows=rows,
+                max_rows=rows, max_model_len=context, dtype=next(loaded.model.parameters()).dtype,
+                device=device, compile=mode == "compiled",
+            )
+            for mode in args.modes
+        }  # fmt: skip
+        alone = linears_alone(loaded.model, rows)
+        for sequences in [s for s in args.sequences if s <= rows]:
+            spans = spans_of(sequences, rows // sequences, context, arch.vocab)
+            # Interleaved, so that a noisy neighbour disturbs all of them alike.
+            times: dict[str, list[float]] = {name: [] for name in ("linears", *runners)}
+            for name, runner in runners.items():
+                zoo.seat(runner.model, arch, kernel, runner.store.layers)
+                runner.frame(pack_frame(spans, runner.tray))
+            for _ in range(args.repeats):
+                times["linears"].append(timed(alone, 1, device))
+                for name, runner in runners.items():
+                    zoo.seat(runner.model, arch, kernel, runner.store.layers)
+                    batch = pack_frame(spans, runner.tray)
+                    times[name].append(timed(lambda r=runner, b=batch: r.frame(b), 1, device))
+            ms = {name: statistics.median(values) for name, values in times.items()}
+            row = {"rows": rows, "sequences": sequences, "context": context, "linears_ms": ms["linears"]}
+            for name in runners:
+                row[f"{name}_ms"] = ms[name]
+                ratios = [a / b for a, b in zip(times[name], times["linears"], strict=True)]
+                row[f"{name}_ratio"] = statistics.median(ratios)
+            results.append(row)
+            print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+    return {"results": results, "threads": torch.get_num_threads()}
+
+
+# ---- CUDA
+
+
+def shape_8b(layers: int = 32):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def random_on_card(config) -> Loaded:
+    """Random bf16 weights of the config's shape, made on the card."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=zoo.ATTENTION, dtype=torch.bfloat16
+        )
+    arch = zoo.survey(config)
+    return Loaded(zoo.wrap(model), arch, {"weights": "random"})
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large device-to-device copy, counting both directions."""
+    a = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    ms = timed(lambda: b.copy_(a), 10, torch.device("cuda"))
+    return 2 * a.numel() / ms * 1e3
+
+
+def cuda(args: argparse.Namespace) -> dict:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    bandwidth = copy_bandwidth()
+    torch.cuda.empty_cache()
+    config = shape_8b()
+    results = []
+    device = torch.device("cuda")
+    for max_len in args.max_model_len:
+        began = time.perf_counter()
+        loaded = random_on_card(config)
+        engine = Engine(
+            loaded, EngineConfig(model="8b-random", dtype="bfloat16", device="cuda", max_model_len=max_len,
+                                 kv_memory=40 * 2**30, max_num_seqs=128),
+        )  # fmt: skip
+        started = time.perf_counter() - began
+        weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+        weights -= loaded.model.get_input_embeddings().weight.numel() * 2
+        runner, sampler = engine.runner, engine.sampler
+        cases = [(1, 1), (1, 16), (8, 1), (8, 16), (32, 1), (32, 4), (64, 1), (64, 2), (128, 1), (1, 128)]
+        for sequences, each in cases if max_len == args.max_model_len[0] else cases[:1]:
+            spans = spans_of(sequences, each, args.context, loaded.arch.vocab)
+            batch = pack_frame(spans, runner.tray)
+            kv = sequences * args.context * 2 * 8 * 128 * 2 * 32
+            for _ in range(5):
+                sampler.pick(runner.frame(batch), [])
+            ms = timed(lambda b=batch: sampler.pick(runner.frame(b), []), 50, device)
+            ceiling = (weights + kv) / bandwidth * 1e3
+            row = {
+                "max_model_len": max_len,
+                "sequences": sequences,
+                "rows_each": each,
+                "ms": ms,
+                "ceiling_ms": ceiling,
+            }
+            results.append(row)
+            print(
+                "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()),
+                flush=True,
+            )
+        print(f"start-up with max_model_len {max_len}: {started:.1f} s; probe {engine.report.seconds:.2f} s")
+        if max_len == args.max_model_len[0]:
+            host = host_time(engine, args.context)
+            print(host, flush=True)
+        del engine, loaded, runner, sampler, batch
+        import gc
+
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {"results": results, "copy_tb_s": bandwidth / 1e12, "host": host,
+            "device": torch.cuda.get_device_name()}  # fmt: skip
+
+
+def host_time(engine: Engine, context: int, sequences: int = 128, steps: int = 64) -> dict:
+    """Host time on the critical path per step, with this many sequences generating."""
+    began = time.perf_counter()
+    for i in range(sequences):
+        prompt = [(i * 31 + 7 * j) % 1000 + 1 for j in range(context - 64)]
+        engine.add(prompt, GREEDY, max_tokens=steps * 2 + 40)
+    while engine.scheduler.counts.output_tokens < sequences * 8:
+        engine.step()
+    read = time.perf_counter() - began
+    before = engine.stats()
+    began = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    wall = time.perf_counter() - began
+    after = engine.stats()
+    spent = after["step_seconds"] - before["step_seconds"] - (after["wait_seconds"] - before["wait_seconds"])
+    for request in engine.scheduler.running_ids():
+        engine.abort(request)
+    engine.step()
+    return {
+        "sequences": sequences,
+        "host_ms_per_step": spent / steps * 1e3,
+        "step_ms": wall / steps * 1e3,
+        "prompt_tok_s": sequences * (context - 64) / read,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 32])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--context", type=int)
+    parser.add_argument("--max-model-len", type=int, nargs="+", default=[2048, 32768])
+    args = parser.parse_args()
+    args.context = args.context or (512 if args.device == "cpu" else 1024)
+    found = cpu(args) if args.device == "cpu" else cuda(args)
+    conditions = {
+        "commit": commit(),
+        "torch": torch.__version__,
+        "device": args.device,
+        "cpu": machine.cpu_facts().get("model name", platform.processor()),
+    }
+    print(json.dumps(conditions | found))
+
+
+if __name__ == "__main__":
+    main()
