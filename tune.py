@@ -18,7 +18,7 @@ def bench(seqs,each,ctx,programs,cache):
     t=lambda a: torch.from_numpy(a).to(dev)
     sp=T.splits(lengths)
     k=T.TritonKernel(programs)
-    ws=torch.empty(k.workspace_len(128,2048,Hq,D),device=dev)
+    ws=torch.empty(k.workspace_len(128,32768 if ctx>2048 else 2048,Hq,D),device=dev)
     rows=Rows(t(lengths),t(slots),t(start),t(pages),t(sp.astype(np.int32)),ws)
     q=torch.randn(128,Hq,D,device=dev,dtype=torch.bfloat16)
     kk=torch.randn(128,Hkv,D,device=dev,dtype=torch.bfloat16); v=torch.randn_like(kk)
@@ -37,15 +37,11 @@ k=T.TritonKernel(528)
 cache=[k.allocate(128*64+2,Hkv,D,torch.bfloat16,dev) for _ in range(6)]
 for c in cache: c.k.normal_(); c.v.normal_()
 print("ideal 128x1@1024 us", 128*1024*Hkv*D*2*2/4.3e12*1e6)
-grid=[(256,64,4,3,4)]
-grid+= [(256,64,w,s,p) for w in (2,4,8) for s in (2,3,5) for p in (4,)]
-grid+= [(256,b,4,s,p) for b in (32,128) for s in (2,3,4) for p in (4,)]
-grid+= [(256,64,4,3,p) for p in (2,3,6,8)]
-grid+= [(sp,64,4,3,4) for sp in (128,512)]
-grid+= [(512,64,4,5,3),(512,128,4,3,3),(512,128,8,3,2),(256,128,8,3,2),(256,128,8,3,3)]
-for SPLIT,BLOCK,W,S,P in grid:
-    T.SPLIT,T.BLOCK,T.WARPS,T.STAGES=SPLIT,BLOCK,W,S
-    try:
-        r=[bench(*x,P*132,cache) for x in ((128,1,1024),(1,1,1024),(1,128,1024),(32,4,1024))]
-        print(SPLIT,BLOCK,"warps",W,"stages",S,"prog",P," ".join(f"{x:.1f}" for x in r),flush=True)
-    except Exception as e: print(SPLIT,BLOCK,W,S,P,"failed",str(e)[:80],flush=True)
+
+T.SPLIT,T.BLOCK,T.WARPS,T.STAGES=256,64,4,3
+big=[k.allocate(2050,Hkv,D,torch.bfloat16,dev) for _ in range(6)]
+for CH,CW,P in [(16,4,4),(16,2,4),(16,1,4),(8,4,4),(8,2,4),(8,1,4),(4,4,4),(4,2,4),(4,1,4),(8,2,8),(8,1,8),(4,1,8),(4,1,16)]:
+    T.CHUNK,T.COMBINE_WARPS=CH,CW
+    r=[bench(*x,P*132,cache) for x in ((128,1,1024),(1,1,1024),(1,128,1024),(32,4,1024))]
+    r.append(bench(1,1,32768,P*132,big))
+    print("chunk",CH,"combine warps",CW,"prog",P," ".join(f"{x:.1f}" for x in r),flush=True)

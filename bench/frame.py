@@ -10,6 +10,7 @@ time to read weights and KV once at the bandwidth a copy reaches on this card.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -112,7 +113,7 @@ def cpu(args: argparse.Namespace) -> dict:
             spans = spans_of(sequences, rows // sequences, context, arch.vocab)
             # Interleaved, so that a noisy neighbour disturbs all of them alike.
             times: dict[str, list[float]] = {name: [] for name in ("linears", *runners)}
-            for name, runner in runners.items():
+            for runner in runners.values():
                 zoo.seat(runner.model, arch, kernel, runner.store.layers)
                 runner.frame(pack_frame(spans, runner.tray))
             for _ in range(args.repeats):
@@ -166,52 +167,57 @@ def copy_bandwidth() -> float:
     return 2 * a.numel() / ms * 1e3
 
 
+def engine_8b(max_len: int) -> Engine:
+    """An engine over random weights of an 8B shape."""
+    config = EngineConfig(
+        model="8b-random", dtype="bfloat16", device="cuda", max_model_len=max_len, kv_memory=40 * 2**30,
+        max_num_seqs=128,
+    )  # fmt: skip
+    return Engine(random_on_card(shape_8b()), config)
+
+
+def frame_ms(engine: Engine, sequences: int, each: int, context: int) -> float:
+    """A frame and its plain choices, as the device sees them."""
+    runner, sampler = engine.runner, engine.sampler
+    batch = pack_frame(spans_of(sequences, each, context, engine.loaded.arch.vocab), runner.tray)
+
+    def work() -> None:
+        with torch.inference_mode():
+            sampler.pick(runner.frame(batch), [])
+
+    for _ in range(5):
+        work()
+    return timed(work, 50, engine.device)
+
+
 def cuda(args: argparse.Namespace) -> dict:
-    torch.backends.cuda.matmul.allow_tf32 = False
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
-    config = shape_8b()
-    results = []
-    device = torch.device("cuda")
-    for max_len in args.max_model_len:
+    results, host = [], {}
+    cases = [(1, 1), (1, 16), (8, 1), (8, 16), (32, 1), (32, 4), (64, 1), (64, 2), (128, 1), (1, 128)]
+    for number, max_len in enumerate(args.max_model_len):
         began = time.perf_counter()
-        loaded = random_on_card(config)
-        engine = Engine(
-            loaded, EngineConfig(model="8b-random", dtype="bfloat16", device="cuda", max_model_len=max_len,
-                                 kv_memory=40 * 2**30, max_num_seqs=128),
-        )  # fmt: skip
+        engine = engine_8b(max_len)
         started = time.perf_counter() - began
-        weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
-        weights -= loaded.model.get_input_embeddings().weight.numel() * 2
-        runner, sampler = engine.runner, engine.sampler
-        cases = [(1, 1), (1, 16), (8, 1), (8, 16), (32, 1), (32, 4), (64, 1), (64, 2), (128, 1), (1, 128)]
-        for sequences, each in cases if max_len == args.max_model_len[0] else cases[:1]:
-            spans = spans_of(sequences, each, args.context, loaded.arch.vocab)
-            batch = pack_frame(spans, runner.tray)
+        model = engine.loaded.model
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        weights -= model.get_input_embeddings().weight.numel() * 2
+        for sequences, each in cases if number == 0 else cases[:1]:
             kv = sequences * args.context * 2 * 8 * 128 * 2 * 32
-            for _ in range(5):
-                sampler.pick(runner.frame(batch), [])
-            ms = timed(lambda b=batch: sampler.pick(runner.frame(b), []), 50, device)
-            ceiling = (weights + kv) / bandwidth * 1e3
             row = {
                 "max_model_len": max_len,
                 "sequences": sequences,
                 "rows_each": each,
-                "ms": ms,
-                "ceiling_ms": ceiling,
+                "ms": frame_ms(engine, sequences, each, args.context),
+                "ceiling_ms": (weights + kv) / bandwidth * 1e3,
             }
             results.append(row)
-            print(
-                "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()),
-                flush=True,
-            )
-        print(f"start-up with max_model_len {max_len}: {started:.1f} s; probe {engine.report.seconds:.2f} s")
-        if max_len == args.max_model_len[0]:
+            print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+        print(f"start-up, max_model_len {max_len}: {started:.1f} s, probe {engine.report.seconds:.2f} s")
+        if number == 0:
             host = host_time(engine, args.context)
             print(host, flush=True)
-        del engine, loaded, runner, sampler, batch
-        import gc
-
+        del engine, model
         gc.collect()
         torch.cuda.empty_cache()
     return {"results": results, "copy_tb_s": bandwidth / 1e12, "host": host,

@@ -186,15 +186,11 @@ def test_filters_keep_what_the_reference_keeps(
     row = torch.tensor(logits)
     gap = (row.amax() - row) / temperature
     by_row = set((gap <= module._reach(gap, sampling)).nonzero()[:, 0].tolist())
-    block = block_sampler(len(raw))
-    limits = block._limits(2, [Draw(1, sampling, (), (), 0)], [Draw(1, sampling, (), (), 0)][:top_k])
-    heat = torch.full((2, 1), temperature)
-    barred = module._bar(row.repeat(2, 1), heat, *limits)
-    if top_k and top_p < 1:
-        barred = module._bar(barred, heat, *block._limits(2, [Draw(1, sampling, (), (), 0)], ()))
+    rows = torch.stack([torch.full_like(row, 3.0), row])
+    barred = block_sampler(len(raw))._filtered(rows, [Draw(1, sampling, (), (), 0)])
     assert by_row == wanted
     assert set(barred[1].isfinite().nonzero()[:, 0].tolist()) == wanted
-    assert torch.equal(barred[0], row)  # asked for nothing
+    assert torch.equal(barred[0], rows[0])
 
 
 def test_equal_logits_stay_or_go_together() -> None:

@@ -7,7 +7,7 @@ computed is dropped unread.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -334,7 +334,7 @@ def _pinned_clock(date: str | None) -> Any:
     if date is None:
         return jinja2.Undefined(name="strftime_now", hint="templates may not ask the clock; configure a date")
     try:
-        day = datetime.datetime.fromisoformat(date)
+        day = dt.datetime.fromisoformat(date)
     except ValueError:
         raise BadParameter(f"date={date!r}: give it as YYYY-MM-DD") from None
     return day.strftime

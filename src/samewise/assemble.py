@@ -71,7 +71,7 @@ def fingerprint(model: nn.Module) -> str:
     for name, tensor in sorted(model.named_parameters()):
         bits = tensor.detach().contiguous().view(torch.uint8).flatten()
         sums = []
-        for chunk in bits.split(1 << 26):
+        for chunk in torch.split(bits, 1 << 26):
             place = torch.arange(chunk.numel(), device=chunk.device, dtype=torch.int64)
             mixed = (chunk.long() + 1) * ((place * 0x9E3779B1 + 0x7F4A7C15) & 0x3FFFFFFF)
             sums.append(int(mixed.sum()))

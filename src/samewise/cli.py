@@ -32,18 +32,18 @@ app = typer.Typer(
 Model = Annotated[str, typer.Option("--model", "-m", help="smollm2, a folder, a hub id or a GGUF file.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Revision = Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a hub id.")]  # noqa: UP045
-Rows = Annotated[Optional[int], typer.Option("--frame-rows", help="Rows of a frame.")]  # noqa: UP045
-Compile = Annotated[Optional[bool], typer.Option("--compile/--no-compile", help="Compile layers.")]  # noqa: UP045
-MaxLen = Annotated[Optional[int], typer.Option("--max-model-len", help="Longest context.")]  # noqa: UP045
-KvMemory = Annotated[Optional[str], typer.Option("--kv-memory", help="e.g. 2GiB or 50%.")]  # noqa: UP045
+Revision = Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a hub id.")]
+Rows = Annotated[Optional[int], typer.Option("--frame-rows", help="Rows of a frame.")]
+Compile = Annotated[Optional[bool], typer.Option("--compile/--no-compile", help="Compile layers.")]
+MaxLen = Annotated[Optional[int], typer.Option("--max-model-len", help="Longest context.")]
+KvMemory = Annotated[Optional[str], typer.Option("--kv-memory", help="e.g. 2GiB or 50%.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="At most this many tokens.", min=1)]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Nucleus.")]
 TopK = Annotated[int, typer.Option("--top-k", help="0: all.")]
-Seed = Annotated[Optional[int], typer.Option(help="Same seed, same text.")]  # noqa: UP045
-System = Annotated[Optional[str], typer.Option("--system", help="A system message.")]  # noqa: UP045
+Seed = Annotated[Optional[int], typer.Option(help="Same seed, same text.")]
+System = Annotated[Optional[str], typer.Option("--system", help="A system message.")]
 
 
 def main() -> None:
@@ -89,16 +89,16 @@ def demo(
 
 @app.command()
 def generate(
-    prompt: Annotated[Optional[str], typer.Argument(help="The prompt; '-' or nothing: stdin.")] = None,  # noqa: UP045
-    file: Annotated[Optional[Path], typer.Option("--file", "-f", help="Read prompts, one a line.")] = None,  # noqa: UP045
+    prompt: Annotated[Optional[str], typer.Argument(help="The prompt; '-' or nothing: stdin.")] = None,
+    file: Annotated[Optional[Path], typer.Option("--file", "-f", help="Read prompts, one a line.")] = None,
     model: Model = "smollm2",
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Seed = None,
-    stop: Annotated[Optional[list[str]], typer.Option(help="Stop at this text; repeatable.")] = None,  # noqa: UP045
-    logprobs: Annotated[Optional[int], typer.Option(help="Alternatives per token (with --json).")] = None,  # noqa: UP045
+    stop: Annotated[Optional[list[str]], typer.Option(help="Stop at this text; repeatable.")] = None,
+    logprobs: Annotated[Optional[int], typer.Option(help="Alternatives per token (with --json).")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text.")] = False,
     system: System = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Keep the promise.")] = True,

@@ -67,7 +67,7 @@ class EngineConfig:
 
 
 def memory(value: int | float | str | None) -> int | float | None:
-    """Bytes (int), a share of what is free (float up to 1) or None, from `2**30`, `0.5`, `"2GiB"`, `"50%"`."""
+    """Bytes (int), a share of what is free (float) or None, from `2**30`, `0.5`, `"2GiB"`, `"50%"`."""
     if value is None:
         return None
     remedy = 'give bytes (2**30 or "1GiB") or a share of what is free (0.5 or "50%")'

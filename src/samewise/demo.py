@@ -94,7 +94,7 @@ def _ask(llm: LLM, situation: str, *, verify: bool, max_tokens: int) -> Outcome:
     while not llm.engine.idle:
         desk.step()
         if not disturbed and len(mine.choices[0].token_ids) >= max_tokens // 2:
-            disturbed = llm.engine.scheduler.preempt(mine.choices[0].engine_id)
+            disturbed = llm.engine.preempt(mine.choices[0].engine_id)
     return _outcome(mine)
 
 

@@ -1,8 +1,9 @@
 """Build an engine, and step it. The only place that knows every part.
 
-The loop is the paper's sentence: admit, propose, replay, commit. It is turned by half a step: a step
-first makes the last frame's verdicts public, then starts the next frame and returns, so that whoever
-reads the deltas turns them into text while the device works.
+The loop is the paper's sentence: admit, propose, replay, commit. It is turned by half a step, so that
+the device never waits for the host: a frame is in flight while the deltas of the one before are turned
+into text, and where no guesses are made the next frame is even started before the last one's tokens
+are known here, because the device knows them already.
 """
 
 from __future__ import annotations
@@ -64,7 +65,12 @@ class Engine:
     """Owns the parts and turns the loop. Not thread-safe: one thread owns an engine."""
 
     def __init__(
-        self, loaded: Loaded, config: EngineConfig, *, make_proposer: MakeProposer | None = None
+        self,
+        loaded: Loaded,
+        config: EngineConfig,
+        *,
+        make_proposer: MakeProposer | None = None,
+        ahead: bool | None = None,
     ) -> None:
         device = pick_device(config.device)
         self.config, self.loaded, self.device = config, loaded, device
@@ -91,7 +97,9 @@ class Engine:
         )
         self.sampler = Sampler(arch.vocab, device, compile=device.type == "cuda")
         self.sampler.warm(self.frame_rows)
-        self.verifier = Verifier(self.runner, self.sampler)
+        self.verifier = Verifier(
+            self.runner, self.sampler, ahead=device.type == "cuda" if ahead is None else ahead
+        )
         self.fast = Decode(self.runner, self.sampler)
         make = make_proposer or _known_proposer(config.proposer)
         self.proposer = make(Parts(self.runner, self.sampler, arch.vocab))
@@ -109,6 +117,7 @@ class Engine:
         self._facts = dict(loaded.facts) | {"rope": rope or "as configured"}
         self._operators = operators
         self._flight: Flight | None = None
+        self._held: list[Delta] = []  # published, not yet handed out
         self._next_id = 0
         self._stepped = self._waited = 0.0
         self._began = time.monotonic()
@@ -117,17 +126,31 @@ class Engine:
     # ---- the loop
 
     def step(self) -> list[Delta]:
-        """Publish what the frame in flight found, let the fast path run, and start the next frame."""
+        """Start the next frame and publish what the one in flight found.
+
+        Where the device runs beside the host the next frame starts first, chained to the one in flight;
+        where that cannot be, it is planned from what the landed frame said.
+        """
         began = time.perf_counter()
-        deltas = self._land()
-        self.scheduler.admit()
-        deltas += self._decode_unverified()
-        if self._guessing:
-            self.scheduler.extend(self.proposer.propose(self.scheduler.asks(verified=True)))
-        spans = self.scheduler.spans()
-        self._flight = self.verifier.launch(spans) if spans else None
+        ahead = self._launch_ahead()
+        deltas, self._held = self._held + self._land(), []
+        if ahead is None:
+            self.scheduler.admit()
+            deltas += self._decode_unverified()
+            if self._guessing:
+                self.scheduler.extend(self.proposer.propose(self.scheduler.asks(verified=True)))
+            spans = self.scheduler.spans()
+            ahead = self.verifier.launch(spans) if spans else None
+        self._flight = ahead
         self._stepped += time.perf_counter() - began
         return deltas
+
+    def _launch_ahead(self) -> Flight | None:
+        if self._flight is None or not self.verifier.ahead or self._guessing or self.scheduler.trusting:
+            return None
+        self.scheduler.admit()
+        spans = self.scheduler.spans_ahead(self._flight.spans)
+        return self.verifier.launch(spans) if spans else None
 
     def _land(self) -> list[Delta]:
         if self._flight is None:
@@ -191,10 +214,15 @@ class Engine:
         self.scheduler.end(request_id)
         self.proposer.forget(request_id)
 
+    def preempt(self, request_id: int) -> bool:
+        """Take a running request's pages away; it will read its tokens again, to the same bits."""
+        self._held += self._land()  # what is in flight for it belongs to the pages it has now
+        return self.scheduler.preempt(request_id)
+
     @property
     def idle(self) -> bool:
         """Whether a step would do nothing."""
-        return self._flight is None and self.scheduler.idle
+        return self._flight is None and not self._held and self.scheduler.idle
 
     def check(self) -> None:
         """Raise InvariantBroken unless every page is accounted for."""
@@ -210,8 +238,8 @@ class Engine:
         if not self.idle:
             raise CallerError("update_weights while requests are running; finish or abort them first")
         tensors = update if isinstance(update, Mapping) else read_tensors(Path(update))
-        own = dict(self.runner.model.named_parameters(remove_duplicate=False))
-        own |= dict(self.runner.model.named_buffers())
+        own: dict[str, torch.Tensor] = dict(self.runner.model.named_buffers())
+        own |= dict(self.runner.model.named_parameters(remove_duplicate=False))
         _refuse_misfits(tensors, own)
         with torch.no_grad():
             for name, tensor in tensors.items():

@@ -216,7 +216,7 @@ class LLM:
             if self._desk.tokenizer is None:
                 raise BadPrompt("this model has no tokenizer; give the completion as token ids")
             completion = self._desk.tokenizer.encode(completion, add_special_tokens=False)
-        ids = list(completion)
+        ids: list[int] = list(completion)  # type: ignore[arg-type]
         if not ids:
             raise BadPrompt("the completion is empty; there is nothing to score")
         return ids

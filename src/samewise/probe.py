@@ -207,7 +207,9 @@ def _check_linear(
     a = noise(rows, half)
     x = torch.cat([a, -a, torch.zeros(rows, width - 2 * half, device=device)], 1)
     x = (x + 1e-3 * noise(rows, width)).to(dtype).unsqueeze(0)
-    swap = {"weight": weight} | ({"bias": torch.zeros_like(linear.bias)} if linear.bias is not None else {})
+    swap = {"weight": weight}
+    if linear.bias is not None:
+        swap["bias"] = torch.zeros(out, device=device, dtype=dtype)
 
     def run(inputs: torch.Tensor) -> torch.Tensor:
         answer: torch.Tensor = torch.func.functional_call(linear, swap, (inputs,))

@@ -12,8 +12,8 @@ its place or its company. Two ways to keep it:
 - CPU: the vector and tail paths of exp and log differ, and where one ends depends on the flat offset. So
   they only ever see a tensor of V elements made for one row. Exact operations (argmax, comparisons,
   sums of integers, single additions and divisions) may see anything.
-- Elsewhere: every operation sees the block [R, V] the caller passes, always of the same R; sums are sums
-  of integers, so that no order of summation can show.
+- Elsewhere: exp and log are the same function of every element, and what is compiled sees the block
+  [R, V] the caller passes, always of the same R. Sums are sums of integers, so no order of summation shows.
 
 Probability masses are exp(logit - max) as integers, 2**s times the real thing, s so large as int64
 allows for V of them. Sums are then exact, and tokens of equal logits stay or go together.
@@ -29,8 +29,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +40,6 @@ from samewise import noise
 from samewise.types import Sampling, TopLogprobs
 
 _LOWEST = -3.4028234663852886e38  # the lowest finite float32
-_BITS_OF_INF = 0x7F800000  # bits of +inf; as integers, bits of non-negative floats are in the floats' order
 _COLDEST = 1e-5  # below this a temperature would underflow float32 arithmetic
 
 Ids = npt.NDArray[np.int64]
@@ -96,10 +94,10 @@ class Sampler:
         if not self._compile or rows in self._fused:
             return
         self._fused[rows] = _PLAIN.fused()
-        every = Sampling(temperature=1.0, top_p=0.5)
+        sampled = Sampling(temperature=1.0)
         block = torch.zeros(rows, self._vocab, device=self._device)
         with torch._dynamo.config.patch(recompile_limit=64):  # noqa: SLF001 - every size counts as one
-            self.pick(block, [Draw(0, every, (), (), 0)])
+            self.pick(block, [Draw(0, sampled, (), (), 0)])
 
     def pick(self, logits: Tensor, draws: Sequence[Draw]) -> Picks:
         """A token for every row of [R, V] float32; rows without a Draw get the plain argmax."""
@@ -117,7 +115,7 @@ class Sampler:
         if not rows:
             return torch.empty(0, dtype=torch.float32, device=logits.device)
         scale = self._scale(logits, rows)
-        where = torch.tensor([rows, targets], dtype=torch.int64).to(logits.device)
+        where = self._send(np.array([rows, targets]))
         return logits[where[0], where[1]] - scale.top - scale.log_sum
 
     def top(self, logits: Tensor, rows: Sequence[int], nums: Sequence[int]) -> list[TopLogprobs]:
@@ -127,7 +125,7 @@ class Sampler:
         if most == 0:
             return [() for _ in counts]
         scale = self._scale(logits, rows)
-        picked = logits[torch.tensor(rows, dtype=torch.int64).to(logits.device)]
+        picked = logits[self._send(np.array(rows))]
         values = picked - scale.top[:, None] - scale.log_sum[:, None]
         # topk orders equal values as it likes; so take every value that could belong, and order those.
         floor = values.topk(most).values[:, -1:]
@@ -173,47 +171,34 @@ class Sampler:
         edited = [draw for draw in busy if _edits(draw)]
         if edited:
             logits = self._edited(logits, edited)
-        num_rows, blocks = logits.shape[0], self._blocks(logits)
-        temperature = self._column(num_rows, [(d.row, _warmth(d.sampling)) for d in busy], 0.0)
-        filtered = [draw for draw in busy if draw.sampling.filtered]
-        counted = [draw for draw in filtered if 0 < draw.sampling.top_k < self._vocab]
-        twice = [draw for draw in counted if draw.sampling.top_p < 1.0]
-        if filtered:
-            logits = blocks.bar(logits, temperature, *self._limits(num_rows, filtered, counted))
-        if twice:
-            logits = blocks.bar(logits, temperature, *self._limits(num_rows, twice, ()))
+        num_rows = logits.shape[0]
+        if filtered := [draw for draw in busy if draw.sampling.filtered]:
+            logits = self._filtered(logits, filtered)
+        rows = [draw.row for draw in busy]
+        temperature = np.zeros((num_rows, 1), dtype=np.float32)
+        temperature[rows, 0] = [_warmth(draw.sampling) for draw in busy]
         keys = np.zeros((num_rows, 2), dtype=np.int64)
-        keys[[draw.row for draw in busy]] = [_key(draw) for draw in busy]
-        return blocks.choose(logits, temperature, torch.from_numpy(keys).to(self._device))
+        keys[rows] = [_key(draw) for draw in busy]
+        return self._blocks(logits).choose(logits, self._send(temperature), self._send(keys))
 
-    def _limits(
-        self, num_rows: int, filtered: Sequence[Draw], counted: Sequence[Draw]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns for `_bar`: min-p for the filtered, top-k for the counted, top-p for the others."""
-        far = [(d.row, _min_p_gap(d.sampling)) for d in filtered]
-        most = [(d.row, d.sampling.top_k) for d in counted]
-        share = [(d.row, d.sampling.top_p if d.sampling.top_p < 1.0 else 2.0) for d in filtered]
-        return (
-            self._column(num_rows, far, math.inf),
-            self._column(num_rows, most, 0, torch.int64),
-            self._column(num_rows, share, 2.0, torch.float64),
-        )
+    def _filtered(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        """A copy of [R, V] with min-p, top-k and top-p applied to the draws' rows."""
+        rows = self._send(np.array([draw.row for draw in draws]))
+        temperature = np.array([[_warmth(draw.sampling)] for draw in draws], dtype=np.float32)
+        far = np.array([[_min_p_gap(draw.sampling)] for draw in draws], dtype=np.float32)
+        most = np.array([[draw.sampling.top_k or self._vocab] for draw in draws])
+        share = np.array([[draw.sampling.top_p] for draw in draws])
+        some = logits[rows]
+        gap = _gap(some, self._send(temperature))
+        reach = _reaches(gap, self._send(far), self._send(most), self._send(share))
+        return logits.index_copy(0, rows, some.masked_fill_(gap > reach, -math.inf))
 
     def _blocks(self, logits: Tensor) -> _Blocks:
         return self._fused.get(logits.shape[0], _PLAIN)
 
-    def _column(
-        self,
-        num_rows: int,
-        entries: Sequence[tuple[int, float]],
-        default: float,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        """[R, 1] on the device: the entries in their rows, the default elsewhere."""
-        column = [default] * num_rows
-        for row, value in entries:
-            column[row] = value
-        return torch.tensor(column, dtype=dtype).to(self._device, non_blocking=True)[:, None]
+    def _send(self, array: npt.NDArray[Any]) -> Tensor:
+        """To the device, without waiting for what the device is doing."""
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     # ── both ways ────────────────────────────────────────────────────────────────────────────────
 
@@ -221,7 +206,7 @@ class Sampler:
         """Of the given rows, in that order. `best` are their argmaxes where known."""
         if not self._by_row:
             _, top, log_sum = self._blocks(logits).measure(logits)
-            where = torch.tensor(rows, dtype=torch.int64).to(logits.device)
+            where = self._send(np.array(rows))
             return _Scale(top[where], log_sum[where])
         scratch = torch.empty(self._vocab)
         measured: dict[int, tuple[float, float]] = {}
@@ -248,10 +233,11 @@ class Sampler:
         barred = [draw for draw in draws if _may_bar(draw)]
         if rows := sorted({draw.row for draw in (*fenced, *barred)}):
             # What the model rules out must still beat what is barred, or the allowed ids might not hold.
-            logits[rows] = logits[rows].clamp_(min=_LOWEST)
+            where = self._send(np.array(rows))
+            logits.index_copy_(0, where, logits[where].clamp_(min=_LOWEST))
         if (edit := self._collect(fenced, _allowed)) is not None:
             kept = flat[edit[0]]
-            logits[[draw.row for draw in fenced]] = -math.inf
+            logits.index_fill_(0, self._send(np.array([draw.row for draw in fenced])), -math.inf)
             flat[edit[0]] = kept
         if (edit := self._collect(barred, self._bars)) is not None:
             flat[edit[0]] = -math.inf
@@ -260,14 +246,14 @@ class Sampler:
     def _collect(
         self, draws: Sequence[Draw], kind: Callable[[Draw], tuple[Ids, Values] | None]
     ) -> tuple[Tensor, Tensor] | None:
-        """One kind of edit of all draws: flat places in the block, each once, and a value for each."""
+        """One kind of edit of all draws: flat places in the block, and a value for each."""
         found = [(draw.row, edit) for draw in draws if (edit := kind(draw)) is not None]
         if not found:
             return None
         inside = [(row, ids, values, ids < self._vocab) for row, (ids, values) in found]
         places = np.concatenate([ids[ok] + row * self._vocab for row, ids, _, ok in inside])
         amounts = np.concatenate([values[ok] for _, _, values, ok in inside])
-        return torch.from_numpy(places).to(self._device), torch.from_numpy(amounts).to(self._device)
+        return self._send(places), self._send(amounts)
 
     def _bars(self, draw: Draw) -> tuple[Ids, Values] | None:
         """Ids that may not be chosen here; the kinds that would leave nothing are passed over."""
@@ -293,7 +279,9 @@ def _repetitions(draw: Draw) -> tuple[Ids, Values] | None:
     penalty = draw.sampling.repetition_penalty
     if penalty == 1.0:
         return None
-    return _edit(list(dict.fromkeys(chain(draw.prompt, draw.output))), penalty)
+    # A token may be there twice: both read its old logit and write the same new one.
+    past = [np.asarray(tokens, dtype=np.int64) for tokens in (draw.prompt, draw.output)]
+    return _edit(np.concatenate(past), penalty)
 
 
 def _occurrences(draw: Draw) -> tuple[Ids, Values] | None:
@@ -422,30 +410,19 @@ def _choose(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
     return torch.where(temperature > 0, noisy, logits).argmax(-1)
 
 
-def _bar(logits: Tensor, temperature: Tensor, far: Tensor, count: Tensor, share: Tensor) -> Tensor:
-    """Bar what lies farther below the best than `far`; then, by row, one of two things.
+def _reaches(gap: Tensor, far: Tensor, most: Tensor, share: Tensor) -> Tensor:
+    """`_reach` for rows [K, V], with its limits as columns [K, 1]; a share of 1 or more is no limit.
 
-    Where `count` [R, 1] int64 is not 0: what has so many tokens or more strictly above it. Elsewhere: what
-    has `share` [R, 1] float64 or more of the mass above it (2.0: nothing). A row that wants both comes twice.
-
-    The last gap to be kept is the least one up to which the weight reaches its limit: bisect for it over
-    the bits of the gaps. Thirty-one fused passes over the block cost less than sorting it.
+    Exact but for the exponential, which off CPU is the same function of every element at any shape: so
+    only the rows that need it pay for sorting.
     """
-    gap = _gap(logits, temperature)
-    gap = torch.where(gap > far, math.inf, gap)
-    mass = _mass(gap)
-    weight = torch.where(count > 0, 1, mass)
-    portion = (mass.sum(-1, keepdim=True).to(torch.float64) * share).ceil().to(torch.int64).clamp(min=1)
-    limit = torch.where(count > 0, count, portion)
-    place = gap.view(torch.int32)
-    low = torch.zeros_like(limit, dtype=torch.int32)
-    high = torch.full_like(low, _BITS_OF_INF)
-    for _ in range(31):
-        middle = low + ((high - low) >> 1)
-        enough = torch.where(place <= middle, weight, 0).sum(-1, keepdim=True) >= limit
-        high = torch.where(enough, middle, high)
-        low = torch.where(enough, low, middle + 1)
-    return logits.masked_fill((place > high) | torch.isinf(gap), -math.inf)
+    near = gap.sort(-1).values
+    kept = (near <= far).sum(-1, keepdim=True).clamp_(min=1)
+    kept = (near <= near.gather(1, torch.minimum(kept, most) - 1)).sum(-1, keepdim=True).clamp_(min=1)
+    above = _mass(near).cumsum(-1)
+    limit = (above.gather(1, kept - 1).to(torch.float64) * share).ceil().to(torch.int64).clamp_(min=1)
+    last = torch.where(share < 1.0, (above < limit).sum(-1, keepdim=True), kept - 1)
+    return near.gather(1, torch.minimum(last, kept - 1))
 
 
 class _Blocks(NamedTuple):
@@ -453,16 +430,15 @@ class _Blocks(NamedTuple):
 
     measure: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     choose: Callable[[Tensor, Tensor, Tensor], Tensor]
-    bar: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
     def fused(self) -> _Blocks:
-        return _Blocks(_fuse(self.measure), _fuse(self.choose), _fuse(self.bar))
+        return _Blocks(_fuse(self.measure), _fuse(self.choose))
 
 
 def _fuse(block: Block) -> Block:
     return cast("Block", torch.compile(block, dynamic=False, fullgraph=True))
 
 
-_PLAIN = _Blocks(_measure, _choose, _bar)
+_PLAIN = _Blocks(_measure, _choose)
 
 __all__ = ["Draw", "Picks", "Sampler"]

@@ -208,6 +208,38 @@ class Scheduler:
             self.counts.padded_rows += left
         return spans
 
+    def spans_ahead(self, flying: list[Span]) -> list[Span]:
+        """The frame after the one in flight, planned before its answers are known.
+
+        Without guesses every span's outcome is known but for the token itself: its KV will be there,
+        and a span that reached its last given row will have answered one token, which the next frame
+        takes from the device. Should that token end the sequence, the row is dropped when it lands.
+        Empty when this cannot be done without preempting or without knowing tokens.
+        """
+        flown: dict[int, tuple[Span | None, int]] = {}
+        row = 0
+        for span in flying:
+            row += len(span.inputs)
+            flown[span.seq_id] = (span, row - 1)
+        left = frame_rows = self.limits.frame_rows
+        spans: list[Span] = []
+        for seq in self._order():
+            planned = _continue(seq, *flown.get(seq.request.id, (None, 0)), left)
+            if planned is None:
+                continue
+            if not self._grow_idle(seq, planned.start + len(planned.inputs)):
+                return []
+            spans.append(planned)
+            seq.last_served = self._step
+            left -= len(planned.inputs)
+            if left == 0:
+                break
+        if spans:
+            self.counts.frames += 1
+            self.counts.rows += frame_rows - left
+            self.counts.padded_rows += left
+        return spans
+
     def _order(self) -> list[Sequence]:
         """Who is served first. Where there are rows for all, the order cannot matter."""
         self._disturbed = False
@@ -240,6 +272,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that hold none."""
         return len(self._waiting)
+
+    @property
+    def trusting(self) -> bool:
+        """Whether any request here opted out of verification."""
+        return self._unverified > 0
 
     def running_ids(self) -> list[int]:
         """Ids of running requests, oldest first."""
@@ -316,6 +353,15 @@ class Scheduler:
             self._preempt(youngest)
         return True
 
+    def _grow_idle(self, seq: Sequence, length: int) -> bool:
+        """Get the sequence pages for `length` tokens out of those nobody holds."""
+        while len(seq.pages) * self.limits.page < length:
+            page = self.index.take()
+            if page is None:
+                return False
+            seq.pages.append(page)
+        return True
+
     def _preempt(self, seq: Sequence) -> None:
         self._retire(seq)
         seq.kv_len = 0
@@ -336,17 +382,9 @@ class Scheduler:
         seq.pages = array("i")
 
     def _commit(self, seq: Sequence, verdict: Verdict) -> Delta:
-        tokens, found, stop_ids = seq.tokens, verdict.tokens, seq.request.sampling.stop_ids
-        num = 0
-        for token in found[: seq.most - len(tokens)]:
-            tokens.append(token)
-            num += 1
-            if token in stop_ids:
-                seq.finish, seq.stop_id = Finish.STOP, token
-                break
-        if found and len(tokens) >= seq.most and seq.finish is None:
-            seq.finish = Finish.LENGTH  # also at max_tokens=0: a prompt that was only to be scored
-        seq.kv_len = min(verdict.kv_len, len(tokens) - 1)
+        found = verdict.tokens
+        num = _append(seq, found)
+        seq.kv_len = min(verdict.kv_len, len(seq.tokens) - 1)
         if verdict.scores and seq.score_next is not None:
             seq.score_next += len(verdict.scores)
         if not verdict.verified:
@@ -387,6 +425,20 @@ class Scheduler:
         seq.num_indexed = full
 
 
+def _append(seq: Sequence, found: tuple[int, ...]) -> int:
+    """Add tokens until one of them, or a limit, ends the sequence. Returns how many were added."""
+    tokens, stop_ids = seq.tokens, seq.request.sampling.stop_ids
+    before = len(tokens)
+    for token in found[: seq.most - before]:
+        tokens.append(token)
+        if token in stop_ids:
+            seq.finish, seq.stop_id = Finish.STOP, token
+            break
+    if found and len(tokens) >= seq.most and seq.finish is None:
+        seq.finish = Finish.LENGTH  # also at max_tokens=0: a prompt that was only to be scored
+    return len(tokens) - before
+
+
 def _arrival(seq: Sequence) -> int:
     return seq.request.id
 
@@ -409,16 +461,39 @@ def _span(seq: Sequence, rows: int, given: int) -> Span:
         inputs: tuple[int, ...] = (tokens[start],)
     else:
         inputs = tuple(tokens[start : start + rows]) + tuple(seq.draft[: max(0, rows - given)])
-    first = seq.score_next
-    if first is None or start + rows < first or first >= seq.prompt_len:
-        return Span(request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len)
+    span = Span(request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len)
+    return span if seq.score_next is None else _with_targets(span, seq, seq.score_next)
+
+
+def _with_targets(span: Span, seq: Sequence, first: int) -> Span:
+    """Ask for the log-probabilities owed of prompt tokens from `first` on that this span's rows predict."""
+    start, end = span.start, span.start + len(span.inputs)
+    if end < first or first >= seq.prompt_len:
+        return span
     row = max(0, first - 1 - start)
-    return Span(
-        request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len,
-        targets=tuple(tokens[start + row + 1 : min(start + rows + 1, seq.prompt_len)]),
+    return span._replace(
+        targets=tuple(seq.tokens[start + row + 1 : min(end + 1, seq.prompt_len)]),
         target_row=row,
-        target_tops=request.prompt_logprobs or 0,
-    )  # fmt: skip
+        target_tops=seq.request.prompt_logprobs or 0,
+    )
+
+
+def _continue(seq: Sequence, flying: Span | None, last: int, left: int) -> Span | None:
+    """What a sequence wants next if its span in flight, whose last row is `last`, turns out as it must."""
+    request, tokens = seq.request, seq.tokens
+    if flying is None:
+        given = seq.given
+        return None if seq.draft else _span(seq, min(left, given), given)
+    rows = len(flying.inputs)
+    start, given = flying.start + rows, flying.given - rows
+    if given > 0:  # a prompt still being read
+        inputs = tuple(tokens[start : start + min(left, given)])
+        span = Span(request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len)
+        owed = seq.score_next
+        return span if owed is None else _with_targets(span, seq, owed + len(flying.targets))
+    if len(tokens) + 1 >= seq.most or request.sampling.processed:
+        return None  # about to end; or its next choice depends on tokens the host has to see first
+    return Span(request.id, start, (0,), 1, seq.pages, request.sampling, tokens, seq.prompt_len, source=last)
 
 
 __all__ = ["Counts", "Limits", "Scheduler"]

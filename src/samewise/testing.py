@@ -98,14 +98,15 @@ def tiny_engine(
     make_proposer: MakeProposer | None = None,
     seed: int = 0,
     eos: bool = False,
+    ahead: bool | None = None,
     overrides: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Engine:
     """An engine over a tiny random model. Keywords are EngineConfig's."""
     settings = {"model": f"tiny-{family}", "kv_memory": 2**24, "device": "cpu"} | settings
-    dtype = settings.get("dtype", "float32")
+    dtype = str(settings.get("dtype", "float32"))
     loaded = tiny(family, seed=seed, dtype=getattr(torch, dtype), eos=eos, **(overrides or {}))
-    return Engine(loaded, EngineConfig.of(**settings), make_proposer=make_proposer)
+    return Engine(loaded, EngineConfig.of(**settings), make_proposer=make_proposer, ahead=ahead)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -116,12 +117,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",  # noqa: S106 - not secrets
-    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **special)
     tokenizer.chat_template = (
         "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}<s>assistant: {% endif %}"
@@ -241,11 +238,10 @@ class Transcript:
 def preempting(engine: Engine, seed: int, rate: float = 0.2) -> list[Delta]:
     """One step, before which any running sequence may have lost its pages."""
     rng = random.Random(f"{seed} {engine.scheduler.counts.frames} {engine.scheduler.counts.preempted}")
-    deltas = engine._land()  # noqa: SLF001 - a frame in flight is published before its owner is disturbed
     for request_id in engine.scheduler.running_ids():
         if rng.random() < rate:
-            engine.scheduler.preempt(request_id)
-    return deltas + engine.step()
+            engine.preempt(request_id)
+    return engine.step()
 
 
 def run(

@@ -175,7 +175,8 @@ class Span(NamedTuple):
     The first `given` inputs are known tokens, the rest guesses. `given` may exceed `len(inputs)`
     while a prompt is being read. `tokens` is the sequence's own list, lent for reading until the
     replay returns. `targets` are known tokens whose log-probability is wanted, the first of them
-    predicted by row `target_row`.
+    predicted by row `target_row`. With a `source` the one input is not known here yet: it is what that
+    row of the frame before answers, and the device puts it in.
     """
 
     seq_id: int
@@ -189,6 +190,7 @@ class Span(NamedTuple):
     targets: tuple[int, ...] = ()
     target_row: int = 0
     target_tops: int = 0
+    source: int | None = None
 
 
 class Truth(NamedTuple):

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from samewise.sampling import Draw, Picks, Sampler
 
 from samewise.judge import judge
 from samewise.run.frame import pack_frame
 from samewise.run.graph import Captured
 from samewise.run.runner import Runner
+from samewise.sampling import Draw, Sampler
 from samewise.types import Span, TopLogprobs, Truth, Verdict
 
 
@@ -33,45 +33,51 @@ class Flight:
     """A frame on its way. Nothing it holds is public before `verdicts`."""
 
     def __init__(self, verifier: Verifier, spans: list[Span]) -> None:
-        self._verifier, self._spans = verifier, spans
-        self._found: _Found | None = None
+        self.spans = spans
+        self._verifier = verifier
+        self._found = verifier.run(spans) if verifier.ahead else None
         self.waited = 0.0  # seconds the host stood waiting for the device
-        if verifier.ahead:
-            self._found = verifier.run(spans)
-            self._landed = torch.cuda.Event()
+        self._landed: torch.cuda.Event | None = None
+        if verifier.cuda:
+            self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._landed.record()
 
     def verdicts(self) -> list[Verdict]:
         """Wait for the frame and judge every span."""
-        found = self._found
-        if found is None:
-            found = self._verifier.run(self._spans)
-        elif self._verifier.ahead:
+        found = self._found or self._verifier.run(self.spans)
+        if self._landed is not None:
             began = time.perf_counter()
             self._landed.synchronize()
             self.waited = time.perf_counter() - began
         answers = found.packed.numpy()
         tokens = answers[0].tolist()
         logprobs = answers[1].view(np.float32).tolist()
-        return _judge_all(self._spans, tokens, logprobs, found)
+        return _judge_all(self.spans, tokens, logprobs, found)
 
 
 class Verifier:
-    """Runs frames over one runner. `ahead` says whether a frame runs beside the host."""
+    """Runs frames over one runner.
+
+    `ahead`: a frame starts when it is launched, so that another may be launched behind it before its
+    answers are known. Otherwise it runs when its verdicts are asked for. No bit depends on it.
+    """
 
     @torch.inference_mode()
-    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+    def __init__(self, runner: Runner, sampler: Sampler, *, ahead: bool) -> None:
         self._runner, self._sampler = runner, sampler
-        self.ahead = runner.device.type == "cuda"
-        self._host = torch.empty(2, runner.frame_rows, dtype=torch.int32, pin_memory=self.ahead)
-        self._plain: Captured[torch.Tensor] | None = None
-        if self.ahead:
+        self.cuda = runner.device.type == "cuda"
+        self.ahead = ahead
+        # Two, in turn: one frame's answers may be read while the next one's arrive.
+        shape = (2, runner.frame_rows)
+        self._hosts = [torch.empty(shape, dtype=torch.int32, pin_memory=self.cuda) for _ in range(2)]
+        self._plain: Captured[None] | None = None
+        if self.cuda:
             # A frame's logits always lie in the same buffer, so its plain choices can be captured too.
             logits = runner.frame(pack_frame([], runner.tray))
-            self._plain = Captured(lambda: _packed(sampler.pick(logits, [])), runner.device)
+            self._plain = Captured(lambda: self._choose(logits, []), runner.device)
 
     def launch(self, spans: list[Span]) -> Flight:
-        """Start a frame over these spans."""
+        """A frame over these spans."""
         return Flight(self, spans)
 
     @torch.inference_mode()
@@ -80,12 +86,23 @@ class Verifier:
         sampler = self._sampler
         logits = self._runner.frame(pack_frame(spans, self._runner.tray))
         draws = _draws(spans)
-        packed = _packed(sampler.pick(logits, draws)) if draws or self._plain is None else self._plain()
+        if draws or self._plain is None:
+            self._choose(logits, draws)
+        else:
+            self._plain()
         scores, score_tops = self._score(logits, spans)
         rows, nums = _top_rows(spans)
         tops = dict(zip(rows, sampler.top(logits, rows, nums), strict=True)) if rows else {}
-        self._host.copy_(packed, non_blocking=True)
-        return _Found(self._host, tops, scores, score_tops)
+        host = self._hosts[0]
+        self._hosts.reverse()
+        host.copy_(self._runner.picks, non_blocking=True)
+        return _Found(host, tops, scores, score_tops)
+
+    def _choose(self, logits: torch.Tensor, draws: list[Draw]) -> None:
+        """Every row's token, left where the next frame can take its inputs from."""
+        picks = self._sampler.pick(logits, draws)
+        self._runner.picks[0].copy_(picks.tokens)
+        self._runner.picks[1].copy_(picks.logprobs.view(torch.int32))
 
     def _score(self, logits: torch.Tensor, spans: list[Span]) -> tuple[list[float], list[TopLogprobs]]:
         rows: list[int] = []
@@ -105,11 +122,6 @@ class Verifier:
         wants = [(row, num) for row, num in zip(rows, nums, strict=True) if num]
         found = iter(self._sampler.top(logits, [r for r, _ in wants], [n for _, n in wants]) if wants else [])
         return scores, [next(found) if num else () for num in nums]
-
-
-def _packed(picks: Picks) -> torch.Tensor:
-    """[2, R] int32: tokens, and the bits of their log-probabilities, so that one copy brings both."""
-    return torch.stack((picks.tokens.to(torch.int32), picks.logprobs.view(torch.int32)))
 
 
 def _draws(spans: list[Span]) -> list[Draw]:

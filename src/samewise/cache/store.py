@@ -35,7 +35,7 @@ class KVStore:
         except (RuntimeError, torch.OutOfMemoryError) as error:
             need = num_pages * page_bytes(shapes, dtype)
             raise MachineError(
-                f"no memory for {need / 2**30:.1f} GiB of KV cache; lower kv_memory or max_model_len ({error})"
+                f"no memory for {need / 2**30:.1f} GiB of KV cache; lower kv_memory ({error})"
             ) from error
 
     def fill(self, value: float) -> None:

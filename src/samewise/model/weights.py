@@ -193,7 +193,7 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise _disk_full(_hub_cache(), None, f"download {name!r}") from error
         raise MachineError(
-            f"could not fetch {where} from the hub: {error}; try again, name a folder, or set HF_HUB_OFFLINE=1 "
+            f"could not fetch {where} from the hub: {error}; try again, or set HF_HUB_OFFLINE=1 "
             "to use what its cache holds"
         ) from error
 

@@ -136,7 +136,8 @@ def survey(config: Any, *, trust_remote_code: bool = False) -> Arch:
             raise UnsupportedModel(f"{config.model_type}: {error}") from None
         except TypeError as error:
             raise UnsupportedModel(
-                f"{config.model_type}: its attention does not go through transformers' AttentionInterface ({error})"
+                f"{config.model_type}: its attention does not go through transformers' "
+                f"AttentionInterface ({error})"
             ) from error
     layers = tuple(
         AttentionFacts(names[m], f.num_heads, f.num_kv_heads, f.head_dim, f.window) for m, f in notes
@@ -163,7 +164,8 @@ def _refuse_odd_layers(config: Any, layers: tuple[AttentionFacts, ...]) -> None:
     for facts, layer_type in zip(layers, types, strict=False):
         if (layer_type == "sliding_attention") != (facts.window is not None):
             raise UnsupportedModel(
-                f"{kind}: {facts.module} is of type {layer_type} but its attention is told of window {facts.window}"
+                f"{kind}: {facts.module} is of type {layer_type} "
+                f"but its attention is told of window {facts.window}"
             )
 
 

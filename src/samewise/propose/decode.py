@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from samewise.sampling import Draw, Sampler
 
 from samewise.run.frame import pack_fast
 from samewise.run.runner import Runner
+from samewise.sampling import Draw, Sampler
 from samewise.types import Ask, Proposal, TopLogprobs, Verdict
 
 Perturb = Callable[[torch.Tensor], torch.Tensor]
@@ -54,7 +54,7 @@ class Decode:
 
     def _tops(self, logits: torch.Tensor, asks: list[Ask]) -> list[tuple[TopLogprobs, ...]]:
         wanted = [(i, ask.sampling.top_logprobs) for i, ask in enumerate(asks) if ask.sampling.top_logprobs]
-        found = dict.fromkeys(range(len(asks)), ((),))
+        found: dict[int, tuple[TopLogprobs, ...]] = dict.fromkeys(range(len(asks)), ((),))
         if wanted:
             tops = self._sampler.top(logits, [i for i, _ in wanted], [n for _, n in wanted if n])
             found |= {i: (top,) for (i, _), top in zip(wanted, tops, strict=True)}

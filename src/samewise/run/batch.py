@@ -16,7 +16,9 @@ import torch
 
 from samewise.model.attention import Rows
 
-FIELDS = ("tokens", "positions", "lengths", "slots", "page_start")
+Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+FIELDS = ("tokens", "source", "positions", "lengths", "slots", "page_start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Batch:
     """What a pass of R rows eats. Every field int32."""
 
     tokens: torch.Tensor  # [1, R]
+    source: torch.Tensor  # [1, R] row of the pass before whose answer is this row's token, or -1
     positions: torch.Tensor  # [1, R]
     rows: Rows
 
@@ -36,7 +39,8 @@ class Batch:
 class Tray:
     """Staging for passes of R rows: a host buffer to fill, a device buffer to run from.
 
-    Owned by a Runner. The host buffer may be filled again once the pass's result has been waited for.
+    Owned by a Runner. There are two host buffers, filled in turn: one may be filled while the other is
+    still on its way to the device, so the last pass but one must have been waited for.
     """
 
     def __init__(self, num_rows: int, max_pages: int, workspace: torch.Tensor, device: torch.device) -> None:
@@ -44,35 +48,43 @@ class Tray:
         self._head = len(FIELDS) * num_rows + num_rows + 1
         size = self._head + max_pages
         cuda = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
-        self._device = torch.zeros(size, dtype=torch.int32, device=device) if cuda else self._host
-        self.array: np.ndarray[tuple[int], np.dtype[np.int32]] = self._host.numpy()
+        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._arrays: list[Ints] = [host.numpy() for host in self._hosts]
+        self._turn = 0
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self.batch = self._views(self._device, workspace)
 
-    def field(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    @property
+    def array(self) -> Ints:
+        """The host buffer whose turn it is."""
+        return self._arrays[self._turn]
+
+    def field(self, name: str) -> Ints:
         """The host side of one [R] field, to be written to."""
         i = FIELDS.index(name) * self.num_rows
         return self.array[i : i + self.num_rows]
 
     @property
-    def split_start(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def split_start(self) -> Ints:
         """The host side of the [R + 1] split counts."""
         return self.array[self._head - self.num_rows - 1 : self._head]
 
-    def send(self, pages: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Batch:
+    def send(self, pages: Ints) -> Batch:
         """Add the page numbers and start the copy to the device."""
         end = self._head + len(pages)
         self.array[self._head : end] = pages
-        if self._device is not self._host:
-            self._device[:end].copy_(self._host[:end], non_blocking=True)
+        self._device[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
+        self._turn = 1 - self._turn
         return self.batch
 
     def _views(self, flat: torch.Tensor, workspace: torch.Tensor) -> Batch:
         r = self.num_rows
-        tokens, positions, lengths, slots, starts = (flat[i * r : (i + 1) * r] for i in range(len(FIELDS)))
+        tokens, source, positions, lengths, slots, starts = (
+            flat[i * r : (i + 1) * r] for i in range(len(FIELDS))
+        )
         splits = flat[self._head - r - 1 : self._head]
         rows = Rows(lengths, slots, starts, flat[self._head :], splits, workspace)
-        return Batch(tokens.unsqueeze(0), positions.unsqueeze(0), rows)
+        return Batch(tokens.unsqueeze(0), source.unsqueeze(0), positions.unsqueeze(0), rows)
 
 
 __all__ = ["Batch", "Tray"]

@@ -19,6 +19,7 @@ from samewise.types import Ask, Span
 def pack_frame(spans: list[Span], tray: Tray) -> Batch:
     """Place spans in consecutive rows, pad the rest, and send."""
     tokens: list[int] = []
+    sources: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     starts: list[int] = []
@@ -28,17 +29,19 @@ def pack_frame(spans: list[Span], tray: Tray) -> Batch:
         rows, pages, first = len(span.inputs), span.pages, span.start
         tokens += span.inputs
         if rows == 1:
+            sources.append(-1 if span.source is None else span.source)
             positions.append(first)
             slots.append(pages[first // PAGE] * PAGE + first % PAGE)
             starts.append(start)
         else:
             reach = range(first, first + rows)
+            sources += [-1] * rows
             positions += reach
             slots += [pages[p // PAGE] * PAGE + p % PAGE for p in reach]
             starts += [start] * rows
         tables.append(pages)
         start += len(pages)
-    return _fill(tray, tokens, positions, slots, starts, b"".join(tables))
+    return _fill(tray, tokens, sources, positions, slots, starts, b"".join(tables))
 
 
 def pack_fast(asks: list[Ask], tray: Tray) -> Batch:
@@ -55,17 +58,25 @@ def pack_fast(asks: list[Ask], tray: Tray) -> Batch:
         slots.append(ask.pages[position // PAGE] * PAGE + position % PAGE)
         starts.append(start)
         start += len(ask.pages)
-    return _fill(tray, tokens, positions, slots, starts, b"".join(ask.pages for ask in asks))
+    tables = b"".join(ask.pages for ask in asks)
+    return _fill(tray, tokens, [-1] * len(asks), positions, slots, starts, tables)
 
 
 def _fill(
-    tray: Tray, tokens: list[int], positions: list[int], slots: list[int], starts: list[int], pages: bytes
+    tray: Tray,
+    tokens: list[int],
+    sources: list[int],
+    positions: list[int],
+    slots: list[int],
+    starts: list[int],
+    pages: bytes,
 ) -> Batch:
     used, rows = len(tokens), tray.num_rows
     if used > rows:
         raise InvariantBroken(f"{used} rows for a pass of {rows}")
     for name, values, padding in (
         ("tokens", tokens, 0),
+        ("source", sources, -1),
         ("positions", positions, 0),
         ("slots", slots, TRASH),
         ("page_start", starts, 0),

@@ -17,7 +17,7 @@ class Captured(Generic[T]):
     """
 
     def __init__(self, work: Callable[[], T], device: torch.device) -> None:
-        side = torch.cuda.Stream(device)
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):  # once or twice before capture, as torch asks, off the main stream
             work()

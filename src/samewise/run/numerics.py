@@ -30,7 +30,7 @@ def inductor_options() -> dict[str, Any]:
     """The compiler's switches, as far as this version of it has them."""
     import torch._inductor.config as inductor
 
-    known = inductor.get_config_copy()  # type: ignore[attr-defined]
+    known = inductor.get_config_copy()
     return {name: value for name, value in INDUCTOR.items() if name in known}
 
 
@@ -67,7 +67,7 @@ def facts(device: torch.device) -> dict[str, str]:
             "cublas": _version("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"),
             "triton": _version("triton"),
         }
-    mkl = torch.backends.mkl.is_available()
+    mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     return found | {
         "device": "cpu",
         "isa": torch.backends.cpu.get_cpu_capability(),

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo
 from torch import nn
 
 from samewise.cache.store import KVStore, page_bytes
@@ -61,6 +62,9 @@ class Runner:
         self._max_pages = -(-max_model_len // PAGE) + 1
         self.tray = Tray(frame_rows, frame_rows * self._max_pages, self._workspace, device)
         self._trays: dict[int, Tray] = {}
+        self.picks = torch.zeros(2, frame_rows, dtype=torch.int32, device=device)
+        """What the last frame answered: tokens, and the bits of their log-probabilities. The verifier
+        writes it; the next frame may take its inputs from it without asking the host."""
         self.compiled = compile
         self._canonical = self._compile() if compile else self.model
         self._graph: Captured[torch.Tensor] | None = None
@@ -98,9 +102,9 @@ class Runner:
         return self._pass(self.model, batch)
 
     def _pass(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        out = model(
-            input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, rows=batch.rows
-        ).logits
+        answered = self.picks[0][batch.source.clamp(min=0)]
+        tokens = torch.where(batch.source >= 0, answered, batch.tokens)
+        out = model(input_ids=tokens, position_ids=batch.positions, use_cache=False, rows=batch.rows).logits
         logits: torch.Tensor = out[0]
         return logits.float()
 
@@ -108,7 +112,9 @@ class Runner:
         """A shell whose layers are compiled: whole graph, static shapes, nothing chosen by timing."""
         name, layers = layer_list(self.model, self.arch)
         options = inductor_options()
-        compiled = [torch.compile(layer, fullgraph=True, dynamic=False, options=options) for layer in layers]
+        compiled: list[Any] = [
+            torch.compile(layer, fullgraph=True, dynamic=False, options=options) for layer in layers
+        ]
         return with_layers(self.model, name, compiled)
 
     @torch.inference_mode()
@@ -116,7 +122,7 @@ class Runner:
         """Compile before anything else uses a layer, then capture. Padding rows only: no page is touched."""
         batch = pack_frame([], self.tray)
         if self.compiled:
-            with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):  # type: ignore[attr-defined, no-untyped-call]
+            with dynamo.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
                 self._pass(self._canonical, batch)
         if self.device.type == "cuda":
             self._graph = Captured(lambda: self._pass(self._canonical, batch), self.device)

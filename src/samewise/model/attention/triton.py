@@ -35,6 +35,7 @@ CHUNK = 16
 """Splits combined per step. Bits depend on it."""
 
 WARPS = 4
+COMBINE_WARPS = 1
 STAGES = 3
 """Blocks in flight. One less for tiles so wide that they would not fit in shared memory."""
 
@@ -309,7 +310,7 @@ def attend_triton(
         WINDOW=window,
         SPLIT=SPLIT,
         CHUNK=CHUNK,
-        num_warps=WARPS,
+        num_warps=COMBINE_WARPS,
         enable_fp_fusion=FP_FUSION,
     )
     return out
