@@ -2,7 +2,7 @@
 
 from array import array
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samewise.judge import judge, trust
@@ -59,11 +59,13 @@ def replays(draw: st.DrawFn) -> tuple[Span, Truth]:
     return a_span(start, inputs, given), truth
 
 
+@settings(deadline=None)
 @given(replays())
 def test_agrees_with_the_naive_walk(replay: tuple[Span, Truth]) -> None:
     assert judge(*replay) == naive(*replay)
 
 
+@settings(deadline=None)
 @given(replays())
 def test_a_replay_past_the_prompt_always_commits_a_token(replay: tuple[Span, Truth]) -> None:
     span, truth = replay

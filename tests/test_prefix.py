@@ -79,7 +79,7 @@ class Index(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def go(self, data: st.DataObject) -> None:
-        names, pages = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        _, pages = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         held = self.held
         self.index.release(pages)
         self.resting += [p for p in reversed(pages) if p not in held and p in self.known.values()]
@@ -181,6 +181,7 @@ def test_no_two_prefixes_or_salts_share_a_digest() -> None:
     assert len(found) == len(SALTS) * (9 + 81 + 729)
 
 
+@settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 2**20), max_size=24),
     cuts=st.lists(st.integers(0, 12), max_size=4),
@@ -193,6 +194,7 @@ def test_a_chain_may_be_made_in_any_number_of_steps(tokens: list[int], cuts: lis
     assert grown == digests(tokens, salt)
 
 
+@settings(deadline=None)
 @given(
     one=st.lists(st.integers(0, 300), min_size=2, max_size=12),
     two=st.lists(st.integers(0, 300), min_size=2, max_size=12),

@@ -8,6 +8,8 @@ computed is dropped unread.
 from __future__ import annotations
 
 import datetime as dt
+import json
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -286,7 +288,7 @@ class Desk:
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                strftime_now=_pinned_clock(self.engine.config.date),
+                chat_template=pin_clock(self.tokenizer.get_chat_template(), self.engine.config.date),
                 **template,
             )
         except jinja2.exceptions.UndefinedError as error:
@@ -327,17 +329,25 @@ class Desk:
         return None if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
 
-def _pinned_clock(date: str | None) -> Any:
-    """What a template gets for the clock: the configured date, or something it can see is not there."""
-    import jinja2
+def pin_clock(template: str, date: str | None) -> str:
+    """A chat template that cannot ask the clock: it sees the configured date, or that there is none.
 
+    transformers offers templates a `strftime_now`. A name set in the template itself goes before it.
+    """
+    if "strftime_now" not in template:
+        return template
     if date is None:
-        return jinja2.Undefined(name="strftime_now", hint="templates may not ask the clock; configure a date")
-    try:
-        day = dt.datetime.fromisoformat(date)
-    except ValueError:
-        raise BadParameter(f"date={date!r}: give it as YYYY-MM-DD") from None
-    return day.strftime
+        pinned = "{%- set strftime_now = there_is_no_clock_configure_a_date %}"
+    else:
+        try:
+            day = dt.datetime.fromisoformat(date)
+        except ValueError:
+            raise BadParameter(f"date={date!r}: give it as YYYY-MM-DD") from None
+        formats = sorted({text for _, text in re.findall(r"strftime_now\(\s*(['\"])(.*?)\1", template)})
+        days = json.dumps({text: day.strftime(text) for text in formats})
+        pinned = "{%- macro strftime_now(format) %}{{ " + days + "[format] }}{% endmacro %}"
+    # The newline after a block is dropped, so one that belongs to the template is written twice.
+    return pinned + ("\n" if template.startswith("\n") else "") + template
 
 
-__all__ = ["Answer", "Asked", "Desk", "Prompt"]
+__all__ = ["Answer", "Asked", "Desk", "Prompt", "pin_clock"]

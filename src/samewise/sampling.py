@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from samewise import noise
+from samewise.run.numerics import inductor_options
 from samewise.types import Sampling, TopLogprobs
 
 _LOWEST = -3.4028234663852886e38  # the lowest finite float32
@@ -154,7 +155,7 @@ class Sampler:
     def _pick_row(self, row: Tensor, draw: Draw) -> int:
         """[1, V] -> the token chosen."""
         sampling = draw.sampling
-        if _edits(draw):
+        if draw.sampling.edited:
             row = self._edited(row, [draw._replace(row=0)])
         if sampling.temperature == 0.0:
             return int(row[0].numpy().argmax())
@@ -168,7 +169,7 @@ class Sampler:
 
     def _pick_block(self, logits: Tensor, busy: Sequence[Draw]) -> Tensor:
         """[R, V] -> [R] tokens. Whatever a row did not ask for leaves its bits as they are."""
-        edited = [draw for draw in busy if _edits(draw)]
+        edited = [draw for draw in busy if draw.sampling.edited]
         if edited:
             logits = self._edited(logits, edited)
         num_rows = logits.shape[0]
@@ -302,19 +303,6 @@ def _allowed(draw: Draw) -> tuple[Ids, Values] | None:
     return None if allowed is None else _edit(sorted(set(allowed)))
 
 
-def _edits(draw: Draw) -> bool:
-    """Whether logits change before temperature."""
-    sampling = draw.sampling
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.frequency_penalty != 0.0
-        or sampling.presence_penalty != 0.0
-        or bool(sampling.logit_bias)
-        or sampling.allowed_token_ids is not None
-        or _may_bar(draw)
-    )
-
-
 def _may_bar(draw: Draw) -> bool:
     return bool(draw.sampling.bad_words) or len(draw.output) < draw.sampling.min_tokens
 
@@ -436,7 +424,7 @@ class _Blocks(NamedTuple):
 
 
 def _fuse(block: Block) -> Block:
-    return cast("Block", torch.compile(block, dynamic=False, fullgraph=True))
+    return cast("Block", torch.compile(block, dynamic=False, fullgraph=True, options=inductor_options()))
 
 
 _PLAIN = _Blocks(_measure, _choose)

@@ -491,7 +491,7 @@ def _continue(seq: Sequence, flying: Span | None, last: int, left: int) -> Span 
         span = Span(request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len)
         owed = seq.score_next
         return span if owed is None else _with_targets(span, seq, owed + len(flying.targets))
-    if len(tokens) + 1 >= seq.most or request.sampling.processed:
+    if len(tokens) + 1 >= seq.most or request.sampling.edited:
         return None  # about to end; or its next choice depends on tokens the host has to see first
     return Span(request.id, start, (0,), 1, seq.pages, request.sampling, tokens, seq.prompt_len, source=last)
 

@@ -51,17 +51,16 @@ class Sampling:
     top_logprobs: int | None = None  # None: none asked for; -1: the whole vocabulary
     seed: int = 0
     index: int = 0
+    edited: bool = field(init=False)  # logits are changed in a way that depends on the tokens before
     plain: bool = field(init=False)  # the model's own argmax, nothing added and nothing barred
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plain", self.temperature == 0.0 and not self.processed)
+        object.__setattr__(self, "edited", self._edited())
+        object.__setattr__(self, "plain", self.temperature == 0.0 and not self.edited)
 
-    @property
-    def processed(self) -> bool:
-        """Whether logits are changed before temperature and noise."""
+    def _edited(self) -> bool:
         return (
-            self.filtered
-            or self.presence_penalty != 0.0
+            self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
             or bool(self.logit_bias)

@@ -133,10 +133,10 @@ def _draws(spans: list[Span]) -> list[Draw]:
         if not sampling.plain:
             prompt: list[int] = []
             output: list[int] = []
-            if sampling.processed and len(span.inputs) >= given:
+            if sampling.edited and len(span.inputs) >= given:
                 prompt, output = span.tokens[: span.prompt_len], span.tokens[span.prompt_len :]
             for j in range(given - 1, len(span.inputs)):
-                before = output + list(span.inputs[given : j + 1]) if sampling.processed else output
+                before = output + list(span.inputs[given : j + 1]) if sampling.edited else output
                 draws.append(Draw(first + j, sampling, prompt, before, span.start + j + 1))
         first += len(span.inputs)
     return draws

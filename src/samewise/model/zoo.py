@@ -11,18 +11,21 @@ every linear is wrapped once. Nothing is patched while running: context comes in
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from samewise.errors import UnsupportedModel
 from samewise.model.attention import Kernel, LayerKV, Rows
 from samewise.model.refuse import refuse
 from samewise.model.rope import pin_rope
-from samewise.model.weights import Source
+from samewise.model.weights import Source, weight_files
 
 ATTENTION = "samewise"
 SURVEY = "samewise_survey"
@@ -186,15 +189,30 @@ class FrameLinear(nn.Linear):
 
 def load(source: Source, config: Any, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """The model with its weights on the CPU, linears wrapped, attention ours; seats not yet taken."""
-    model = AutoModelForCausalLM.from_pretrained(
-        source.path,
-        config=config,
-        dtype=dtype,
-        attn_implementation=ATTENTION,
-        trust_remote_code=trust_remote_code,
-        local_files_only=True,
-    )
+    with _quiet_if_small(source):
+        model = AutoModelForCausalLM.from_pretrained(
+            source.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+        )
     return wrap(model)
+
+
+@contextmanager
+def _quiet_if_small(source: Source) -> Iterator[None]:
+    """Loading shows progress where it takes long enough to wonder about."""
+    size = sum(path.stat().st_size for path in weight_files(source.path))
+    if size > 2**31 or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def wrap(model: PreTrainedModel) -> PreTrainedModel:

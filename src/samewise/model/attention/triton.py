@@ -31,7 +31,7 @@ from samewise.model.attention import PAGE, SPLIT, LayerKV, Rows
 BLOCK = 64
 """Keys per step of the online softmax. Bits depend on it."""
 
-CHUNK = 16
+CHUNK = 8
 """Splits combined per step. Bits depend on it."""
 
 WARPS = 4
@@ -45,7 +45,7 @@ FP_FUSION = False
 ROWS = 256
 """Rows looked at per step when searching the work list. Bits do not depend on it."""
 
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 8
 """Enough to keep memory busy while a program turns to its next item. Bits do not depend on it."""
 
 
@@ -357,7 +357,8 @@ class TritonKernel:
     @property
     def name(self) -> str:
         """Name, version and every constant the bits may depend on."""
-        return f"triton-1 split {SPLIT} block {BLOCK} chunk {CHUNK} warps {WARPS} stages {STAGES}"
+        sizes = f"split {SPLIT} block {BLOCK} chunk {CHUNK}"
+        return f"triton-1 {sizes} warps {WARPS}+{COMBINE_WARPS} stages {STAGES}"
 
     def allocate(
         self, num_pages: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device

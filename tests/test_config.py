@@ -1,0 +1,188 @@
+"""EngineConfig and memory(): what is refused, with which value and which remedy."""
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samewise.config import UNITS, EngineConfig, memory
+from samewise.errors import BadParameter, CallerError
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("dtype", "int8", "choose one of auto, float32"),
+        ("dtype", None, "choose one of"),
+        ("device", "tpu", "choose one of auto, cpu, cuda"),
+        ("attention", "flash", "choose one of auto, native"),
+        ("max_num_seqs", 0, "from 1 to"),
+        ("max_num_seqs", True, "whole number"),
+        ("max_num_seqs", 2.0, "whole number"),
+        ("max_num_seqs", "8", "whole number"),
+        ("frame_rows", 0, "from 1 to 4096"),
+        ("frame_rows", 5000, "from 1 to 4096"),
+        ("max_queued", -1, "whole number"),
+        ("max_model_len", 1, "from 2 to"),
+        ("seed", 2**64, "whole number"),
+        ("seed", "abc", "whole number"),
+        ("seed", None, "whole number"),
+        ("model", "", "give a name, a folder, a hub id or a GGUF file"),
+        ("model", None, "give a name"),
+        ("kv_memory", 0, "give bytes"),
+        ("kv_memory", -5, "give bytes"),
+        ("kv_memory", True, "give bytes"),
+        ("kv_memory", [1], "give bytes"),
+        ("kv_memory", 1.5, "a share of what is free"),
+        ("kv_memory", "plenty", "give bytes"),
+        ("kv_memory", "2 quarts", "give bytes"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_remedy(name: str, value: Any, remedy: str) -> None:
+    with pytest.raises(BadParameter) as caught:
+        EngineConfig(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["trust_remote_code", "enable_prefix_caching", "compile"])
+def test_a_switch_is_true_or_false_and_no_word(name: str) -> None:
+    """`trust_remote_code="false"` must not mean yes."""
+    with pytest.raises(BadParameter, match=f"{name}='false'"):
+        EngineConfig(**{name: "false"})
+
+
+def test_a_date_is_checked_when_it_is_given_not_when_a_chat_begins() -> None:
+    assert EngineConfig(date="2024-07-26").date == "2024-07-26"
+    with pytest.raises(BadParameter, match=r"date='yesterday'.*YYYY-MM-DD"):
+        EngineConfig(date="yesterday")
+
+
+def test_a_queue_that_holds_nobody_would_refuse_everybody() -> None:
+    with pytest.raises(BadParameter, match="max_queued=0"):
+        EngineConfig(max_queued=0)
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("frame_row", "frame_rows"),
+        ("max_num_seq", "max_num_seqs"),
+        ("prefix_caching", "enable_prefix_caching"),
+        ("kv_mem", "kv_memory"),
+        ("Dtype", "dtype"),
+    ],
+)
+def test_a_typo_is_answered_with_the_name_that_was_meant(typo: str, meant: str) -> None:
+    with pytest.raises(BadParameter, match=rf"'{typo}'; did you mean {meant}\?"):
+        EngineConfig.of(**{typo: 1})
+
+
+def test_a_name_like_no_other_gets_the_list() -> None:
+    with pytest.raises(BadParameter, match=r"'zzzz'; known are model, revision.*date"):
+        EngineConfig.of(zzzz=1)
+
+
+def test_errors_are_value_errors_too() -> None:
+    with pytest.raises(ValueError, match="dtype"):
+        EngineConfig(dtype="x")
+    assert issubclass(BadParameter, CallerError)
+
+
+def test_a_configuration_is_frozen_and_keyword_only() -> None:
+    config = EngineConfig.of(model="x", seed=-3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        EngineConfig("x")  # type: ignore[misc]
+    assert config == EngineConfig(model="x", seed=-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, None),
+        (2**30, 2**30),
+        (1, 1),
+        (0.5, 0.5),
+        (1.0, 1.0),
+        ("2GiB", 2 * 2**30),
+        ("2gib", 2 * 2**30),
+        (" 1.5 GB ", 1_500_000_000),
+        ("300 MB", 300_000_000),
+        ("64KiB", 65536),
+        ("100B", 100),
+        ("50%", 0.5),
+        ("100 %", 1.0),
+        ("0.25", 0.25),
+        ("4096", 4096),
+    ],
+)
+def test_memory_reads_bytes_shares_and_units(given: Any, found: Any) -> None:
+    value = memory(given)
+    assert value == found
+    assert type(value) is type(found)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        " ",
+        "B",
+        "%",
+        "GiB",
+        "-1GiB",
+        "0%",
+        "0",
+        "0B",
+        "101%",
+        "1.5",
+        "nan%",
+        "nanGB",
+        "inf%",
+        "1 2GB",
+        "GB1",
+    ],
+)
+def test_memory_refuses_what_it_cannot_read(given: str) -> None:
+    with pytest.raises(BadParameter, match=r"kv_memory=.*give bytes .*or a share"):
+        memory(given)
+
+
+@pytest.mark.parametrize("given", ["infGB", "1e400 B", "-infKiB"])
+def test_an_endless_memory_is_refused_like_any_other_nonsense(given: str) -> None:
+    with pytest.raises(BadParameter, match="give bytes"):
+        memory(given)
+
+
+@pytest.mark.parametrize("given", ["150%", "-1GiB"])
+def test_the_error_repeats_what_was_written(given: str) -> None:
+    with pytest.raises(BadParameter, match=f"kv_memory='{given}'"):
+        memory(given)
+
+
+@settings(deadline=None)
+@given(num=st.integers(1, 2**20), unit=st.sampled_from(sorted(UNITS)))
+def test_units_multiply(num: int, unit: str) -> None:
+    assert memory(f"{num}{unit}") == num * UNITS[unit]
+
+
+@settings(deadline=None)
+@given(st.text(max_size=8))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        found = memory(text)
+    except BadParameter:
+        return
+    assert found is not None
+    assert found > 0
+
+
+def test_configuration_does_not_bring_torch_in() -> None:
+    code = "import sys, samewise.config, samewise.contract; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
