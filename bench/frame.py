@@ -186,7 +186,7 @@ def frame_ms(engine: Engine, sequences: int, each: int, context: int, repeats: i
     verifier = engine.verifier
 
     def work() -> None:
-        for _ in range(10):
+        for _ in range(10):  # the same spans each time, so the trays may be filled before they are read
             verifier.run(spans)
 
     work()
@@ -276,7 +276,7 @@ def main() -> None:
         "commit": commit(),
         "torch": torch.__version__,
         "device": args.device,
-        "cpu": machine.cpu_facts().get("model name", platform.processor()),
+        "cpu": machine.cpu_facts().get("cpu", platform.processor()),
     }
     print(json.dumps(conditions | found))
 

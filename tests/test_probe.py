@@ -86,7 +86,7 @@ class GossipKernel:
 
 def planted(kind: type[FrameLinear], where: str = DOWN) -> Loaded:
     loaded = tiny()
-    parent, name = where.rsplit(".", 1)
+    parent, _, name = where.rpartition(".")
     module = loaded.model.get_submodule(parent)
     setattr(module, name, kind.around(getattr(module, name)))
     return loaded
@@ -162,9 +162,11 @@ def test_shapes_are_tried_once_each() -> None:
     assert check_linears(tiny().model, 16) == 5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "smollm3"])
-@pytest.mark.parametrize("rows", [1, 5, 16, 64])
-def test_a_good_model_passes_at_any_number_of_rows(family: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [("llama", 1), ("llama", 16), ("llama", 64), ("qwen3", 16), ("mistral", 16), ("gemma3_text", 16)],
+)
+def test_a_good_model_passes(family: str, rows: int) -> None:
     engine = tiny_engine(family, frame_rows=rows)
     assert engine.report.frames > 3
     assert len(engine.report.digest) == 64

@@ -69,7 +69,7 @@ class AsyncLLM:
     ) -> AsyncIterator[Chunk]:
         """Chunks as they become final. Leaving the loop early aborts the request."""
         chunks: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
-        answer = await self._open(prompt, params or SamplingParams(), chunks, salt)
+        answer = await self._open(prompt, params or self._desk.default_params(), chunks, salt)
         try:
             while (chunk := await chunks.get()) is not None:
                 if isinstance(chunk, BaseException):
@@ -83,7 +83,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """The whole answer. Cancelling the task aborts the request."""
         chunks: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
-        answer = await self._open(prompt, params or SamplingParams(), chunks, salt)
+        answer = await self._open(prompt, params or self._desk.default_params(), chunks, salt)
         try:
             while (chunk := await chunks.get()) is not None:
                 if isinstance(chunk, BaseException):

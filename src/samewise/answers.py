@@ -192,6 +192,17 @@ class Desk:
 
     # ---- in
 
+    def default_params(self) -> SamplingParams:
+        """The checkpoint's own generation defaults, as far as it says anything."""
+        generation = self.engine.loaded.generation
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        found = {name: generation[name] for name in names if generation.get(name) is not None}
+        if generation.get("do_sample") is False:
+            found["temperature"] = 0.0
+        if generation.get("max_new_tokens"):
+            found["max_tokens"] = generation["max_new_tokens"]
+        return SamplingParams(**found)
+
     def ask(self, prompt: Prompt, params: SamplingParams) -> Asked:
         """Check a request. Raises before anything was queued."""
         text, ids = self._tokens(prompt)
@@ -345,7 +356,11 @@ def pin_clock(template: str, date: str | None) -> str:
             raise BadParameter(f"date={date!r}: give it as YYYY-MM-DD") from None
         formats = sorted({text for _, text in re.findall(r"strftime_now\(\s*(['\"])(.*?)\1", template)})
         days = json.dumps({text: day.strftime(text) for text in formats})
-        pinned = "{%- macro strftime_now(format) %}{{ " + days + "[format] }}{% endmacro %}"
+        pinned = (
+            "{%- macro strftime_now(format) %}{%- if format not in " + days + " %}"
+            "{{ raise_exception('the date format ' ~ format ~ ' is not written out in the template') }}"
+            "{%- endif %}{{ " + days + "[format] }}{% endmacro %}"
+        )
     # The newline after a block is dropped, so one that belongs to the template is written twice.
     return pinned + ("\n" if template.startswith("\n") else "") + template
 

@@ -50,7 +50,9 @@ def load(config: EngineConfig) -> Loaded:
     dtype = pick_dtype(config.dtype, device, arch.checkpoint_dtype)
     model = zoo.load(source, model_config, dtype=dtype, trust_remote_code=trusted)
     generation = folder.generation_defaults(source)
-    facts = {"weights": weights.digest(source)} | weights.file_digests(source) | machine_facts
+    facts = {"weights": weights.digest(source)} | weights.file_digests(source)
+    if device.type == "cpu":  # a card's bits do not depend on the host's threads
+        facts |= machine_facts
     return Loaded(
         model,
         arch,

@@ -126,6 +126,7 @@ def generate(
         model, device=device, dtype=dtype, revision=revision, frame_rows=frame_rows, compile=compile_layers,
         max_model_len=max_model_len, kv_memory=kv_memory, trust_remote_code=trust_remote_code,
     )  # fmt: skip
+    Console(stderr=True).print(f"[dim]contract {llm.contract}[/]", highlight=False)
     asked = [_as_prompt(llm, text, raw=raw, system=system) for text in prompts]
     if as_json:
         for text, output in zip(prompts, llm.generate(asked, params, use_tqdm=len(asked) > 1), strict=True):
@@ -179,12 +180,18 @@ def probe(
     model: Model = "smollm2",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    revision: Revision = None,
     frame_rows: Rows = None,
     compile_layers: Compile = None,
+    max_model_len: MaxLen = None,
+    trust_remote_code: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON.")] = False,
 ) -> None:
     """Prove the frame property on this machine and print the contract, fact by fact."""
-    llm = _llm(model, device=device, dtype=dtype, frame_rows=frame_rows, compile=compile_layers)
+    llm = _llm(
+        model, device=device, dtype=dtype, revision=revision, frame_rows=frame_rows, compile=compile_layers,
+        max_model_len=max_model_len, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     report, contract = llm.engine.report, llm.contract
     if as_json:
         typer.echo(json.dumps({"contract": contract.id, "facts": dict(contract.facts)}, indent=2))

@@ -9,6 +9,7 @@ are known here, because the device knows them already.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +46,8 @@ from samewise.sampling import Sampler
 from samewise.schedule import Limits, Scheduler
 from samewise.types import Delta, Request, Sampling
 from samewise.verify import Flight, Verifier
+
+log = logging.getLogger("samewise")
 
 MakeProposer = Callable[["Parts"], Proposer]
 
@@ -254,10 +257,11 @@ class Engine:
     def _certify(self) -> None:
         self.report: Report = probe(self.runner, max_model_len=self.max_model_len, operators=self._operators)
         runner = self.runner
+        compiler = numerics.compiler(self.device) if runner.compiled else "off"
         facts = self._facts | numerics.facts(self.device) | self._switches | {
             "architecture": self.loaded.arch.model_type,
             "attention": runner.kernel.name,
-            "compile": "on" if runner.compiled else "off",
+            "compile": compiler,
             "cpu": ", ".join(f"{k} {v}" for k, v in sorted(machine.cpu_facts().items()))
             if self.device.type == "cpu" else "any",
             "date": self.config.date or "none",
@@ -267,6 +271,7 @@ class Engine:
             "probe": self.report.digest,
         }  # fmt: skip
         self.contract = Contract.of(facts)
+        log.info("contract %s, certified by %d frames", self.contract, self.report.frames)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was built, and where it stands now."""

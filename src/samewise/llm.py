@@ -139,7 +139,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The checkpoint's own generation defaults; what `generate` uses when given none."""
-        return default_params(self.engine.loaded.generation)
+        return self._desk.default_params()
 
     def update_weights(self, update: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> Contract:
         """New weights, same process: see Engine.update_weights."""
@@ -234,17 +234,6 @@ def _collect(engine: Engine, found: dict[int, list[float]], done: Callable[[], o
                     done()
 
 
-def default_params(generation: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from a checkpoint's generation config, as far as it says anything."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: generation[name] for name in names if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        found["temperature"] = 0.0
-    if generation.get("max_new_tokens"):
-        found["max_tokens"] = generation["max_new_tokens"]
-    return SamplingParams(**found)
-
-
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several → several."""
     if isinstance(prompts, str | Mapping):
@@ -257,4 +246,4 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return listed  # type: ignore[return-value]
 
 
-__all__ = ["LLM", "Messages", "default_params"]
+__all__ = ["LLM", "Messages"]

@@ -6,7 +6,7 @@ A law is a comparison with one reference: every case alone, on an engine that gu
 import functools
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -194,11 +194,6 @@ def company(num: int, *, most: int = 40, verify: bool = True, seed: int = 77) ->
     ]  # fmt: skip
 
 
-def unplaced(case: Case, **changes: Any) -> Case:
-    """The same case, changed."""
-    return replace(case, **changes)
-
-
 def jitter(parts: Parts) -> Jitter:
     """Drafts that are right about half of the time."""
     return Jitter(parts, scale=0.6)
@@ -221,7 +216,7 @@ class Script:
     def guesses(self, ask: Ask) -> list[int]:
         """All that is known to follow."""
         said = len(ask.tokens) - ask.prompt_len + len(ask.draft)
-        return self.known[tuple(ask.tokens[: ask.prompt_len])][said:]
+        return self.known.get(tuple(ask.tokens[: ask.prompt_len]), [])[said:]
 
     @classmethod
     def of(cls, cases: Iterable[Case], heard: Iterable[Heard]) -> "Script":

@@ -1,7 +1,9 @@
 """Law 1, proposer independence: nothing a proposer says is ever emitted."""
 
+from dataclasses import replace
+
 import pytest
-from lawbook import CASES, PROPOSERS, Case, Rude, Script, adversary, jitter, play, reference, text, unplaced, warm
+from lawbook import CASES, PROPOSERS, Case, Rude, Script, adversary, jitter, play, reference, text, warm
 
 from samewise.testing import Jitter, Scripted
 from samewise.types import Proposal, Sampling
@@ -108,7 +110,7 @@ def overrun(script):
 def test_end_of_text_inside_a_draft(plain, plain_truth, at, i):
     stop = plain_truth[i].tokens[at]
     first = plain_truth[i].tokens.index(stop)
-    case = unplaced(CASES[i], sampling=_with(CASES[i].sampling, stop_ids=frozenset({stop, 300})))
+    case = replace(CASES[i], sampling=replace(CASES[i].sampling, stop_ids=frozenset({stop, 300})))
     heard = ends_inside(plain, plain_truth, case, i)
     assert heard.tokens == plain_truth[i].tokens[: first + 1]
     assert (heard.finish, heard.stop_id) == ("stop", stop)
@@ -117,7 +119,7 @@ def test_end_of_text_inside_a_draft(plain, plain_truth, at, i):
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 11])
 @pytest.mark.parametrize("i", [0, 3], ids=["greedy", "warm"])
 def test_max_tokens_inside_a_draft(plain, plain_truth, most, i):
-    heard = ends_inside(plain, plain_truth, unplaced(CASES[i], most=most), i)
+    heard = ends_inside(plain, plain_truth, replace(CASES[i], most=most), i)
     assert heard.tokens == plain_truth[i].tokens[:most]
     assert heard.logprobs == plain_truth[i].logprobs[:most]
     assert heard.finish == "length"
@@ -140,7 +142,7 @@ def test_an_end_inside_a_draft_leaves_clean_pages_behind(plain, plain_truth):
     """What the cut-off rows of the draft wrote must not be found by the next turn."""
     i = 1  # greedy-16 says twenty tokens
     stop = plain_truth[i].tokens[16]
-    case = unplaced(CASES[i], sampling=Sampling(stop_ids=frozenset({stop})))
+    case = replace(CASES[i], sampling=Sampling(stop_ids=frozenset({stop})))
     engine = plain.engine(Script({CASES[i].prompt: plain_truth[i].tokens}).oracle)
     (heard,) = play(engine, [case])
     assert heard.finish == "stop"
@@ -149,11 +151,6 @@ def test_an_end_inside_a_draft_leaves_clean_pages_behind(plain, plain_truth):
 
 
 # ---- what earlier tokens decide: nothing is advanced that would need undoing
-
-
-def _with(sampling, **changes):
-    kept = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__ if name != "plain"}
-    return Sampling(**(kept | changes))
 
 
 PROCESSED = {
@@ -173,26 +170,25 @@ def test_processing_with_drafts(plain, kind, temperature):
     # Few allowed tokens, so that tokens come again and penalties bite.
     few = {"allowed_token_ids": tuple(range(24))} | PROCESSED[kind]
     cases = [
-        Case(f"{kind}-{n}", text(n, 9), Sampling(temperature=temperature, seed=n, **few), most=20)
-        for n in (1, 17, 33)
+        Case(f"{kind}-{n}", text(n, 9), Sampling(temperature=temperature, seed=n, **few), most=15)
+        for n in (1, 17)
     ]
     expected = reference(plain, cases)
     script = Script.of(cases, expected)
-    oracle, wrong = plain.engine(script.oracle), plain.engine(script.wrong_once(5, 12))
+    oracle, wrong = plain.engine(script.oracle), plain.engine(script.wrong_once(5, 10))
     assert play(oracle, cases) == expected
     assert oracle.scheduler.counts.accepted > 0
     assert play(wrong, cases) == expected
     assert play(plain.engine(jitter), cases) == expected
-    assert play(plain.engine(adversary), cases) == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_min_tokens_with_drafts(plain, temperature):
-    plain = Case("plain", text(17, 4), Sampling(temperature=temperature, seed=3))
-    (free,) = reference(plain, [plain])
+    base = Case("base", text(17, 4), Sampling(temperature=temperature, seed=3))
+    (free,) = reference(plain, [base])
     stops = frozenset(free.tokens[:3])
-    for least in (0, 1, 4, 11):
-        case = unplaced(plain, sampling=_with(plain.sampling, stop_ids=stops, min_tokens=least))
+    for least in (1, 4):
+        case = replace(base, sampling=replace(base.sampling, stop_ids=stops, min_tokens=least))
         (expected,) = reference(plain, [case])
         assert len(expected.tokens) > least
         assert not stops & set(expected.tokens[:least])
@@ -205,10 +201,10 @@ def test_min_tokens_with_drafts(plain, temperature):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_bad_words_with_drafts(plain, temperature, size):
     """The head of the word is drafted in the same span as its tail, or was committed before it."""
-    plain = Case("plain", text(16, 6), Sampling(temperature=temperature, seed=5))
-    (free,) = reference(plain, [plain])
+    base = Case("base", text(16, 6), Sampling(temperature=temperature, seed=5))
+    (free,) = reference(plain, [base])
     word = tuple(free.tokens[4 : 4 + size])
-    case = unplaced(plain, sampling=_with(plain.sampling, bad_words=(word, (300, 301))))
+    case = replace(base, sampling=replace(base.sampling, bad_words=(word, (300, 301))))
     (expected,) = reference(plain, [case])
     said = expected.tokens
     assert all(tuple(said[k : k + size]) != word for k in range(len(said)))
@@ -218,17 +214,16 @@ def test_bad_words_with_drafts(plain, temperature, size):
 
 
 @pytest.mark.parametrize("num", [0, 1, 5, -1])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_top_logprobs_with_drafts(plain, num, temperature):
+def test_top_logprobs_with_drafts(plain, num):
     cases = [
-        Case(f"tops-{n}", text(n, 8), Sampling(temperature=temperature, seed=n, top_logprobs=num))
-        for n in (1, 16, 33)
+        Case("tops-1", text(1, 8), Sampling(top_logprobs=num)),
+        Case("tops-17", text(17, 8), warm(4, top_logprobs=num)),
     ]
     expected = reference(plain, cases)
     assert all(len(h.tops) == len(h.tokens) for h in expected)
     assert all(len(top) == (320 if num < 0 else num) for h in expected for top in h.tops)
     script = Script.of(cases, expected)
-    for make in (script.oracle, script.wrong_once(3, 8), jitter, adversary):
+    for make in (script.oracle, script.wrong_once(3, 8), jitter):
         assert play(plain.engine(make), cases) == expected
 
 

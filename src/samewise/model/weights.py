@@ -367,7 +367,7 @@ def _say(message: str) -> None:
 # ----------------------------------------------------------------------------------------------- digests
 
 CONFIG_FILES = re.compile(
-    r"config\.json|generation_config\.json|chat_template.*|.*\.(jinja|tiktoken|model)"
+    r"config\.json|generation_config\.json|chat_template.*|.*\.(jinja|tiktoken|model|py)"
     r"|(tokenizer|vocab|merges|special_tokens_map|added_tokens|spiece)[^/]*\.(json|txt)"
 )
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -34,6 +36,18 @@ def inductor_options() -> dict[str, Any]:
     return {name: value for name, value in INDUCTOR.items() if name in known}
 
 
+def compiler(device: torch.device) -> str:
+    """What compiles a layer: Inductor with Triton on CUDA, with the machine's C++ compiler on CPU."""
+    if device.type == "cuda":
+        return f"inductor, triton {_version('triton')}"
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    name = get_cpp_compiler()
+    version_text = get_compiler_version_info(name)
+    said = re.search(r"(gcc|clang) version [^_\n]+", version_text)
+    return f"inductor, {said[0].strip() if said else sha256(version_text.encode()).hexdigest()[:16]}"
+
+
 def settle(device: torch.device) -> dict[str, str]:
     """Set the switches and say what was set."""
     if device.type != "cuda":
@@ -56,6 +70,7 @@ def facts(device: torch.device) -> dict[str, str]:
     found = {
         "torch": torch.__version__,
         "transformers": _version("transformers"),
+        "numpy": _version("numpy"),
         "platform": platform.machine(),
     }
     if device.type == "cuda":
@@ -73,9 +88,10 @@ def facts(device: torch.device) -> dict[str, str]:
         "isa": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "blas": "mkl" if mkl else "other",
+        "torch build": sha256(torch.__config__.show().encode()).hexdigest()[:16],  # its libraries' versions
         "mkl dynamic": os.environ.get("MKL_DYNAMIC", "unset"),
         "onednn isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "unset"),
-        "flush denormal": "default",
+        "flush denormal": "on" if float(torch.tensor([1e-40]) * 1.0) == 0.0 else "off",
     }
 
 

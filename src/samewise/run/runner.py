@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch._dynamo.config as dynamo
 from torch import nn
 
 from samewise.cache.store import KVStore, page_bytes
@@ -122,6 +121,8 @@ class Runner:
         """Compile before anything else uses a layer, then capture. Padding rows only: no page is touched."""
         batch = pack_frame([], self.tray)
         if self.compiled:
+            import torch._dynamo.config as dynamo  # seconds to import, and only needed here
+
             with dynamo.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
                 self._pass(self._canonical, batch)
         if self.device.type == "cuda":
