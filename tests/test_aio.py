@@ -197,6 +197,7 @@ def test_cancelling_before_the_request_is_in_aborts_it_too() -> None:
     async def work() -> None:
         async with served() as llm:
             llm._calls.put(lambda: gate.wait(20) and None)
+            await until(llm._calls.empty)
             task = asyncio.create_task(llm.generate("hello", LONG))
             await until(lambda: llm._calls.qsize() > 0)
             task.cancel()

@@ -1,5 +1,7 @@
 """LLM: what goes in, what comes out, what is refused, and that nothing stays behind."""
 
+import copy
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -10,8 +12,8 @@ import pytest
 import torch
 
 from samewise import LLM, SamplingParams
+from samewise.answers import Desk
 from samewise.errors import BadParameter, BadPrompt, CallerError, QueueFull, UnknownModel
-from samewise.llm import default_params
 from samewise.outputs import CompletionOutput, RequestOutput
 from samewise.testing import Scripted, byte_tokenizer, tiny_engine, tiny_model
 
@@ -842,8 +844,13 @@ def test_an_output_tells_its_contract_its_cache_and_its_times(llm: LLM) -> None:
         ({"eos_token_id": [1, 2], "pad_token_id": 0, "transformers_version": "5"}, SamplingParams()),
     ],
 )
-def test_defaults_come_from_the_generation_config(generation: dict[str, Any], params: SamplingParams) -> None:
-    assert default_params(generation) == params
+def test_defaults_come_from_the_generation_config(
+    shared: LLM, generation: dict[str, Any], params: SamplingParams
+) -> None:
+    engine = copy.copy(shared.engine)
+    engine.loaded = dataclasses.replace(engine.loaded, generation=generation)
+    assert Desk(engine).default_params() == params
+    assert LLM.over(engine).get_default_sampling_params() == params
 
 
 # ---- folders

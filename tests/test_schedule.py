@@ -5,7 +5,7 @@ itself, with guesses that are right, wrong and half right. Whatever happens, eve
 model's own tokens, in order, none twice and none lost.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -55,30 +55,41 @@ class FakeModel:
     def _slot(self, pages: Iterable[int], position: int) -> tuple[int, int]:
         return list(pages)[position // self.page], position % self.page
 
-    def replay(self, span: Span) -> Verdict:
-        before = span.tokens[: span.start]
+    def frame(self, spans: list[Span], before: list[int]) -> tuple[list[Verdict], list[int]]:
+        """Verdicts, and what every row answered; `before` is what the rows of the frame before answered."""
+        verdicts, answers = [], []
+        for span in spans:
+            inputs = span.inputs if span.source is None else (before[span.source],)
+            verdict, rows = self.replay(span._replace(inputs=inputs))
+            verdicts.append(verdict)
+            answers += rows
+        return verdicts, answers
+
+    def replay(self, span: Span) -> tuple[Verdict, list[int]]:
+        prefix = span.tokens[: span.start]
+        assert len(prefix) == span.start, f"request {span.seq_id}: nobody knows what stands before its span"
         for p in range(span.start):
             found = self.kv.get(self._slot(span.pages, p))
-            assert found == kv_of(before[: p + 1]), f"request {span.seq_id}: junk below kv_len at {p}"
-        answers: list[tuple[int, float]] = []
+            assert found == kv_of(prefix[: p + 1]), f"request {span.seq_id}: junk below kv_len at {p}"
+        answers: list[int] = []
+        logprobs: list[float] = []
         scores: list[float] = []
-        prefix = list(before)
         for row, token in enumerate(span.inputs):
             prefix.append(token)
             self.kv[self._slot(span.pages, span.start + row)] = kv_of(prefix)
-            if row >= span.given - 1:
-                chosen = next_token(prefix)
-                answers.append((chosen, logprob(prefix, chosen)))
+            answers.append(next_token(prefix))
+            logprobs.append(logprob(prefix, answers[-1]))
             place = row - span.target_row
             if 0 <= place < len(span.targets):
                 scores.append(logprob(prefix, span.targets[place]))
+        told = slice(min(span.given - 1, len(answers)), None)
         truth = Truth(
-            tuple(token for token, _ in answers),
-            tuple(value for _, value in answers),
+            tuple(answers[told]),
+            tuple(logprobs[told]),
             scores=tuple(scores),
             score_tops=((),) * len(scores),
         )
-        return judge(span, truth)
+        return judge(span, truth), answers
 
     def decode(self, ask: Ask) -> Proposal:
         """The fast path: right tokens, KV of another make."""
@@ -121,8 +132,9 @@ class Loop:
         self.gone: set[int] = set()  # aborted, or ended by their reader
         self.kv_lens: dict[int, int] = {}
         self.flight: list[Span] = []
-        self.verdicts: list[Verdict] | None = None
+        self.result: tuple[list[Verdict], list[int]] | None = None
         self.num = 0
+        self.guessing = False
 
     def add(self, prompt: list[int], max_tokens: int, **given: object) -> int:
         request = Request(self.num, tuple(prompt), given.pop("sampling", Sampling()), max_tokens, **given)  # type: ignore[arg-type]
@@ -131,28 +143,46 @@ class Loop:
         self.num += 1
         return request.id
 
-    def step(self, propose: object = None, *, ahead: bool = False) -> list[Delta]:
+    def step(self, propose: object = None, how: str = "lazy") -> list[Delta]:
+        """`lazy` runs a frame when it lands, `eager` when it starts, `chained` starts the next one first."""
+        ahead = self.launch_ahead() if how == "chained" and propose is None else None
         deltas = self.land()
-        self.scheduler.admit()
-        asks = self.scheduler.asks(verified=False)
-        trusted = [trust(self.model.decode(ask), ask.kv_len) for ask in asks]
-        deltas += self.publish(self.scheduler.commit(trusted))
-        if callable(propose):
-            asks = self.scheduler.asks(verified=True)
-            for ask in asks:
-                self.model.scribble(ask)
-            self.scheduler.extend([Proposal(ask.seq_id, tuple(propose(ask))) for ask in asks])
-        self.flight = self.scheduler.spans()
-        self.check_frame(self.flight)
-        self.verdicts = [self.model.replay(span) for span in self.flight] if ahead else None
+        if ahead is None:
+            self.scheduler.admit()
+            asks = self.scheduler.asks(verified=False)
+            trusted = [trust(self.model.decode(ask), ask.kv_len) for ask in asks]
+            deltas += self.publish(self.scheduler.commit(trusted))
+            if callable(propose):
+                self.draft(propose)
+            self.flight = self.scheduler.spans()
+            self.check_frame(self.flight)
+            self.result = self.model.frame(self.flight, []) if how != "lazy" else None
+        else:
+            self.flight, self.result = ahead
         self.scheduler.check()
         return deltas
 
+    def draft(self, propose: Callable[[Ask], list[int]]) -> None:
+        self.guessing = True  # an engine that guesses never chains
+        asks = self.scheduler.asks(verified=True)
+        for ask in asks:
+            self.model.scribble(ask)
+        self.scheduler.extend([Proposal(ask.seq_id, tuple(propose(ask))) for ask in asks])
+
+    def launch_ahead(self) -> tuple[list[Span], tuple[list[Verdict], list[int]]] | None:
+        """As the engine does where the device runs beside the host."""
+        if not self.flight or self.scheduler.trusting or self.guessing:
+            return None
+        if self.result is None:
+            self.result = self.model.frame(self.flight, [])
+        self.scheduler.admit()
+        spans = self.scheduler.spans_ahead(self.flight)
+        self.check_frame(spans)
+        return (spans, self.model.frame(spans, self.result[1])) if spans else None
+
     def land(self) -> list[Delta]:
-        verdicts = self.verdicts
-        if verdicts is None:
-            verdicts = [self.model.replay(span) for span in self.flight]
-        self.flight, self.verdicts = [], None
+        verdicts, _ = self.result or self.model.frame(self.flight, [])
+        self.flight, self.result = [], None
         return self.publish(self.scheduler.commit(verdicts))
 
     def publish(self, deltas: list[Delta]) -> list[Delta]:
@@ -171,6 +201,10 @@ class Loop:
             assert span.given >= 1
             reach = range(span.start, span.start + len(span.inputs))
             assert reach.stop <= min(len(span.pages) * limits.page, limits.max_model_len)
+            if span.source is not None:
+                assert (len(span.inputs), span.given) == (1, 1)
+                written += [(span.pages[p // limits.page], p % limits.page) for p in reach]
+                continue
             assert list(span.inputs[: span.given]) == span.tokens[reach.start : reach.stop][: span.given]
             written += [(span.pages[p // limits.page], p % limits.page) for p in reach]
         assert len(set(written)) == len(written), "two rows write to one slot"
@@ -201,13 +235,13 @@ class Loop:
                 owed if seen.tokens or seen.finish is Finish.LENGTH else owed[: len(seen.scores)]
             )
 
-    def drain(self, propose: object = None) -> int:
+    def drain(self, propose: object = None, how: str = "lazy") -> int:
         """Steps until idle. Nobody starves, so it is bounded by the work there is."""
         live = [s.request for i, s in self.seen.items() if s.finish is None and i not in self.gone]
         bound = 10 + 2 * sum(len(r.prompt) + r.max_tokens + 2 for r in live)
         steps = 0
         while not self.scheduler.idle or self.flight:
-            self.step(propose)
+            self.step(propose, how)
             steps += 1
             assert steps <= bound, f"still running after {bound} steps: {self.scheduler.running_ids()}"
         self.check_prefixes()
@@ -234,8 +268,12 @@ class Storm(RuleBasedStateMachine):
         frame_rows=st.integers(1, 12),
         max_num_seqs=st.integers(1, 5),
         caching=st.booleans(),
+        guessing=st.booleans(),
     )
-    def begin(self, num_pages: int, frame_rows: int, max_num_seqs: int, caching: bool) -> None:
+    def begin(
+        self, num_pages: int, frame_rows: int, max_num_seqs: int, caching: bool, guessing: bool
+    ) -> None:
+        self.ways = ("drafting", "lazy", "eager") if guessing else ("chained", "chained", "eager")
         self.loop = Loop(
             Limits(
                 num_pages,
@@ -285,10 +323,14 @@ class Storm(RuleBasedStateMachine):
         self.loop.add(prompt, max_tokens, **given)
 
     @precondition(lambda self: self.loop is not None)
-    @rule(right=st.lists(st.booleans(), min_size=5, max_size=5), guess=st.booleans(), ahead=st.booleans())
-    def step(self, right: list[bool], guess: bool, ahead: bool) -> None:
+    @rule(
+        right=st.lists(st.booleans(), min_size=5, max_size=5),
+        way=st.integers(0, 2),
+    )
+    def step(self, right: list[bool], way: int) -> None:
         assert self.loop is not None
-        self.loop.step(drafting(right) if guess else None, ahead=ahead)
+        how = self.ways[way]
+        self.loop.step(drafting(right) if how == "drafting" else None, how)
         self.loop.kv_never_goes_back()
 
     @precondition(lambda self: self.loop is not None and self.loop.seen)
@@ -315,6 +357,9 @@ class Storm(RuleBasedStateMachine):
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
         assert self.loop is not None
+        self.loop.land()  # as Engine.preempt does
+        if not self.loop.scheduler.num_running:
+            return
         seq_id = data.draw(st.sampled_from(self.loop.scheduler.running_ids()))
         assert self.loop.scheduler.preempt(seq_id)
         self.loop.kv_lens.pop(seq_id, None)
@@ -327,7 +372,8 @@ class Storm(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if self.loop is not None:
-            self.loop.drain(drafting([True, True, False, True, True]))
+            how = self.ways[0]
+            self.loop.drain(drafting([True, True, False, True, True]) if how == "drafting" else None, how)
 
 
 def drafting(right: list[bool]):
@@ -359,12 +405,27 @@ def limits(**changes: object) -> Limits:
 # ---- what the storm does not show by itself
 
 
-def test_a_tiny_pool_preempts_and_everybody_finishes() -> None:
+@pytest.mark.parametrize("how", ["lazy", "chained"])
+def test_a_tiny_pool_preempts_and_everybody_finishes(how: str) -> None:
     loop = Loop(limits(num_pages=8, max_model_len=26, max_num_seqs=4))
     for i in range(6):
         loop.add([i % VOCAB, 1, 2, 3, 4], 16)
-    loop.drain()
+    loop.drain(how=how)
     assert loop.scheduler.counts.preempted > 0
+
+
+def test_a_chained_frame_is_planned_for_every_step_but_the_first() -> None:
+    loop = Loop(limits())
+    one = loop.add([1, 2, 3], 20, sampling=Sampling(stop_ids=frozenset({STOP})))
+    loop.step(how="chained")
+    sources = []
+    while not loop.scheduler.idle or loop.flight:
+        loop.step(how="chained")
+        sources += [span.source for span in loop.flight]
+    wanted, finish = expected_tokens(loop.seen[one].request, 60)
+    assert (loop.seen[one].tokens, loop.seen[one].finish) == (wanted, finish)
+    assert sources[0] == 2  # the last row of the prompt
+    assert set(sources[1:]) <= {0}
 
 
 def test_the_youngest_is_preempted_first() -> None:

@@ -99,7 +99,7 @@ class Engine:
             compile=device.type == "cuda" if config.compile is None else config.compile,
         )
         self.sampler = Sampler(arch.vocab, device, compile=device.type == "cuda")
-        self.sampler.warm(self.frame_rows)
+        self.sampler.warm(self.frame_rows, next(model.parameters()).dtype)
         self.verifier = Verifier(
             self.runner, self.sampler, ahead=device.type == "cuda" if ahead is None else ahead
         )
@@ -113,6 +113,7 @@ class Engine:
             frame_rows=self.frame_rows,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
+            vocab=arch.vocab,
             max_queued=config.max_queued,
             prefix_caching=config.enable_prefix_caching,
         )

@@ -98,7 +98,7 @@ class _Plan:
         frames, start = [], 0
         while start < len(self._text):
             most = min(self._rows, len(self._text) - start)
-            length = most if alone else self._random.randint(-(-most // 3), most)
+            length = most if alone else self._random.randint(-(-most // 2), most)
             before = 0 if alone else self._random.randint(0, self._rows - length)
             after = 0 if alone else self._rows - length - before
             piece = self._span(self._text[start : start + length], start, self._pages)
@@ -128,7 +128,7 @@ def _read(runner: Runner, reading: Reading, *, compiled: bool) -> torch.Tensor:
     for spans, first, length in reading.frames:
         batch: Batch = pack_frame(list(spans), runner.tray)
         logits = runner.frame(batch) if compiled else runner.eager(batch)
-        found.append(logits[first : first + length].cpu())  # waits: the tray may be filled again
+        found.append(logits[first : first + length].float().cpu())  # waits: the tray may be filled again
     return torch.cat(found)
 
 

@@ -87,8 +87,8 @@ class Sampler:
         self._fused: dict[int, _Blocks] = {}
 
     @torch.inference_mode()
-    def warm(self, rows: int) -> None:
-        """Compile every block function for [rows, V] blocks made in inference mode.
+    def warm(self, rows: int, dtype: torch.dtype = torch.float32) -> None:
+        """Compile every block function for [rows, V] blocks made in inference mode, raw ones of `dtype`.
 
         Sampling works without, one operation at a time.
         """
@@ -99,16 +99,20 @@ class Sampler:
         block = torch.zeros(rows, self._vocab, device=self._device)
         with torch._dynamo.config.patch(recompile_limit=64):  # noqa: SLF001 - every size counts as one
             self.pick(block, [Draw(0, sampled, (), (), 0)])
+            self.pick(block.to(dtype), [])
 
     def pick(self, logits: Tensor, draws: Sequence[Draw]) -> Picks:
-        """A token for every row of [R, V] float32; rows without a Draw get the plain argmax."""
+        """A token for every row of [R, V] float32; rows without a Draw get the plain argmax.
+
+        With no draws at all the block may be as the model made it, in 16 bits: the answer is the same.
+        """
         busy = [draw for draw in draws if not draw.sampling.plain]
         if self._by_row:
             return self._pick_by_row(logits, busy)
         tokens, top, log_sum = self._blocks(logits).measure(logits)
         if busy:
             tokens = self._pick_block(logits, busy)
-        chosen = logits.gather(1, tokens[:, None])[:, 0]
+        chosen = logits.gather(1, tokens[:, None])[:, 0].float()
         return Picks(tokens, chosen - top - log_sum)
 
     def score(self, logits: Tensor, rows: Sequence[int], targets: Sequence[int]) -> Tensor:
@@ -380,7 +384,11 @@ def _mass_bits(row: Tensor) -> int:
 
 
 def _measure(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, V] -> argmax, largest logit, and log of the sum of exp(logit - largest), each [R]."""
+    """[R, V] -> argmax, largest logit, and log of the sum of exp(logit - largest), each [R].
+
+    Takes 16-bit logits too: widening them is exact, and costs nothing inside the one pass over the block.
+    """
+    logits = logits.float()
     top = logits.amax(-1, keepdim=True)
     total = _mass(top - logits).sum(-1)
     log_sum = torch.log(total.to(torch.float64) * 2.0 ** -_mass_bits(logits))

@@ -28,6 +28,7 @@ class Limits:
     frame_rows: int
     max_num_seqs: int
     max_model_len: int
+    vocab: int = 2**31
     max_draft: int = 16
     max_queued: int | None = None
     prefix_caching: bool = True
@@ -177,11 +178,16 @@ class Scheduler:
         return min(left, self.limits.max_draft - len(seq.draft), self.limits.frame_rows - 1)
 
     def extend(self, proposals: list[Proposal]) -> None:
-        """Append guesses to drafts."""
+        """Append guesses to drafts. What cannot be a guess is dropped, whatever a proposer says."""
+        vocab = self.limits.vocab
         for proposal in proposals:
             seq = self._running.get(proposal.seq_id)
-            if seq is not None:
-                seq.draft.extend(proposal.tokens)
+            if seq is None or seq.reading or not seq.request.verify:
+                continue
+            for token in proposal.tokens[: max(0, self._room(seq))]:
+                if not 0 <= token < vocab:
+                    break
+                seq.draft.append(token)
 
     def spans(self) -> list[Span]:
         """The next frame, at most `frame_rows` rows. Empty when nothing needs a replay."""

@@ -73,8 +73,8 @@ class Verifier:
         self._plain: Captured[None] | None = None
         if self.cuda:
             # A frame's logits always lie in the same buffer, so its plain choices can be captured too.
-            logits = runner.frame(pack_frame([], runner.tray))
-            self._plain = Captured(lambda: self._choose(logits, []), runner.device)
+            raw = runner.frame(pack_frame([], runner.tray))
+            self._plain = Captured(lambda: self._choose(raw, []), runner.device)
 
     def launch(self, spans: list[Span]) -> Flight:
         """A frame over these spans."""
@@ -84,14 +84,16 @@ class Verifier:
     def run(self, spans: list[Span]) -> _Found:
         """One frame: logits, choices, and whatever else was asked about its rows."""
         sampler = self._sampler
-        logits = self._runner.frame(pack_frame(spans, self._runner.tray))
+        raw = self._runner.frame(pack_frame(spans, self._runner.tray))
         draws = _draws(spans)
+        rows, nums = _top_rows(spans)
+        targeted = any(span.targets for span in spans)
+        if self._plain is not None and not draws:
+            self._plain()
+        logits = raw.float() if draws or rows or targeted or self._plain is None else raw
         if draws or self._plain is None:
             self._choose(logits, draws)
-        else:
-            self._plain()
-        scores, score_tops = self._score(logits, spans)
-        rows, nums = _top_rows(spans)
+        scores, score_tops = self._score(logits, spans) if targeted else ([], [])
         tops = dict(zip(rows, sampler.top(logits, rows, nums), strict=True)) if rows else {}
         host = self._hosts[0]
         self._hosts.reverse()

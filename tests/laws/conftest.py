@@ -1,18 +1,36 @@
-"""Fixtures of the laws: a setup (model, device, dtype), and its truth."""
+"""Fixtures of the laws: setups (model, device, dtype), trials (a setup under a proposer), and their truth."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from lawbook import CASES, Heard, Setup, reference
+from lawbook import Heard, Setup, Trial, truth_of
 
-SETUPS = [
-    Setup("llama", "cpu", "float32", 16),
-    Setup("mistral", "cpu", "float32", 16),  # a window of 24: shorter than the prompts
-    Setup("qwen3", "cpu", "bfloat16", 16),
-    pytest.param(Setup("llama", "cuda", "float32", 16), marks=pytest.mark.gpu),
-    pytest.param(Setup("mistral", "cuda", "bfloat16", 128, compile=True), marks=pytest.mark.gpu),
+LLAMA = Setup("llama", "cpu", "float32", 16)
+MISTRAL = Setup("mistral", "cpu", "float32", 16)  # a window of 24: shorter than the prompts
+QWEN = Setup("qwen3", "cpu", "bfloat16", 16)
+CUDA = Setup("llama", "cuda", "float32", 16)
+CUDA_BF16 = Setup("mistral", "cuda", "bfloat16", 128, compile=True)
+
+SETUPS = [LLAMA, MISTRAL, QWEN, CUDA, CUDA_BF16]
+TRIALS = [
+    Trial(LLAMA, "none"),
+    Trial(LLAMA, "jitter"),
+    Trial(LLAMA, "adversary"),
+    Trial(MISTRAL, "jitter"),
+    Trial(QWEN, "jitter"),
+    Trial(CUDA, "none"),
+    Trial(CUDA, "jitter"),
+    Trial(CUDA_BF16, "none"),
+    Trial(CUDA_BF16, "jitter"),
+    Trial(CUDA_BF16, "adversary"),
 ]
+
+
+def marked(found: list[Any]) -> list[Any]:
+    """What needs a CUDA device, marked so."""
+    return [pytest.param(one, marks=pytest.mark.gpu) if "cuda" in str(one) else one for one in found]
 
 
 @pytest.fixture(scope="module")
@@ -24,31 +42,38 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=SETUPS, ids=str)
+@pytest.fixture(scope="module", params=marked(SETUPS), ids=str)
 def setup(request: pytest.FixtureRequest, one_thread: None) -> Setup:
-    """Every kind of machine and model: for the laws themselves."""
+    """Every kind of machine and model."""
     return _if_there(request.param)
 
 
-@pytest.fixture(scope="module", params=[SETUPS[0], SETUPS[3]], ids=str)
+@pytest.fixture(scope="module")
+def truth(setup: Setup) -> list[Heard]:
+    """Every case alone, nothing guessed, nothing cached."""
+    return truth_of(setup)
+
+
+@pytest.fixture(scope="module", params=marked(TRIALS), ids=str)
+def trial(request: pytest.FixtureRequest, one_thread: None) -> Trial:
+    """Every setup under some proposer, and some setup under every proposer."""
+    _if_there(request.param.setup)
+    return request.param
+
+
+@pytest.fixture(scope="module", params=marked([LLAMA, CUDA]), ids=str)
 def plain(request: pytest.FixtureRequest, one_thread: None) -> Setup:
     """The plainest model, once a device: for the corners of a law."""
     return _if_there(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain_truth(plain: Setup) -> list[Heard]:
+    """Its truth."""
+    return truth_of(plain)
 
 
 def _if_there(setup: Setup) -> Setup:
     if setup.device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return setup
-
-
-@pytest.fixture(scope="module")
-def truth(setup: Setup) -> list[Heard]:
-    """Every case alone, nothing guessed, nothing cached."""
-    return reference(setup, CASES)
-
-
-@pytest.fixture(scope="module")
-def plain_truth(plain: Setup) -> list[Heard]:
-    """The same for the plain setup."""
-    return reference(plain, CASES)

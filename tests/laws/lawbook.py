@@ -18,6 +18,7 @@ from samewise.testing import Adversary, Jitter, Scripted, Transcript, tiny_confi
 from samewise.types import Ask, Delta, Proposal, Sampling, Verdict
 
 PAGE = 16
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Setup:
         self,
         make_proposer: MakeProposer | None = None,
         *,
-        num_pages: int | None = None,
+        num_pages: int = 200,
         overrides: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Engine:
-        """An engine of this setup; `num_pages` instead of kv_memory, where the number of pages matters."""
+        """An engine of this setup; `num_pages` instead of kv_memory."""
         settings = {
             "device": self.device,
             "dtype": self.dtype,
@@ -49,9 +50,9 @@ class Setup:
             "compile": self.compile,
             "max_num_seqs": 2 * self.frame_rows,
         } | settings
-        if num_pages is not None:
-            arch = zoo.survey(tiny_config(self.family, **(overrides or {})))
-            settings["kv_memory"] = num_pages * kv_page_bytes(arch, getattr(torch, self.dtype))
+        overrides = {"num_hidden_layers": 2} | (overrides or {})
+        arch = zoo.survey(tiny_config(self.family, **overrides))
+        settings["kv_memory"] = num_pages * kv_page_bytes(arch, getattr(torch, self.dtype))
         return tiny_engine(self.family, make_proposer=make_proposer, overrides=overrides, **settings)
 
 
@@ -61,7 +62,7 @@ class Case:
 
     name: str
     prompt: tuple[int, ...]
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     most: int = 12
     verify: bool = True
     prompt_logprobs: int | None = None
@@ -186,6 +187,12 @@ def reference(setup: Setup, cases: Iterable[Case]) -> list[Heard]:
     return alone(plain_engine(setup), cases)
 
 
+@functools.cache
+def truth_of(setup: Setup) -> list[Heard]:
+    """The truth of all cases."""
+    return reference(setup, CASES)
+
+
 def company(num: int, *, most: int = 40, verify: bool = True, seed: int = 77) -> list[Case]:
     """Strangers that keep generating."""
     return [
@@ -196,7 +203,7 @@ def company(num: int, *, most: int = 40, verify: bool = True, seed: int = 77) ->
 
 def jitter(parts: Parts) -> Jitter:
     """Drafts that are right about half of the time."""
-    return Jitter(parts, scale=0.6)
+    return Jitter(parts, scale=0.6, num=4)
 
 
 def adversary(parts: Parts) -> Adversary:
@@ -205,6 +212,26 @@ def adversary(parts: Parts) -> Adversary:
 
 
 PROPOSERS: dict[str, MakeProposer | None] = {"none": None, "jitter": jitter, "adversary": adversary}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A setup under a proposer."""
+
+    setup: Setup
+    proposer: str
+
+    def __str__(self) -> str:
+        return f"{self.setup}-{self.proposer}"
+
+    def engine(self, **settings: Any) -> Engine:
+        """An engine to be tried."""
+        return self.setup.engine(PROPOSERS[self.proposer], **settings)
+
+    @property
+    def truth(self) -> list[Heard]:
+        """What it has to say to the cases."""
+        return truth_of(self.setup)
 
 
 class Script:

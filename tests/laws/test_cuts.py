@@ -7,58 +7,55 @@ import random
 from dataclasses import replace
 
 import pytest
-from lawbook import CASES, PAGE, PROPOSERS, Case, alone, company, jitter, play, reference, text, warm
+from lawbook import CASES, PAGE, Case, alone, company, jitter, play, reference, text, warm
 
 from samewise.types import Sampling
 
 
-@pytest.mark.parametrize("left", [1, 3, 5, 11, 13])
+@pytest.mark.parametrize("left", [1, 5, 11])
 def test_prompts_are_cut_by_the_company_they_keep(setup, truth, left):
     """Sequences that generate take all rows of a frame but `left`, so prompts come in chunks of that."""
-    others = company(setup.frame_rows - left, most=48)
+    others = company(setup.frame_rows - left, most=8 + 400 // (left + 7))
     engine = setup.engine(num_pages=1200)
     arrivals = [0] * len(others) + [3] * len(CASES)
     heard = play(engine, [*others, *CASES], arrivals=arrivals)
     assert heard[len(others) :] == truth
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_prompts_are_cut_at_random(setup, truth, seed):
+def test_prompts_are_cut_at_random(trial):
     """Drafts of random length ride along, so the rows that are left change with every frame."""
-    rng = random.Random(seed)
+    rng = random.Random(trial.proposer)
     others = company(8, most=30)
     arrivals = [rng.randrange(4) for _ in others] + [rng.randrange(12) for _ in CASES]
-    heard = play(setup.engine(jitter), [*others, *CASES], arrivals=arrivals)
-    assert heard[len(others) :] == truth
+    heard = play(trial.engine(), [*others, *CASES], arrivals=arrivals)
+    assert heard[len(others) :] == trial.truth
 
 
-@pytest.mark.parametrize("rows", [8, 32, 48])
+@pytest.mark.parametrize("rows", [8, 48])
 def test_within_any_frame_size(plain, rows):
     sized = replace(plain, frame_rows=rows)
     truth = reference(sized, CASES)
-    others = company(rows - 5, most=20)
-    for make in (None, jitter):
-        engine = sized.engine(make)
-        heard = play(engine, [*others, *CASES], arrivals=[0] * len(others) + [2] * len(CASES))
-        assert heard[len(others) :] == truth
+    others = company(rows - 5, most=10)
+    engine = sized.engine(jitter)
+    heard = play(engine, [*others, *CASES], arrivals=[0] * len(others) + [2] * len(CASES))
+    assert heard[len(others) :] == truth
 
 
 # ---- the prefix cache
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-def test_cold_warm_and_off(setup, truth, proposer):
-    engine = setup.engine(PROPOSERS[proposer])
-    assert play(engine, CASES) == truth  # cold
+def test_cold_warm_and_off(trial):
+    engine = trial.engine()
+    assert play(engine, CASES) == trial.truth  # cold
     heard = play(engine, CASES)  # warm
-    assert heard == truth
+    assert heard == trial.truth
     for case, one in zip(CASES, heard, strict=True):
         if case.prompt_logprobs is None:  # those must read every row whose logits they score
             assert one.num_cached == (len(case.prompt) - 1) // PAGE * PAGE, case.name
-    off = setup.engine(PROPOSERS[proposer], enable_prefix_caching=False)
+    off = trial.engine(enable_prefix_caching=False)
     for _ in range(2):
-        heard = play(off, CASES)
-        assert heard == truth
+        heard = play(off, CASES[:6])
+        assert heard == trial.truth[:6]
         assert all(one.num_cached == 0 for one in heard)
 
 
@@ -72,7 +69,9 @@ def test_a_prompt_found_whole_still_reads_its_last_token(plain):
 
 def test_prompts_that_part_within_and_between_pages(setup):
     stem = text(70, 4)
-    cases = [Case(f"part-{n}", (*stem[:n], 9, *text(20, n)), warm(n)) for n in (1, 15, 16, 17, 31, 32, 48, 69)]
+    cases = [
+        Case(f"part-{n}", (*stem[:n], 9, *text(20, n)), warm(n)) for n in (1, 15, 16, 17, 31, 32, 48, 69)
+    ]
     truth = reference(setup, cases)
     engine = setup.engine(jitter)
     play(engine, [Case("stem", stem)])
@@ -83,11 +82,11 @@ def test_prompts_that_part_within_and_between_pages(setup):
 
 def test_a_cache_that_forgets(setup):
     """Pages are taken from the cache by others, in parts; what is left of a prefix is still right."""
-    cases = [Case(f"turn-{n}", text(60 + n, 6), warm(n), 6) for n in range(5)]
+    cases = [Case(f"turn-{n}", text(60 + n, 6), warm(n), 6) for n in range(3)]
     truth = reference(setup, cases)
     engine = setup.engine(jitter, num_pages=12)
     cached = []
-    for _ in range(3):
+    for _ in range(2):
         for case, expected in zip(cases, truth, strict=True):
             (heard,) = play(engine, [case])
             assert heard == expected
@@ -101,21 +100,19 @@ def test_a_cache_that_forgets(setup):
 # ---- carrying on
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-@pytest.mark.parametrize("sampling", [Sampling(), warm(4), warm(5, top_p=0.8)], ids=["greedy", "warm", "top-p"])
-def test_many_turns_from_cache_and_from_scratch(setup, proposer, sampling):
-    engine = setup.engine(PROPOSERS[proposer])
-    so_far = text(21, 8)
-    for turn in range(4):
+@pytest.mark.parametrize("sampling", [Sampling(), warm(5, top_p=0.8)], ids=["greedy", "warm"])
+def test_many_turns_from_cache_and_from_scratch(trial, sampling):
+    engine = trial.engine()
+    so_far, said_before = text(21, 8), ()
+    for turn in range(3):
         case = Case(f"turn-{turn}", so_far, sampling, 19)
         (from_cache,) = play(engine, [case])
-        assert [from_cache] == reference(setup, [case])
+        assert [from_cache] == reference(trial.setup, [case])
         # Everything said before is found: prompts and answers alike, but for the last, partial page.
-        if turn:
-            assert from_cache.num_cached >= (len(so_far) - 7 - 1) // PAGE * PAGE - PAGE > 0
-            assert from_cache.num_cached > turns_before
-        turns_before = len(so_far) // PAGE * PAGE - PAGE
-        so_far = (*so_far, *from_cache.tokens, *text(7, turn))
+        # The last token said was never read: its KV is not there.
+        assert from_cache.num_cached == (len(said_before) - 1) // PAGE * PAGE if turn else 0
+        said_before = (*so_far, *from_cache.tokens)
+        so_far = (*said_before, *text(7, turn))
 
 
 def test_a_request_cut_in_two_says_the_same(setup):

@@ -3,11 +3,9 @@
 import random
 
 import pytest
-from lawbook import CASES, PROPOSERS, Case, company, jitter, play, reference, text, warm
+from lawbook import CASES, Case, company, jitter, play, reference, text, warm
 
 from samewise.testing import preempting, shuffled
-
-BOTH = ["none", "jitter"]
 
 
 def in_order(cases, heard):
@@ -19,29 +17,30 @@ def in_order(cases, heard):
 # ---- company, order, arrival
 
 
-@pytest.mark.parametrize("proposer", BOTH)
-def test_alone_is_together(setup, truth, proposer):
-    assert play(setup.engine(PROPOSERS[proposer]), CASES) == truth
+def test_alone_is_together(trial):
+    assert play(trial.engine(), CASES) == trial.truth
 
 
-@pytest.mark.parametrize("proposer", BOTH)
-@pytest.mark.parametrize("order", ["reversed", "shuffled-1", "shuffled-2"])
-def test_any_order(setup, truth, order, proposer):
-    cases = list(reversed(CASES)) if order == "reversed" else shuffled(CASES, int(order[-1]))
-    assert in_order(cases, play(setup.engine(PROPOSERS[proposer]), cases)) == truth
+def test_reversed(trial):
+    cases = CASES[::-1]
+    assert in_order(cases, play(trial.engine(), cases)) == trial.truth
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_staggered_arrivals(setup, truth, seed):
-    rng = random.Random(seed)
+def test_any_order(plain, plain_truth, seed):
+    cases = shuffled(CASES, seed)
+    assert in_order(cases, play(plain.engine(jitter), cases)) == plain_truth
+
+
+def test_staggered_arrivals(trial):
+    rng = random.Random(trial.proposer)
     arrivals = [rng.randrange(25) for _ in CASES]
-    assert play(setup.engine(jitter), CASES, arrivals=arrivals) == truth
+    assert play(trial.engine(), CASES, arrivals=arrivals) == trial.truth
 
 
-@pytest.mark.parametrize("proposer", BOTH)
 @pytest.mark.parametrize("most", [1, 2, 5])
-def test_any_number_of_seats(plain, plain_truth, most, proposer):
-    engine = plain.engine(PROPOSERS[proposer], max_num_seqs=most)
+def test_any_number_of_seats(plain, plain_truth, most):
+    engine = plain.engine(jitter, max_num_seqs=most)
     assert play(engine, CASES, after=lambda e, _: _at_most(e, most)) == plain_truth
 
 
@@ -74,11 +73,9 @@ def test_history_changes_nothing(plain, plain_truth):
 # ---- preemption
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-@pytest.mark.parametrize("rate", [0.1, 0.4])
-def test_random_preemption(setup, truth, proposer, rate):
-    engine = setup.engine(PROPOSERS[proposer])
-    assert play(engine, CASES, step=lambda e: preempting(e, 3, rate)) == truth
+def test_random_preemption(trial):
+    engine = trial.engine()
+    assert play(engine, CASES, step=lambda e: preempting(e, 3, 0.15)) == trial.truth
     assert engine.scheduler.counts.preempted > 0
 
 
@@ -93,12 +90,16 @@ def test_preempted_before_every_step(plain, plain_truth, caching):
     assert engine.scheduler.counts.preempted >= 11 * len(few)
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-def test_a_cache_so_small_that_it_preempts_by_itself(setup, truth, proposer, caching):
+def test_a_cache_so_small_that_it_preempts_by_itself(trial):
     # The longest case takes seven pages: nine are barely more than it needs alone.
-    engine = setup.engine(PROPOSERS[proposer], num_pages=10, enable_prefix_caching=caching)
-    assert play(engine, CASES) == truth
+    engine = trial.engine(num_pages=10)
+    assert play(engine, CASES) == trial.truth
+    assert engine.scheduler.counts.preempted > 0
+
+
+def test_so_small_and_nothing_is_remembered(plain, plain_truth):
+    engine = plain.engine(jitter, num_pages=10, enable_prefix_caching=False)
+    assert play(engine, CASES) == plain_truth
     assert engine.scheduler.counts.preempted > 0
 
 
@@ -114,9 +115,8 @@ def test_scores_survive_preemption(setup):
 # ---- aborts
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-def test_random_aborts_of_others(setup, truth, proposer):
-    engine, rng = setup.engine(PROPOSERS[proposer]), random.Random(2)
+def test_random_aborts_of_others(trial):
+    engine, rng = trial.engine(), random.Random(2)
     others: list[int] = []
 
     def meddle(engine, clock):
@@ -125,7 +125,7 @@ def test_random_aborts_of_others(setup, truth, proposer):
         if others and rng.random() < 0.5:
             engine.abort(others.pop(rng.randrange(len(others))))
 
-    assert play(engine, CASES, after=meddle) == truth
+    assert play(engine, CASES, after=meddle) == trial.truth
     assert engine.scheduler.counts.aborted > 0
 
 
@@ -145,12 +145,11 @@ def test_aborting_everybody_else_in_the_middle_of_a_frame(plain, plain_truth):
 # ---- verified beside unverified
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-def test_verified_requests_keep_their_bits_beside_unverified_ones(setup, truth, proposer):
-    others = company(6, verify=False) + company(3, seed=5)
-    engine = setup.engine(PROPOSERS[proposer])
+def test_verified_requests_keep_their_bits_beside_unverified_ones(trial):
+    others = company(6, verify=False, most=24) + company(3, seed=5, most=24)
+    engine = trial.engine()
     heard = play(engine, [*others[:4], *CASES, *others[4:]])
-    assert heard[4 : 4 + len(CASES)] == truth
+    assert heard[4 : 4 + len(CASES)] == trial.truth
     assert engine.scheduler.counts.unverified_tokens > 0
 
 

@@ -18,25 +18,24 @@ def drafted(truth):
 # ---- doubles
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-def test_proposers_change_nothing(setup, truth, proposer):
-    engine = setup.engine(PROPOSERS[proposer])
-    assert play(engine, CASES) == truth
+def test_proposers_change_nothing(trial):
+    engine = trial.engine()
+    assert play(engine, CASES) == trial.truth
     counts = engine.scheduler.counts
-    if proposer == "jitter":  # or the law would be empty
+    if trial.proposer == "jitter":  # or the law would be empty
         assert 0 < counts.accepted < counts.guessed
-    if proposer == "adversary":
+    if trial.proposer == "adversary":
         assert counts.rolled_back > 0
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.2, 5.0])
+@pytest.mark.parametrize("scale", [0.0, 5.0])
 def test_however_wrong_a_draft_is(plain, plain_truth, scale):
-    engine = plain.engine(lambda parts: Jitter(parts, scale=scale, num=9, seed=4))
+    engine = plain.engine(lambda parts: Jitter(parts, scale=scale, num=6, seed=4))
     assert play(engine, CASES) == plain_truth
 
 
 def test_drafting_alone_is_drafting_in_company(plain, plain_truth):
-    for case, expected in zip(CASES[::3], plain_truth[::3], strict=True):
+    for case, expected in zip(CASES[::5], plain_truth[::5], strict=True):
         assert play(plain.engine(jitter), [case]) == [expected], case.name
 
 
@@ -69,7 +68,7 @@ def test_a_whole_draft_takes_one_frame(plain, plain_truth, case):
 def test_one_wrong_guess_ends_the_draft_there(plain, plain_truth, place):
     script = Script.of(DRAFTED, drafted(plain_truth))
     # Alone, so that a draft is never cut short for want of rows.
-    for case, expected in list(zip(DRAFTED, drafted(plain_truth), strict=True))[::2]:
+    for case, expected in list(zip(DRAFTED, drafted(plain_truth), strict=True))[::3]:
         if len(expected.tokens) < 10:
             continue
         engine = plain.engine(script.wrong_once(place, 8))
@@ -78,7 +77,7 @@ def test_one_wrong_guess_ends_the_draft_there(plain, plain_truth, place):
         assert (counts.guessed, counts.accepted, counts.rolled_back) == (8, place, 8 - place), case.name
 
 
-@pytest.mark.parametrize("place", [0, 4, 7])
+@pytest.mark.parametrize("place", [0, 7])
 def test_one_wrong_guess_in_company(setup, truth, place):
     script = Script.of(DRAFTED, drafted(truth))
     long_enough = [i for i, heard in enumerate(drafted(truth)) if len(heard.tokens) > 9]
@@ -105,7 +104,7 @@ def overrun(script):
     return lambda _: Rude(lambda asks: [Proposal(ask.seq_id, tuple(script.guesses(ask))) for ask in asks])
 
 
-@pytest.mark.parametrize("at", [0, 1, 5, 10, 11])
+@pytest.mark.parametrize("at", [0, 5, 11])
 @pytest.mark.parametrize("i", [2, 3], ids=["greedy", "warm"])
 def test_end_of_text_inside_a_draft(plain, plain_truth, at, i):
     stop = plain_truth[i].tokens[at]
@@ -116,7 +115,7 @@ def test_end_of_text_inside_a_draft(plain, plain_truth, at, i):
     assert (heard.finish, heard.stop_id) == ("stop", stop)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 11])
+@pytest.mark.parametrize("most", [1, 2, 7])
 @pytest.mark.parametrize("i", [0, 3], ids=["greedy", "warm"])
 def test_max_tokens_inside_a_draft(plain, plain_truth, most, i):
     heard = ends_inside(plain, plain_truth, replace(CASES[i], most=most), i)
@@ -126,7 +125,7 @@ def test_max_tokens_inside_a_draft(plain, plain_truth, most, i):
 
 
 @pytest.mark.parametrize("proposer", ["none", "jitter", "adversary", "oracle"])
-@pytest.mark.parametrize("limit", [34, 35, 40, 48])
+@pytest.mark.parametrize("limit", [34, 40, 48])
 def test_a_draft_meets_the_context_limit(plain, proposer, limit):
     case = Case("long", text(33, 5), warm(1), most=100)
     (far,) = reference(plain, [case])

@@ -78,7 +78,7 @@ class Runner:
 
     @torch.inference_mode()
     def frame(self, batch: Batch) -> torch.Tensor:
-        """Logits [T, V] in float32 of a frame. Valid until the next frame."""
+        """Logits [T, V] of a frame, in the model's dtype. Valid until the next frame."""
         if self._graph is not None:
             return self._graph()
         guard: Any = torch.compiler.set_stance("fail_on_recompile") if self.compiled else nullcontext()
@@ -97,7 +97,7 @@ class Runner:
 
     @torch.inference_mode()
     def fast(self, batch: Batch) -> torch.Tensor:
-        """Logits [B, V] in float32 at the natural shape of whatever is live. Not the truth."""
+        """Logits [B, V] at the natural shape of whatever is live. Not the truth."""
         return self._pass(self.model, batch)
 
     def _pass(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Runner:
         tokens = torch.where(batch.source >= 0, answered, batch.tokens)
         out = model(input_ids=tokens, position_ids=batch.positions, use_cache=False, rows=batch.rows).logits
         logits: torch.Tensor = out[0]
-        return logits.float()
+        return logits
 
     def _compile(self) -> nn.Module:
         """A shell whose layers are compiled: whole graph, static shapes, nothing chosen by timing."""

@@ -34,7 +34,8 @@ BLOCK = 64
 CHUNK = 8
 """Splits combined per step. Bits depend on it."""
 
-WARPS = 4
+WARPS = 2
+"""Per program, for 16-bit tiles; twice as many for float32, which needs the registers."""
 COMBINE_WARPS = 1
 STAGES = 3
 """Blocks in flight. One less for tiles so wide that they would not fit in shared memory."""
@@ -296,7 +297,7 @@ def attend_triton(
         ROWS=ROWS,
         STAGES=STAGES if dim_pad * q.element_size() <= 512 else STAGES - 1,
         WIDEN=INTERPRETED,
-        num_warps=WARPS,
+        num_warps=WARPS if q.element_size() == 2 else 2 * WARPS,
         enable_fp_fusion=FP_FUSION,
     )
     _combine[(num_rows, num_heads)](
