@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samewise.config import UNITS, EngineConfig, memory
+from samewise.config import UNITS, EngineConfig, EngineSettings, memory
 from samewise.errors import BadParameter, CallerError
 
 
@@ -185,3 +185,8 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 def test_configuration_does_not_bring_torch_in() -> None:
     code = "import sys, samewise.config, samewise.contract; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_keywords_people_see_are_the_configuration() -> None:
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert EngineSettings.__annotations__.keys() == names - {"model"}

@@ -12,10 +12,10 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from samewise.answers import Answer, Asked, Desk, Prompt
-from samewise.config import EngineConfig
+from samewise.config import EngineConfig, EngineSettings
 from samewise.contract import Contract
 from samewise.engine import Engine, build
 from samewise.errors import CallerError, MachineError
@@ -36,7 +36,7 @@ class _Reader:
 class AsyncLLM:
     """Stream answers from coroutines. Start it once; `close()` or leave the context to stop it."""
 
-    def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Unpack[EngineSettings]) -> None:
         self._begin(build(EngineConfig.of(model=os.fspath(model), **settings)))
 
     @classmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from samewise.errors import BadParameter
 
@@ -17,9 +17,42 @@ ATTENTION = ("auto", "native", "torch", "triton")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+class EngineSettings(TypedDict, total=False):
+    """The keywords of `LLM` and `AsyncLLM`: EngineConfig's, but for the model. See there for each."""
+
+    revision: str | None
+    trust_remote_code: bool
+    dtype: str
+    device: str
+    attention: str
+    compile: bool | None
+    frame_rows: int | None
+    proposer: str
+    max_num_seqs: int
+    max_queued: int | None
+    max_model_len: int | None
+    kv_memory: int | float | str | None
+    enable_prefix_caching: bool
+    seed: int
+    date: str | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine is built from. `None` means: decided at load, from the model and machine."""
+    """Everything an engine is built from. `None` means: decided at load, from the model and machine.
+
+    model: `smollm2` (built in), a folder of safetensors, a hub id (with `revision`) or a GGUF file.
+    dtype: `auto` is the checkpoint's on CUDA and float32 on CPU.
+    attention: which kernel; `auto` is `triton` on CUDA, and on CPU `native` where there is a compiler.
+    compile: compile each layer; by default on CUDA only.
+    frame_rows: rows of a frame, T; 128 on CUDA, 16 on CPU.
+    proposer: who guesses; the output does not depend on it.
+    max_num_seqs, max_queued: how many requests run together, and how many may wait.
+    max_model_len: longest context; by default what the model was made for.
+    kv_memory: bytes (`2**30`, `"1GiB"`) or a share of what is free (`0.5`, `"50%"`).
+    seed: seeds are derived from it and the prompt where a request gives none.
+    date: what a chat template that asks for the date is told, as YYYY-MM-DD.
+    """
 
     model: str = "smollm2"
     revision: str | None = None
@@ -100,4 +133,4 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
         raise BadParameter(f"{name}={value!r}: give a whole number from {low} to {high}")
 
 
-__all__ = ["EngineConfig", "memory"]
+__all__ = ["EngineConfig", "EngineSettings", "memory"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from tqdm.auto import tqdm
 
 from samewise.answers import Answer, Asked, Desk, Prompt
-from samewise.config import EngineConfig
+from samewise.config import EngineConfig, EngineSettings
 from samewise.contract import Contract
 from samewise.engine import Engine, build
 from samewise.errors import BadParameter, BadPrompt
@@ -29,7 +29,7 @@ class LLM:
     those of EngineConfig. Use it as a context manager, or call `close()`, to give its memory back.
     """
 
-    def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Unpack[EngineSettings]) -> None:
         self._start(build(EngineConfig.of(model=os.fspath(model), **settings)))
 
     @classmethod
