@@ -391,7 +391,7 @@ def drafting(right: list[bool]):
 
 
 Storm.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=250, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestStorm = Storm.TestCase
 
@@ -606,6 +606,46 @@ def test_more_guesses_than_were_asked_for_change_nothing() -> None:
     loop.check_frame = lambda spans: None  # type: ignore[method-assign]  # rows may be junk past the end
     loop.drain(shout)
     loop.check_frame = checks  # type: ignore[method-assign]
+
+
+def test_guesses_are_forgotten_with_the_pages_they_were_made_on() -> None:
+    loop = Loop(limits(prefix_caching=False))
+    one = loop.add([1, 2, 3], 9)
+    for _ in range(3):
+        loop.step()
+    loop.land()
+    loop.draft(drafting([False, False]))
+    loop.scheduler.preempt(one)
+    loop.scheduler.admit()
+    loop.scheduler.check()
+    assert [len(span.inputs) for span in loop.scheduler.spans()] == [5]
+    loop.scheduler.preempt(one)
+    loop.drain()
+
+
+def test_a_page_that_reaches_past_the_end_of_the_text_is_not_shared() -> None:
+    """The stop stands in the middle of accepted guesses: KV after it belongs to no text."""
+    prompt = [1, 2, 3]
+    while next_token(prompt) == STOP or next_token([*prompt, next_token(prompt)]) != STOP:
+        prompt[0], prompt[1] = (prompt[0] + 1) % VOCAB, (prompt[1] * 3 + prompt[0] // 5 + 1) % VOCAB
+    loop = Loop(limits(frame_rows=16))
+    one = loop.add(prompt, 30, sampling=Sampling(stop_ids=frozenset({STOP})))
+    loop.drain(drafting([True] * 12))
+    assert len(loop.seen[one].tokens) == 2
+    assert loop.scheduler.index.num_indexed == (3 + 2 - 1) // PAGE
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 32])
+@pytest.mark.parametrize("how", ["lazy", "eager", "chained"])
+def test_scores_come_once_each_however_the_prompt_is_cut(rows: int, how: str) -> None:
+    loop = Loop(limits(frame_rows=rows))
+    loop.add([1, 2, 3, 4, 5] * 4, 3, prompt_logprobs=0)
+    loop.add([1, 2, 3, 4, 5] * 4, 0, score_from=11)
+    loop.add([2, 2], 4, prompt_logprobs=0)
+    loop.drain(how=how)  # checks every score
+    loop.add([1, 2, 3, 4, 5] * 4, 0, score_from=17)
+    loop.drain(how=how)
+    assert loop.scheduler.counts.cached_tokens > 0
 
 
 def test_guesses_stay_until_their_frame_comes() -> None:

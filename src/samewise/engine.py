@@ -34,6 +34,7 @@ from samewise.config import EngineConfig
 from samewise.contract import Contract
 from samewise.errors import BadParameter, BadPrompt, CallerError
 from samewise.judge import trust
+from samewise.model import zoo
 from samewise.model.attention import PAGE
 from samewise.model.folder import read_tensors
 from samewise.model.rope import pin_rope
@@ -84,6 +85,9 @@ class Engine:
         rope = pin_rope(loaded.model, self.max_model_len)
         kernel = pick_kernel(config.attention, device)
         model = loaded.model.to(device)
+        compiled = device.type == "cuda" if config.compile is None else config.compile
+        if compiled:
+            zoo.stack_siblings(model)
         operators = check_linears(model, self.frame_rows)
         num_pages = count_pages(config, arch, self.max_model_len, device)
         self.runner = Runner(
@@ -96,7 +100,7 @@ class Engine:
             max_model_len=self.max_model_len,
             dtype=next(model.parameters()).dtype,
             device=device,
-            compile=device.type == "cuda" if config.compile is None else config.compile,
+            compile=compiled,
         )
         self.sampler = Sampler(arch.vocab, device, compile=device.type == "cuda")
         self.sampler.warm(self.frame_rows, next(model.parameters()).dtype)

@@ -58,7 +58,8 @@ def check_linears(model: nn.Module, frame_rows: int) -> int:
     seen: dict[tuple[Any, ...], str] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            weight = module.weight
+            part = getattr(module, "part", None)
+            weight = module.weight if part is None else part.weight
             seen.setdefault((type(module), weight.shape, weight.dtype, weight.device), name)
     for (_, shape, dtype, device), name in seen.items():
         _check_linear(model.get_submodule(name), name, shape, dtype, device, frame_rows)
@@ -209,7 +210,7 @@ def _check_linear(
     x = torch.cat([a, -a, torch.zeros(rows, width - 2 * half, device=device)], 1)
     x = (x + 1e-3 * noise(rows, width)).to(dtype).unsqueeze(0)
     swap = {"weight": weight}
-    if linear.bias is not None:
+    if linear.bias is not None:  # a part is tried as the whole it is cut from
         swap["bias"] = torch.zeros(out, device=device, dtype=dtype)
 
     def run(inputs: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,10 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -172,19 +173,69 @@ def _refuse_odd_layers(config: Any, layers: tuple[AttentionFacts, ...]) -> None:
             )
 
 
+class Part(NamedTuple):
+    """A linear's place among siblings that share its input: rows [start, stop) of one stacked weight."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    start: int
+    stop: int
+
+
 class FrameLinear(nn.Linear):
     """A linear under the frame rule: in a frame it is always given the canonical number of rows.
 
-    The one place where an operator may later run at another size than the frame's, where the probe
-    showed the same bits. Shares the weights of the linear it replaces.
+    The one place where an operator may run in another form than its own: here, as a part of a wider
+    product where the compiler merges those. Shares the weights of the linear it replaces.
     """
+
+    part: Part | None
 
     @classmethod
     def around(cls, linear: nn.Linear) -> FrameLinear:
         """The same linear, wrapped; no memory of its own."""
         wrapped = cls.__new__(cls)
         wrapped.__dict__ = linear.__dict__
+        wrapped.part = None
         return wrapped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x W' + b, by itself or cut from the product it is a part of."""
+        part = self.part
+        if part is None or not torch.compiler.is_compiling():
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, part.weight, part.bias)[..., part.start : part.stop]
+
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def stack_siblings(model: nn.Module) -> None:
+    """Let linears that are given the same input share one stacked weight, of which theirs become views.
+
+    Only names that in transformers always share their input, and only linears that look alike.
+    """
+    for module in model.modules():
+        for names in SIBLINGS:
+            linears = [getattr(module, name, None) for name in names]
+            if all(isinstance(linear, FrameLinear) for linear in linears):
+                _stack([linear for linear in linears if isinstance(linear, FrameLinear)])
+
+
+def _stack(linears: list[FrameLinear]) -> None:
+    biases = [linear.bias for linear in linears]
+    if len({(linear.in_features, linear.bias is None) for linear in linears}) != 1:
+        return
+    weight = torch.cat([linear.weight.data for linear in linears])
+    bias = None if biases[0] is None else torch.cat([bias.data for bias in biases])
+    start = 0
+    for linear in linears:
+        stop = start + linear.out_features
+        linear.weight.data = weight[start:stop]
+        if bias is not None:
+            linear.bias.data = bias[start:stop]
+        linear.part = Part(weight, bias, start, stop)
+        start = stop
 
 
 def load(source: Source, config: Any, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -267,11 +318,13 @@ __all__ = [
     "Arch",
     "AttentionFacts",
     "FrameLinear",
+    "Part",
     "Seat",
     "layer_list",
     "load",
     "read_config",
     "seat",
+    "stack_siblings",
     "survey",
     "with_layers",
     "wrap",

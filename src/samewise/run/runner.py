@@ -110,7 +110,9 @@ class Runner:
     def _compile(self) -> nn.Module:
         """A shell whose layers are compiled: whole graph, static shapes, nothing chosen by timing."""
         name, layers = layer_list(self.model, self.arch)
-        options = inductor_options()
+        from samewise.run.dedupe import Dedupe  # brings the compiler in
+
+        options = inductor_options() | {"post_grad_custom_pre_pass": Dedupe()}
         compiled: list[Any] = [
             torch.compile(layer, fullgraph=True, dynamic=False, options=options) for layer in layers
         ]

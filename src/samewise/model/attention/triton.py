@@ -34,7 +34,7 @@ BLOCK = 64
 CHUNK = 8
 """Splits combined per step. Bits depend on it."""
 
-WARPS = 2
+WARPS = 4
 """Per program, for 16-bit tiles; twice as many for float32, which needs the registers."""
 COMBINE_WARPS = 1
 STAGES = 3
