@@ -1,6 +1,9 @@
-"""Runs before any test module is imported."""
+"""Runs before any test module is imported, and so before torch is."""
 
 import os
+
+# Threads that wait by spinning make two busy processes on two cores slow each other down many times over.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from samewise import LLM, AsyncLLM, SamplingParams
+from samewise.aio import _Call
 from samewise.errors import BadParameter, BadPrompt, MachineError, QueueFull
 from samewise.outputs import RequestOutput
 from samewise.testing import Scripted, tiny_engine
@@ -196,7 +197,7 @@ def test_cancelling_before_the_request_is_in_aborts_it_too() -> None:
 
     async def work() -> None:
         async with served() as llm:
-            llm._calls.put(lambda: gate.wait(20) and None)
+            llm._calls.put(_Call(lambda: gate.wait(20) and None, lambda _: None))
             await until(llm._calls.empty)
             task = asyncio.create_task(llm.generate("hello", LONG))
             await until(lambda: llm._calls.qsize() > 0)
@@ -321,7 +322,7 @@ def test_closing_answers_calls_that_were_still_queued() -> None:
 
     async def work() -> None:
         llm = AsyncLLM.over(tiny_engine())
-        llm._calls.put(lambda: gate.wait(20) and None)
+        llm._calls.put(_Call(lambda: gate.wait(20) and None, lambda _: None))
         await until(llm._calls.empty)
         closing = asyncio.create_task(asyncio.to_thread(llm.close))
         await until(lambda: llm._calls.qsize() == 1)

@@ -25,12 +25,16 @@ from samewise.params import SamplingParams
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Reader:
-    """Where an answer's chunks go. `put` may be called from any thread."""
+Put = Callable[[Chunk | BaseException | None], None]
+"""Where an answer's chunks go; None ends them. May be called from any thread."""
 
-    answer: Answer
-    put: Callable[[Chunk | BaseException | None], None]
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something to be run on the engine's thread, and whom to tell if it never is."""
+
+    run: Callable[[], None]
+    fail: Callable[[BaseException], None]
 
 
 class AsyncLLM:
@@ -48,9 +52,10 @@ class AsyncLLM:
 
     def _begin(self, engine: Engine) -> None:
         self._engine, self._desk = engine, Desk(engine)
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._readers: dict[Answer, _Reader] = {}
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._readers: dict[Answer, Put] = {}
         self._failure: BaseException | None = None
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._own, name="samewise-engine", daemon=True)
         self._thread.start()
 
@@ -76,7 +81,7 @@ class AsyncLLM:
                     raise chunk
                 yield chunk
         finally:
-            self._calls.put(lambda: self._drop(answer))
+            self._leave(answer)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
@@ -90,7 +95,7 @@ class AsyncLLM:
                     raise chunk
             return answer.output()
         finally:
-            self._calls.put(lambda: self._drop(answer))
+            self._leave(answer)
 
     async def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
         """Token ids of a conversation; see Desk.chat_prompt."""
@@ -124,17 +129,19 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
 
         def put(chunk: Chunk | BaseException | None) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+            _tell(loop, chunks.put_nowait, chunk)
 
         # Tokenising a long prompt takes milliseconds: neither the loop nor the engine waits for it.
         asked = await asyncio.to_thread(self._desk.ask, prompt, params)
-        return await self._call(lambda: self._submit(asked, salt, put))
+        made: list[Answer] = []
+        try:
+            return await self._call(lambda: self._submit(asked, salt, put, made))
+        except asyncio.CancelledError:
+            self._calls.put(_Call(lambda: self._drop_all(made), lambda _: None))
+            raise
 
     async def _call(self, work: Callable[[], T]) -> T:
         """Run something on the engine's thread and wait for it without blocking the loop."""
-        if not self._thread.is_alive():
-            raise self._gone()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -151,42 +158,55 @@ class AsyncLLM:
                 result, error = work(), None
             except CallerError as caught:
                 result, error = None, caught
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, result, error)
+            _tell(loop, settle, result, error)
 
-        self._calls.put(run)
+        def fail(error: BaseException) -> None:
+            _tell(loop, settle, None, error)
+
+        self._calls.put(_Call(run, fail))
+        if self._stopped.is_set():
+            self._refuse_calls()
         return await future
+
+    def _leave(self, answer: Answer) -> None:
+        """A reader is done with an answer, or tired of it."""
+        self._calls.put(_Call(lambda: self._drop(answer), lambda _: None))
 
     def _gone(self) -> MachineError:
         return MachineError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
 
     # ---- in the engine's thread
 
-    def _submit(
-        self, asked: Asked, salt: bytes, put: Callable[[Chunk | BaseException | None], None]
-    ) -> Answer:
+    def _submit(self, asked: Asked, salt: bytes, put: Put, made: list[Answer]) -> Answer:
         answer = self._desk.submit(asked, salt=salt)
-        self._readers[answer] = _Reader(answer, put)
+        made.append(answer)
+        self._readers[answer] = put
         return answer
 
     def _drop(self, answer: Answer) -> None:
         self._readers.pop(answer, None)
         self._desk.abort(answer)
 
+    def _drop_all(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            self._drop(answer)
+
     def _own(self) -> None:
         """The engine's thread: take calls, step while there is work, sleep while there is none."""
         try:
             while self._take_calls():
-                for answer, chunk in self._desk.step():
-                    reader = self._readers.get(answer)
-                    if reader is not None:
-                        reader.put(chunk)
-                        if answer.finished:
-                            reader.put(None)
+                for answer in self._desk.step():
+                    put = self._readers.get(answer)
+                    while put is not None and answer.pending:
+                        put(answer.pending.popleft())
+                    if put is not None and answer.finished:
+                        put(None)
         except BaseException as error:
             self._failure = error
-        for reader in self._readers.values():
-            reader.put(self._gone())
+        for put in self._readers.values():
+            put(self._gone())
+        self._stopped.set()
+        self._refuse_calls()
 
     def _take_calls(self) -> bool:
         """Run waiting calls; block while the engine is idle. False when it is time to stop."""
@@ -197,7 +217,25 @@ class AsyncLLM:
                 return True
             if call is None:
                 return False
-            call()
+            call.run()
+
+    def _refuse_calls(self) -> None:
+        """Nobody will run what is still queued: say so to whoever waits for it."""
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            if call is not None:
+                call.fail(self._gone())
+
+
+def _tell(loop: asyncio.AbstractEventLoop, tell: Callable[..., object], *what: object) -> None:
+    """Hand something to a coroutine's loop, which may have gone away meanwhile."""
+    try:
+        loop.call_soon_threadsafe(tell, *what)
+    except RuntimeError:  # the loop is closed: nobody is waiting there any more
+        return
 
 
 __all__ = ["AsyncLLM"]

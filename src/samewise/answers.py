@@ -11,6 +11,7 @@ import datetime as dt
 import json
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,7 +21,7 @@ from samewise.errors import BadParameter, BadPrompt
 from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from samewise.params import SamplingParams, derive_seed
 from samewise.text import TextStream
-from samewise.types import Delta, Finish, TopLogprobs
+from samewise.types import Delta, Finish, Sampling, TopLogprobs
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -62,6 +63,7 @@ class Answer:
         self._first: float | None = None
         self._finished: float | None = None
         self.choices: list[_Choice] = []
+        self.pending: deque[Chunk] = deque()  # final, not yet handed to a reader
         self._scores: list[float] = []
         self._score_tops: list[TopLogprobs] = []
         self._cached = 0
@@ -135,7 +137,8 @@ class Answer:
         if delta.finish is not None and stream is not None:
             text += stream.flush()
         finish = delta.finish.value if delta.finish is not None else None
-        stop = delta.stop_id if stopped and delta.stop_id not in self._desk.eos_ids else None
+        asked_for = delta.stop_id in (params.stop_token_ids or ())  # end-of-text by itself is no reason
+        stop = delta.stop_id if stopped and asked_for else None
         return text, len(delta.tokens), finish, stop
 
     def _completion(self, choice: _Choice) -> CompletionOutput:
@@ -180,6 +183,23 @@ def _alternatives(
     return found
 
 
+@dataclass(slots=True)
+class Score:
+    """A completion being scored. Owned by the Desk."""
+
+    before: list[int]
+    after: list[int]
+    engine_id: int = -1
+    logprobs: list[float] = field(default_factory=list)
+    finished: bool = False
+
+
+def _ids(prompt: Any) -> list[int]:
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
+        raise BadPrompt(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+    return list(prompt)
+
+
 class Desk:
     """Checks prompts, submits them, and hands deltas to the answers they belong to."""
 
@@ -188,6 +208,7 @@ class Desk:
         self.tokenizer = engine.loaded.tokenizer
         self.eos_ids = engine.loaded.eos_ids
         self._open: dict[int, tuple[Answer, _Choice]] = {}
+        self._scoring: dict[int, Score] = {}
         self._count = 0
 
     # ---- in
@@ -208,9 +229,12 @@ class Desk:
         text, ids = self._tokens(prompt)
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
+        self.engine.refuse_unknown(ids)
         longest = self.engine.max_model_len
-        most = longest - len(ids) if params.max_tokens is None else params.max_tokens
-        self.engine.scheduler.refuse_misfit(len(ids), max(1, most))
+        most = max(1, longest - len(ids)) if params.max_tokens is None else params.max_tokens
+        self.engine.scheduler.refuse_misfit(len(ids), most)
+        if params.stops and self.tokenizer is None:
+            raise BadParameter(f"stop={params.stop!r}: this model has no tokenizer; use stop_token_ids")
         seed = params.seed if params.seed is not None else derive_seed(self.engine.config.seed, ids, 0)
         self._sampling(params, seed, 0)
         return Asked(text, ids, params, most, seed)
@@ -219,22 +243,40 @@ class Desk:
         """Queue a checked request: n sequences, the first of which reads the prompt for all."""
         self._count += 1
         answer = Answer(asked, str(self._count), self, time.monotonic())
-        params, leader = asked.params, None
-        for index in range(params.n):
-            engine_id = self.engine.add(
-                asked.token_ids,
-                self._sampling(params, asked.seed, index),
-                max_tokens=asked.max_tokens,
-                verify=params.verify,
-                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-                salt=salt,
-                leader=leader,
-            )
-            leader = engine_id if leader is None else leader
-            choice = _Choice(index, engine_id, self._stream(asked))
-            answer.choices.append(choice)
-            self._open[engine_id] = (answer, choice)
+        try:
+            for index in range(asked.params.n):
+                self._add(answer, index, salt)
+        except BaseException:
+            self.abort(answer)  # all of it or nothing: a full queue may refuse the last of n
+            raise
         return answer
+
+    def _add(self, answer: Answer, index: int, salt: bytes) -> None:
+        asked, params = answer.asked, answer.asked.params
+        engine_id = self.engine.add(
+            asked.token_ids,
+            self._sampling(params, asked.seed, index),
+            max_tokens=asked.max_tokens,
+            verify=params.verify,
+            prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            salt=salt,
+            leader=answer.choices[0].engine_id if index else None,
+        )
+        choice = _Choice(index, engine_id, self._stream(asked))
+        answer.choices.append(choice)
+        self._open[engine_id] = (answer, choice)
+
+    def submit_score(self, before: list[int], after: list[int]) -> Score:
+        """Queue a completion to be scored after its prompt."""
+        score = Score(before, after)
+        score.engine_id = self.engine.add(before + after, Sampling(), max_tokens=0, score_from=len(before))
+        self._scoring[score.engine_id] = score
+        return score
+
+    def drop_score(self, score: Score) -> None:
+        """Forget a score that is not wanted any more; nothing happens if it is there."""
+        if self._scoring.pop(score.engine_id, None) is not None:
+            self.engine.abort(score.engine_id)
 
     def _sampling(self, params: SamplingParams, seed: int, index: int) -> Any:
         return params.resolve(
@@ -265,7 +307,7 @@ class Desk:
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), _ids(prompt["prompt_token_ids"])
             if "prompt" not in prompt:
                 raise BadPrompt(
                     f"a prompt mapping needs 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"
@@ -276,10 +318,15 @@ class Desk:
                 raise BadPrompt("this model has no tokenizer; give token ids instead of text")
             if not prompt:
                 raise BadPrompt("the prompt is empty; give some text or token ids")
-            return prompt, list(self.tokenizer.encode(prompt))
-        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-            raise BadPrompt(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-        return None, list(prompt)
+            return prompt, self.encode(prompt, add_special_tokens=True)
+        return None, _ids(prompt)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """A text's token ids."""
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate, which no encoding holds
+            raise BadPrompt(f"the text cannot be tokenised: {error}; is it valid Unicode?") from error
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template: Any
@@ -308,14 +355,23 @@ class Desk:
             ) from error
         except (jinja2.exceptions.TemplateError, TypeError, KeyError) as error:
             raise BadPrompt(f"the chat template refused the conversation: {error}") from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self.encode(text, add_special_tokens=False)
 
     # ---- out
 
-    def step(self) -> list[tuple[Answer, Chunk]]:
-        """One engine step; what became final, in a stated order: that of the engine's deltas."""
-        found: list[tuple[Answer, Chunk]] = []
+    def step(self) -> list[Answer]:
+        """One engine step. What became final waits in `pending` of the answers returned.
+
+        Whoever steps, every answer gets its own: a stream left open loses nothing to a call beside it.
+        """
+        news: dict[Answer, None] = {}  # in the order of the engine's deltas
         for delta in self.engine.step():
+            score = self._scoring.get(delta.request_id)
+            if score is not None:
+                score.logprobs += delta.scores
+                score.finished = delta.finish is not None
+                if score.finished:
+                    del self._scoring[delta.request_id]
             entry = self._open.get(delta.request_id)
             if entry is None:
                 continue
@@ -324,8 +380,9 @@ class Desk:
             if choice.finish is not None:
                 del self._open[delta.request_id]
             if chunk is not None:
-                found.append((answer, chunk))
-        return found
+                answer.pending.append(chunk)
+                news[answer] = None
+        return list(news)
 
     def abort(self, answer: Answer) -> None:
         """Drop what is left of an answer."""
@@ -350,10 +407,7 @@ def pin_clock(template: str, date: str | None) -> str:
     if date is None:
         pinned = "{%- set strftime_now = there_is_no_clock_configure_a_date %}"
     else:
-        try:
-            day = dt.datetime.fromisoformat(date)
-        except ValueError:
-            raise BadParameter(f"date={date!r}: give it as YYYY-MM-DD") from None
+        day = dt.datetime.fromisoformat(date)
         formats = sorted({text for _, text in re.findall(r"strftime_now\(\s*(['\"])(.*?)\1", template)})
         days = json.dumps({text: day.strftime(text) for text in formats})
         pinned = (
@@ -365,4 +419,4 @@ def pin_clock(template: str, date: str | None) -> str:
     return pinned + ("\n" if template.startswith("\n") else "") + template
 
 
-__all__ = ["Answer", "Asked", "Desk", "Prompt", "pin_clock"]
+__all__ = ["Answer", "Asked", "Desk", "Prompt", "Score", "pin_clock"]

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 import samewise
 from samewise import machine
@@ -52,7 +54,9 @@ def main() -> None:
     try:
         app()
     except SamewiseError as error:
-        Console(stderr=True).print(f"[bold red]samewise:[/] {error}", soft_wrap=True, highlight=False)
+        Console(stderr=True).print(
+            f"[bold red]samewise:[/] {escape(str(error))}", soft_wrap=True, highlight=False
+        )
         sys.exit(2)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): not an error of ours.
@@ -138,7 +142,7 @@ def generate(
     else:
         console = Console()
         for text, output in zip(prompts, llm.generate(asked, params), strict=True):
-            console.print(f"[bold cyan]{text}[/]", highlight=False)
+            console.print(Text(text, style="bold cyan"))
             console.print(output.outputs[0].text, highlight=False, markup=False)
 
 
@@ -162,7 +166,7 @@ def chat(
     params = _params(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with console.status("loading …"):
         llm = _llm(model, device=device, dtype=dtype, max_model_len=max_model_len)
-    console.print(f"[dim]{model}, contract {llm.contract}; /new starts over, /quit leaves[/]")
+    console.print(f"[dim]{escape(model)}, contract {llm.contract}; /new starts over, /quit leaves[/]")
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while (line := _ask_user(console)) is not None:
@@ -290,4 +294,4 @@ def _turn(console: Console, llm: LLM, messages: list[dict[str, str]], params: Sa
     return text
 
 
-__all__ = ["app", "main"]
+__all__ = ["app", "chat", "demo", "generate", "main", "probe"]

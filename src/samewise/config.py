@@ -5,6 +5,7 @@ Host only.
 
 from __future__ import annotations
 
+import datetime as dt
 import difflib
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
@@ -79,12 +80,17 @@ class EngineConfig:
         if self.frame_rows is not None:
             _whole("frame_rows", self.frame_rows, 1, 4096)
         if self.max_queued is not None:
-            _whole("max_queued", self.max_queued, 0, 10**9)
+            _whole("max_queued", self.max_queued, 1, 10**9)
         if self.max_model_len is not None:
             _whole("max_model_len", self.max_model_len, 2, 2**26)
         _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if not isinstance(self.model, str) or not self.model:
             raise BadParameter(f"model={self.model!r}: give a name, a folder, a hub id or a GGUF file")
+        _flag("trust_remote_code", self.trust_remote_code)
+        _flag("enable_prefix_caching", self.enable_prefix_caching)
+        if self.compile is not None:
+            _flag("compile", self.compile)
+        _day(self.date)
         memory(self.kv_memory)
 
     @classmethod
@@ -103,24 +109,40 @@ def memory(value: int | float | str | None) -> int | float | None:
     """Bytes (int), a share of what is free (float) or None, from `2**30`, `0.5`, `"2GiB"`, `"50%"`."""
     if value is None:
         return None
-    remedy = 'give bytes (2**30 or "1GiB") or a share of what is free (0.5 or "50%")'
+    refusal = BadParameter(
+        f'kv_memory={value!r}: give bytes (2**30 or "1GiB") or a share of what is free (0.5 or "50%")'
+    )
+    found = value
     if isinstance(value, str):
         text = value.strip().upper().replace(" ", "")
         unit = next((u for u in sorted(UNITS, key=len, reverse=True) if text.endswith(u)), None)
         try:
             if text.endswith("%"):
-                value = float(text[:-1]) / 100
+                found = float(text[:-1]) / 100
             elif unit:
-                value = int(float(text.removesuffix(unit)) * UNITS[unit])
+                found = int(float(text.removesuffix(unit)) * UNITS[unit])
             else:
-                value = float(text) if "." in text else int(text)
-        except ValueError:
-            raise BadParameter(f"kv_memory={value!r}: {remedy}") from None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadParameter(f"kv_memory={value!r}: {remedy}")
-    if (isinstance(value, float) and not 0 < value <= 1) or value <= 0:
-        raise BadParameter(f"kv_memory={value!r}: {remedy}")
-    return value
+                found = float(text) if "." in text else int(text)
+        except (ValueError, OverflowError):
+            raise refusal from None
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise refusal
+    if not found > 0 or (isinstance(found, float) and found > 1):
+        raise refusal
+    return found
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise BadParameter(f"{name}={value!r}: give True or False")
+
+
+def _day(date: str | None) -> None:
+    try:
+        if date is not None:
+            dt.datetime.fromisoformat(date)
+    except (TypeError, ValueError):
+        raise BadParameter(f"date={date!r}: give it as YYYY-MM-DD") from None
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -15,6 +15,9 @@ ENGINE_VERSION = "1"
 """Raised whenever this package's own arithmetic changes: noise, sampling rule, frame layout."""
 
 
+ABSENT = "(absent)"
+
+
 @dataclass(frozen=True, slots=True)
 class Contract:
     """Facts, sorted by name, and the short name that stands for all of them."""
@@ -33,11 +36,11 @@ class Contract:
         return "sw-" + sha256(text.encode()).hexdigest()[:20]
 
     def differences(self, other: Contract) -> list[tuple[str, str, str]]:
-        """(fact, here, there) for every fact that differs; '' where one side lacks it."""
+        """(fact, here, there) for every fact that differs; "(absent)" where one side lacks it."""
         here, there = dict(self.facts), dict(other.facts)
         names = sorted(here.keys() | there.keys())
-        pairs = [(name, here.get(name, ""), there.get(name, "")) for name in names]
-        return [pair for pair in pairs if pair[1] != pair[2]]
+        differing = [name for name in names if here.get(name) != there.get(name)]
+        return [(name, here.get(name, ABSENT), there.get(name, ABSENT)) for name in differing]
 
     def __str__(self) -> str:
         return self.id

@@ -119,4 +119,4 @@ def _table(outcomes: dict[str, dict[str, Outcome]]) -> Table:
     return table
 
 
-__all__ = ["demo"]
+__all__ = ["Outcome", "demo"]

@@ -82,9 +82,9 @@ class Engine:
         arch = loaded.arch
         self.max_model_len = longest(config, arch)
         self.frame_rows = config.frame_rows or FRAME_ROWS[device.type]
-        rope = pin_rope(loaded.model, self.max_model_len)
+        model = zoo.twin(loaded.model).to(device)  # its own modules: another engine may share the weights
+        rope = pin_rope(model, self.max_model_len)
         kernel = pick_kernel(config.attention, device)
-        model = loaded.model.to(device)
         compiled = device.type == "cuda" if config.compile is None else config.compile
         if compiled:
             zoo.stack_siblings(model)
@@ -199,16 +199,20 @@ class Engine:
     ) -> int:
         """Queue a request and return its id. Refuses what could never run, and loses nothing by it."""
         tokens = tuple(prompt)
-        vocab = self.loaded.arch.vocab
-        odd = next((t for t in tokens if type(t) is not int or not 0 <= t < vocab), None)
-        if odd is not None:
-            raise BadPrompt(f"the prompt holds {odd!r}; token ids of this model are 0 to {vocab - 1}")
+        self.refuse_unknown(tokens)
         request = Request(
             self._next_id, tokens, sampling, max_tokens, verify, prompt_logprobs, score_from, salt, leader
         )
         self.scheduler.add(request)
         self._next_id += 1
         return request.id
+
+    def refuse_unknown(self, tokens: Iterable[int]) -> None:
+        """Raise BadPrompt unless every token is one of this model's."""
+        vocab = self.loaded.arch.vocab
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < vocab:
+                raise BadPrompt(f"the prompt holds {token!r}; token ids of this model are 0 to {vocab - 1}")
 
     def abort(self, request_id: int) -> Delta | None:
         """Drop a request at any moment. None if it is not known any more."""
@@ -243,6 +247,8 @@ class Engine:
 
         Nothing is changed unless every tensor fits. The engine must be idle.
         """
+        if self.scheduler.idle:
+            self._held += self._land()  # a frame whose readers have all gone
         if not self.idle:
             raise CallerError("update_weights while requests are running; finish or abort them first")
         tensors = update if isinstance(update, Mapping) else read_tensors(Path(update))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import torch
 from tqdm.auto import tqdm
 
-from samewise.answers import Answer, Asked, Desk, Prompt
+from samewise.answers import Answer, Asked, Desk, Prompt, Score
 from samewise.config import EngineConfig, EngineSettings
 from samewise.contract import Contract
 from samewise.engine import Engine, build
 from samewise.errors import BadParameter, BadPrompt
 from samewise.outputs import Chunk, RequestOutput, ScoreOutput
 from samewise.params import SamplingParams
-from samewise.types import Sampling
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -40,8 +39,7 @@ class LLM:
         return llm
 
     def _start(self, engine: Engine) -> None:
-        self._engine: Engine | None = engine
-        self._desk = Desk(engine)
+        self._open: Desk | None = Desk(engine)
 
     # ---- asking
 
@@ -82,12 +80,16 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Continue one prompt, yielding what became final as it does. Leaving early aborts it."""
         (asked,) = self._ask_all([prompt], sampling_params)
-        answer = self._desk.submit(asked)
+        desk = self._desk
+        answer = desk.submit(asked)
         try:
-            while not answer.finished:
-                yield from (chunk for other, chunk in self._desk.step() if other is answer)
+            while answer.pending or not answer.finished:
+                if answer.pending:
+                    yield answer.pending.popleft()
+                else:
+                    desk.step()
         finally:
-            self._desk.abort(answer)
+            desk.abort(answer)
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None
@@ -103,6 +105,8 @@ class LLM:
         self, prompts: Sequence[Prompt], completions: Sequence[str | Sequence[int]], *, use_tqdm: bool = False
     ) -> list[ScoreOutput]:
         """Log-probabilities of given completions, read in parallel: bit-equal to generating them."""
+        if isinstance(prompts, str) or isinstance(completions, str):
+            raise BadParameter("score() takes lists: score([prompt], [completion])")
         if len(prompts) != len(completions):
             raise BadParameter(
                 f"{len(prompts)} prompts and {len(completions)} completions; give as many of each"
@@ -120,9 +124,13 @@ class LLM:
     @property
     def engine(self) -> Engine:
         """The engine underneath: `add`, `step`, `abort`."""
-        if self._engine is None:
+        return self._desk.engine
+
+    @property
+    def _desk(self) -> Desk:
+        if self._open is None:
             raise BadParameter("this LLM was closed; make a new one")
-        return self._engine
+        return self._open
 
     @property
     def contract(self) -> Contract:
@@ -147,10 +155,9 @@ class LLM:
 
     def close(self) -> None:
         """Give the model's memory back. Closing twice is fine."""
-        if self._engine is not None:
-            cuda = self._engine.device.type == "cuda"
-            self._engine = None
-            del self._desk
+        if self._open is not None:
+            cuda = self._open.engine.device.type == "cuda"
+            self._open = None
             if cuda:
                 torch.cuda.empty_cache()
 
@@ -168,7 +175,6 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Asked]:
         """Check everything before anything is queued."""
-        self.engine  # noqa: B018 - raises if closed
         if params is None:
             params = self.get_default_sampling_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -181,57 +187,47 @@ class LLM:
         return [self._desk.ask(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
 
     def _run(self, asked: list[Asked], *, use_tqdm: bool) -> list[Answer]:
-        answers: list[Answer] = []
+        desk, answers = self._desk, []
         try:
-            answers += [self._desk.submit(one) for one in asked]
+            for one in asked:
+                answers.append(desk.submit(one))  # noqa: PERF401 - what was submitted must be known if one fails
             with tqdm(total=len(answers), desc="Answers", disable=not use_tqdm, dynamic_ncols=True) as bar:
-                while not all(answer.finished for answer in answers):
-                    for answer, chunk in self._desk.step():
-                        if chunk.finish_reason is not None and answer.finished:
+                left = dict.fromkeys(answers)
+                while left:
+                    for answer in desk.step():
+                        if answer.finished and answer in left:
+                            del left[answer]
                             bar.update()
         finally:
             for answer in answers:
-                self._desk.abort(answer)  # only does something if the loop was left early
+                desk.abort(answer)  # only does something if the loop was left early
         return answers
 
     def _score(self, pairs: list[tuple[list[int], list[int]]], *, use_tqdm: bool) -> list[ScoreOutput]:
-        engine = self.engine
-        found: dict[int, list[float]] = {}
+        desk = self._desk
+        scores: list[Score] = []
         try:
             for before, after in pairs:
-                request = engine.add(before + after, Sampling(), max_tokens=0, score_from=len(before))
-                found[request] = []
+                scores.append(desk.submit_score(before, after))
             with tqdm(total=len(pairs), desc="Scores", disable=not use_tqdm, dynamic_ncols=True) as bar:
-                _collect(engine, found, bar.update)
+                while not all(score.finished for score in scores):
+                    desk.step()
+                    bar.update(sum(score.finished for score in scores) - bar.n)
         finally:
-            for request in found:
-                engine.abort(request)
-        return [
-            ScoreOutput(before, after, scores)
-            for (before, after), scores in zip(pairs, found.values(), strict=True)
-        ]
+            for score in scores:
+                desk.drop_score(score)
+        return [ScoreOutput(score.before, score.after, score.logprobs) for score in scores]
 
     def _completion_ids(self, completion: str | Sequence[int]) -> list[int]:
         if isinstance(completion, str):
             if self._desk.tokenizer is None:
                 raise BadPrompt("this model has no tokenizer; give the completion as token ids")
-            completion = self._desk.tokenizer.encode(completion, add_special_tokens=False)
-        ids: list[int] = list(completion)  # type: ignore[arg-type]
+            completion = self._desk.encode(completion, add_special_tokens=False)
+        ids = list(completion)
         if not ids:
             raise BadPrompt("the completion is empty; there is nothing to score")
+        self.engine.refuse_unknown(ids)
         return ids
-
-
-def _collect(engine: Engine, found: dict[int, list[float]], done: Callable[[], object]) -> None:
-    """Step until every scored request has ended."""
-    left = len(found)
-    while left:
-        for delta in engine.step():
-            if delta.request_id in found:
-                found[delta.request_id] += delta.scores
-                if delta.finish is not None:
-                    left -= 1
-                    done()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -231,4 +231,4 @@ def _suggest(rows: int) -> int:
     return max(16, 1 << rows.bit_length())
 
 
-__all__ = ["Report", "check_linears", "probe"]
+__all__ = ["Reading", "Report", "check_linears", "probe"]

@@ -97,7 +97,7 @@ class Sampler:
         self._fused[rows] = _PLAIN.fused()
         sampled = Sampling(temperature=1.0)
         block = torch.zeros(rows, self._vocab, device=self._device)
-        with torch._dynamo.config.patch(recompile_limit=64):  # noqa: SLF001 - every size counts as one
+        with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):  # noqa: SLF001 - every size counts as one
             self.pick(block, [Draw(0, sampled, (), (), 0)])
             self.pick(block.to(dtype), [])
 

@@ -115,25 +115,29 @@ class Scheduler:
 
     def abort(self, request_id: int) -> Delta | None:
         """Drop a request wherever it is. None if it is not (or no longer) known."""
-        seq = self._running.get(request_id)
+        seq = self._drop(request_id)
         if seq is None:
-            seq = next((s for s in self._waiting if s.request.id == request_id), None)
-            if seq is None:
-                return None
-            self._waiting.remove(seq)
-            self._unverified -= not seq.request.verify
-        else:
-            self._leave(seq)
+            return None
         seq.finish = Finish.ABORT
         self.counts.aborted += 1
         return Delta(request_id, (), (), (), Finish.ABORT)
 
     def end(self, request_id: int) -> None:
         """The reader has enough (a stop string stood in the text): retire without a further delta."""
+        if self._drop(request_id) is not None:
+            self.counts.finished += 1
+
+    def _drop(self, request_id: int) -> Sequence | None:
+        """Take a request out, running or waiting (it may have been preempted a moment ago)."""
         seq = self._running.get(request_id)
         if seq is not None:
             self._leave(seq)
-            self.counts.finished += 1
+            return seq
+        seq = next((s for s in self._waiting if s.request.id == request_id), None)
+        if seq is not None:
+            self._waiting.remove(seq)
+            self._unverified -= not seq.request.verify
+        return seq
 
     def preempt(self, request_id: int) -> bool:
         """Take a running sequence's pages away and queue it again. False if it is not running."""
@@ -167,9 +171,13 @@ class Scheduler:
             if seq.request.verify is verified and not seq.reading and seq.request.id in self._running:
                 room = self._room(seq) if verified else 1
                 end = len(seq.tokens) + len(seq.draft) + room
-                if room > 0 and self._grow(seq, -(-end // self.limits.page)):
+                if room > 0 and self._reserve(seq, end, force=not verified):
                     asks.append(_ask(seq, room))
         return [ask for ask in asks if ask.seq_id in self._running]
+
+    def _reserve(self, seq: Sequence, length: int, *, force: bool) -> bool:
+        """Pages for `length` tokens. Guesses are worth a free page, but nobody's place."""
+        return self._grow(seq, -(-length // self.limits.page)) if force else self._grow_idle(seq, length)
 
     def _room(self, seq: Sequence) -> int:
         """How many more guesses could be of use."""
@@ -329,7 +337,7 @@ class Scheduler:
         seq.pages = array("i", matched)
         seq.kv_len = len(matched) * page
         seq.num_indexed = len(matched)
-        if len(seq.tokens) == seq.prompt_len:
+        if seq.num_cached is None:
             seq.num_cached = seq.kv_len
             self.counts.cached_tokens += seq.kv_len
         seq.last_served = self._step - 1  # as if just served: those already generating go first
@@ -412,7 +420,7 @@ class Scheduler:
             )
         return Delta(
             verdict.seq_id, verdict.tokens, verdict.logprobs, verdict.tops, seq.finish, seq.stop_id,
-            verdict.scores, verdict.score_tops, seq.num_cached, verdict.accepted,
+            verdict.scores, verdict.score_tops, seq.num_cached or 0, verdict.accepted,
         )  # fmt: skip
 
     def _count(self, verdict: Verdict) -> None:

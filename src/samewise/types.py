@@ -111,7 +111,7 @@ class Sequence:
     pages: array[int] = field(default_factory=lambda: array("i"))
     digests: list[bytes] = field(default_factory=list)  # of full pages below kv_len, in order
     num_indexed: int = 0  # how many of those digests have been offered to the prefix index
-    num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
+    num_cached: int | None = None  # prompt tokens found in the prefix cache when first admitted
     score_next: int | None = None  # the next prompt position whose log-probability is owed
     last_served: int = -1
     finish: Finish | None = None

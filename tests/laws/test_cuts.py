@@ -12,7 +12,7 @@ from lawbook import CASES, PAGE, Case, alone, company, jitter, play, reference, 
 from samewise.types import Sampling
 
 
-@pytest.mark.parametrize("left", [1, 5, 11])
+@pytest.mark.parametrize("left", [1, 11])
 def test_prompts_are_cut_by_the_company_they_keep(setup, truth, left):
     """Sequences that generate take all rows of a frame but `left`, so prompts come in chunks of that."""
     others = company(setup.frame_rows - left, most=8 + 400 // (left + 7))
@@ -110,7 +110,7 @@ def test_many_turns_from_cache_and_from_scratch(trial, sampling):
         assert [from_cache] == reference(trial.setup, [case])
         # Everything said before is found: prompts and answers alike, but for the last, partial page.
         # The last token said was never read: its KV is not there.
-        assert from_cache.num_cached == (len(said_before) - 1) // PAGE * PAGE if turn else 0
+        assert from_cache.num_cached == max(0, len(said_before) - 1) // PAGE * PAGE
         said_before = (*so_far, *from_cache.tokens)
         so_far = (*said_before, *text(7, turn))
 

@@ -29,6 +29,7 @@ LAYERS = {
     "outputs": 2,
     "propose.base": 2,
     "run.batch": 2,
+    "run.dedupe": 2,
     "run.graph": 2,
     "run.numerics": 2,
     "text": 2,

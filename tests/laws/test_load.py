@@ -5,6 +5,8 @@ import random
 import pytest
 from lawbook import CASES, Case, company, jitter, play, reference, text, warm
 
+from samewise.engine import Engine
+from samewise.errors import CallerError
 from samewise.testing import preempting, shuffled
 
 
@@ -168,3 +170,19 @@ def test_the_same_prompt_verified_and_unverified_at_once(plain, plain_truth):
     engine = plain.engine(jitter)
     heard = play(engine, [*twins, *CASES], arrivals=[0] * len(twins) + [6] * len(CASES))
     assert heard[len(twins) :] == plain_truth
+
+
+# ---- two engines
+
+
+def test_two_engines_over_one_model_agree_or_the_second_is_refused(plain, plain_truth):
+    """An engine that takes another's seats must not leave it running on the wrong pages."""
+    first = plain.engine()
+    play(first, CASES[:5])  # so that there is something to be remembered
+    try:
+        second = Engine(first.loaded, first.config)
+    except CallerError:
+        return
+    assert play(first, CASES[:5]) == plain_truth[:5]
+    assert play(second, CASES[::-1]) == plain_truth[::-1]
+    assert play(first, CASES[:5]) == plain_truth[:5]

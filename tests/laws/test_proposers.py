@@ -163,8 +163,9 @@ PROCESSED = {
 }
 
 
-@pytest.mark.parametrize("kind", PROCESSED)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [*((kind, 0.8) for kind in PROCESSED), ("all-penalties", 0.0), ("bias", 0.0)]
+)
 def test_processing_with_drafts(plain, kind, temperature):
     # Few allowed tokens, so that tokens come again and penalties bite.
     few = {"allowed_token_ids": tuple(range(24))} | PROCESSED[kind]

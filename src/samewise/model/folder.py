@@ -46,7 +46,7 @@ def eos_ids(generation: Mapping[str, Any], config: Any) -> frozenset[int]:
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor in a folder's safetensors files, sharded or not."""
-    files = weight_files(folder) if folder.is_dir() else []
+    files = weight_files(folder) if any(folder.glob("*.safetensors")) else []
     if not files:
         raise UnknownModel(f"{folder} holds no *.safetensors; give a folder of weights or named tensors")
     found: dict[str, torch.Tensor] = {}

@@ -59,6 +59,7 @@ class Wheel:
 
     @property
     def pin(self) -> str:
+        """As pip names exactly this release."""
         return f"{self.package}=={self.version}"
 
 
@@ -417,4 +418,4 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-__all__ = ["EMBEDDED", "Source", "digest", "file_digests", "resolve", "weight_files"]
+__all__ = ["EMBEDDED", "Source", "Wheel", "digest", "file_digests", "resolve", "weight_files"]

@@ -286,6 +286,21 @@ def seat(model: nn.Module, arch: Arch, kernel: Kernel, store: list[LayerKV]) -> 
         model.get_submodule(facts.module).seat = Seat(kernel, kv)  # type: ignore[assignment]
 
 
+def twin(model: nn.Module) -> nn.Module:
+    """The same model in modules of its own: weights shared, seats, buffers and parts not."""
+    made: dict[nn.Module, nn.Module] = {}
+
+    def copied(module: nn.Module) -> nn.Module:
+        if module not in made:
+            made[module] = fresh = copy.copy(module)
+            fresh._parameters = dict(module._parameters)
+            fresh._buffers = dict(module._buffers)
+            fresh._modules = {name: child and copied(child) for name, child in module._modules.items()}
+        return made[module]
+
+    return copied(model)
+
+
 def layer_list(model: nn.Module, arch: Arch) -> tuple[str, nn.ModuleList]:
     """The decoder layers and the name they stand under: the list that holds the attention modules."""
     first, last = arch.layers[0].module, arch.layers[-1].module
@@ -315,17 +330,21 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 __all__ = [
+    "ATTENTION",
     "Arch",
     "AttentionFacts",
     "FrameLinear",
     "Part",
     "Seat",
+    "attend",
     "layer_list",
     "load",
     "read_config",
     "seat",
     "stack_siblings",
     "survey",
+    "take_notes",
+    "twin",
     "with_layers",
     "wrap",
 ]

@@ -104,4 +104,4 @@ def _version(*names: str) -> str:
     return "absent"
 
 
-__all__ = ["facts", "inductor_options", "settle"]
+__all__ = ["compiler", "facts", "inductor_options", "settle"]

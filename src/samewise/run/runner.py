@@ -125,7 +125,9 @@ class Runner:
         if self.compiled:
             import torch._dynamo.config as dynamo  # seconds to import, and only needed here
 
-            with dynamo.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+            # The limits count every engine of the process; reaching one must be an error, never eager.
+            limits: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
+            with dynamo.patch(fail_on_recompile_limit_hit=True, **limits):
                 self._pass(self._canonical, batch)
         if self.device.type == "cuda":
             self._graph = Captured(lambda: self._pass(self._canonical, batch), self.device)

@@ -405,4 +405,4 @@ class TritonKernel:
         return out
 
 
-__all__ = ["BLOCK", "SPLIT", "TritonKernel", "splits"]
+__all__ = ["BLOCK", "SPLIT", "TritonKernel", "attend_triton", "splits"]
