@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def load(config: EngineConfig) -> Loaded:
     )
     trusted = config.trust_remote_code
     model_config = zoo.read_config(source, trust_remote_code=trusted)
-    arch = zoo.survey(model_config, trust_remote_code=trusted)
+    arch = _survey(model_config, trusted=trusted)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device, arch.checkpoint_dtype)
     model = zoo.load(source, model_config, dtype=dtype, trust_remote_code=trusted)
@@ -61,6 +62,19 @@ def load(config: EngineConfig) -> Loaded:
         generation,
         folder.eos_ids(generation, model_config),
     )
+
+
+def _survey(model_config: Any, *, trusted: bool) -> zoo.Arch:
+    """What was found out about this very configuration before, or a survey now."""
+    key = {"config": sha256(model_config.to_json_string(use_diff=False).encode()).hexdigest()}
+    key |= {name: version(name) for name in ("torch", "transformers")} | {"survey": zoo.SURVEY_VERSION}
+    if trusted:  # code that came with a model may change under the same configuration
+        return zoo.survey(model_config, trust_remote_code=True)
+    arch = zoo.Arch.from_json(machine.recall("survey", key))
+    if arch is None:
+        arch = zoo.survey(model_config)
+        machine.remember("survey", key, arch.to_json())
+    return arch
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -212,9 +213,14 @@ def probe(
 
 
 def _llm(model: str, **settings: Any) -> LLM:
-    from samewise.llm import LLM
+    """Load a model with the garbage collector out of the way: millions of objects are made, all to stay."""
+    gc.disable()
+    try:
+        from samewise.llm import LLM
 
-    return LLM(model, **{name: value for name, value in settings.items() if value is not None})
+        return LLM(model, **{name: value for name, value in settings.items() if value is not None})
+    finally:
+        gc.enable()
 
 
 def _params(**settings: Any) -> SamplingParams:

@@ -98,8 +98,10 @@ class _Plan:
     def reading(self, *, alone: bool) -> Reading:
         frames, start = [], 0
         while start < len(self._text):
-            most = min(self._rows, len(self._text) - start)
-            length = most if alone else self._random.randint(-(-most // 2), most)
+            length = min(self._rows, len(self._text) - start)
+            if not alone and start == 0:  # the first cut anywhere; the rest then follows in few frames
+                length = self._random.randint(max(1, len(self._text) - self._rows), length)
+                length = max(1, min(length, len(self._text) - 1))
             before = 0 if alone else self._random.randint(0, self._rows - length)
             after = 0 if alone else self._rows - length - before
             piece = self._span(self._text[start : start + length], start, self._pages)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from samewise.model.weights import Source, weight_files
 
 ATTENTION = "samewise"
 SURVEY = "samewise_survey"
+SURVEY_VERSION = "1"  # raised when a survey notes or refuses anything new
 UNDERSTOOD = frozenset({
     "rows", "notes", "sliding_window", "position_ids", "position_embeddings", "use_cache", "dropout",
     "cache_position", "past_key_values", "output_attentions", "is_causal", "logits_to_keep", "return_dict",
@@ -65,6 +66,22 @@ class Arch:
     vocab: int
     max_positions: int
     checkpoint_dtype: torch.dtype
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, to be remembered."""
+        plain = asdict(self)
+        return plain | {"checkpoint_dtype": str(self.checkpoint_dtype).removeprefix("torch.")}
+
+    @classmethod
+    def from_json(cls, plain: object) -> Arch | None:
+        """The other way; None for what is not an Arch (a damaged memory is no memory)."""
+        try:
+            fields = dict(plain)  # type: ignore[call-overload]
+            layers = tuple(AttentionFacts(**layer) for layer in fields.pop("layers"))
+            dtype = getattr(torch, fields.pop("checkpoint_dtype"))
+            return cls(layers=layers, checkpoint_dtype=dtype, **fields)
+        except (TypeError, ValueError, KeyError, AttributeError):
+            return None
 
 
 def attend(
@@ -331,6 +348,7 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 __all__ = [
     "ATTENTION",
+    "SURVEY_VERSION",
     "Arch",
     "AttentionFacts",
     "FrameLinear",
