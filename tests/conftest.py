@@ -5,7 +5,11 @@ import os
 # Threads that wait by spinning make two busy processes on two cores slow each other down many times over.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch
+from samewise import machine
+
+machine.settle()
+
+import torch  # noqa: E402
 
 # Where there is no CUDA device Triton kernels run in Triton's interpreter, which must be told before
 # triton is first imported by anybody.

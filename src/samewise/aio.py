@@ -158,6 +158,9 @@ class AsyncLLM:
                 result, error = work(), None
             except CallerError as caught:
                 result, error = None, caught
+            except BaseException as broken:
+                _tell(loop, settle, None, broken)
+                raise
             _tell(loop, settle, result, error)
 
         def fail(error: BaseException) -> None:

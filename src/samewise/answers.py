@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import operator
 import re
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, cast
 
 from samewise.engine import Engine
@@ -197,7 +202,11 @@ class Score:
 def _ids(prompt: Any) -> list[int]:
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
         raise BadPrompt(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-    return list(prompt)
+    try:
+        return [operator.index(token) for token in prompt]  # numpy's whole numbers are as good as ours
+    except TypeError:
+        odd = next(token for token in prompt if not hasattr(token, "__index__"))
+        raise BadPrompt(f"the prompt holds {odd!r}; a prompt is text or a list of token ids") from None
 
 
 class Desk:
@@ -231,7 +240,9 @@ class Desk:
             ids = ids[-params.truncate_prompt_tokens :]
         self.engine.refuse_unknown(ids)
         longest = self.engine.max_model_len
-        most = max(1, longest - len(ids)) if params.max_tokens is None else params.max_tokens
+        limits = self.engine.scheduler.limits
+        room = min(longest, (limits.num_pages - 1) * limits.page) - len(ids)
+        most = max(1, room) if params.max_tokens is None else params.max_tokens
         self.engine.scheduler.refuse_misfit(len(ids), most)
         if params.stops and self.tokenizer is None:
             raise BadParameter(f"stop={params.stop!r}: this model has no tokenizer; use stop_token_ids")
@@ -364,6 +375,10 @@ class Desk:
 
         Whoever steps, every answer gets its own: a stream left open loses nothing to a call beside it.
         """
+        with _uninterrupted():
+            return self._step()
+
+    def _step(self) -> list[Answer]:
         news: dict[Answer, None] = {}  # in the order of the engine's deltas
         for delta in self.engine.step():
             score = self._scoring.get(delta.request_id)
@@ -395,6 +410,23 @@ class Desk:
     def decode_token(self, token: int) -> str | None:
         """A single token's text, for people who read log-probabilities."""
         return None if self.tokenizer is None else str(self.tokenizer.decode([token]))
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the step is done: between two steps nothing is half done, and nothing is lost."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *what: caught.append(what))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if caught:
+            handler(*caught[0])
 
 
 def pin_clock(template: str, date: str | None) -> str:

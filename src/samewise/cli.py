@@ -17,7 +17,7 @@ from rich.text import Text
 
 import samewise
 from samewise import machine
-from samewise.errors import SamewiseError
+from samewise.errors import CallerError, SamewiseError
 
 if TYPE_CHECKING:
     from samewise.llm import LLM
@@ -176,8 +176,13 @@ def chat(
         if line == "/new":
             messages = list(start)
         elif line:
-            messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _turn(console, llm, messages, params)})
+            asked = {"role": "user", "content": line}
+            try:
+                said = _turn(console, llm, [*messages, asked], params)
+            except CallerError as error:  # too long by now, say: the conversation so far is kept
+                console.print(f"[bold red]samewise:[/] {escape(str(error))} [dim](/new starts over)[/]")
+            else:
+                messages += [asked, {"role": "assistant", "content": said}]
 
 
 @app.command()

@@ -1,6 +1,6 @@
 """Build an engine, and step it. The only place that knows every part.
 
-The loop is the paper's sentence: admit, propose, replay, commit. It is turned by half a step, so that
+The loop is one sentence: admit, propose, replay, commit. It is turned by half a step, so that
 the device never waits for the host: a frame is in flight while the deltas of the one before are turned
 into text, and where no guesses are made the next frame is even started before the last one's tokens
 are known here, because the device knows them already.
@@ -32,7 +32,7 @@ from samewise.assemble import (
 )
 from samewise.config import EngineConfig
 from samewise.contract import Contract
-from samewise.errors import BadParameter, BadPrompt, CallerError
+from samewise.errors import BadParameter, BadPrompt, CallerError, GuaranteeLost
 from samewise.judge import trust
 from samewise.model import zoo
 from samewise.model.attention import PAGE
@@ -76,18 +76,20 @@ class Engine:
         make_proposer: MakeProposer | None = None,
         ahead: bool | None = None,
     ) -> None:
+        machine.settle()
         device = pick_device(config.device)
         self.config, self.loaded, self.device = config, loaded, device
         self._switches = numerics.settle(device)
         arch = loaded.arch
         self.max_model_len = longest(config, arch)
         self.frame_rows = config.frame_rows or FRAME_ROWS[device.type]
-        model = zoo.twin(loaded.model).to(device)  # its own modules: another engine may share the weights
-        rope = pin_rope(model, self.max_model_len)
         kernel = pick_kernel(config.attention, device)
         compiled = device.type == "cuda" if config.compile is None else config.compile
+        loaded.model.to(device)
         if compiled:
-            zoo.stack_siblings(model)
+            zoo.stack_siblings(loaded.model)
+        model = zoo.twin(loaded.model)  # modules of its own: another engine may run on the same weights
+        rope = pin_rope(model, self.max_model_len)
         operators = check_linears(model, self.frame_rows)
         num_pages = count_pages(config, arch, self.max_model_len, device)
         self.runner = Runner(
@@ -128,6 +130,7 @@ class Engine:
         self._held: list[Delta] = []  # published, not yet handed out
         self._next_id = 0
         self._stepped = self._waited = 0.0
+        self._weights: int | None = zoo.weights_version(loaded.model)
         self._began = time.monotonic()
         self._certify()
 
@@ -140,6 +143,7 @@ class Engine:
         where that cannot be, it is planned from what the landed frame said.
         """
         began = time.perf_counter()
+        self._refuse_uncertified()
         ahead = self._launch_ahead()
         deltas, self._held = self._held + self._land(), []
         if ahead is None:
@@ -198,6 +202,7 @@ class Engine:
         leader: int | None = None,
     ) -> int:
         """Queue a request and return its id. Refuses what could never run, and loses nothing by it."""
+        self._refuse_uncertified()
         tokens = tuple(prompt)
         self.refuse_unknown(tokens)
         request = Request(
@@ -249,23 +254,37 @@ class Engine:
         """
         if self.scheduler.idle:
             self._held += self._land()  # a frame whose readers have all gone
-        if not self.idle:
+        if not self.scheduler.idle:
             raise CallerError("update_weights while requests are running; finish or abort them first")
         tensors = update if isinstance(update, Mapping) else read_tensors(Path(update))
         own: dict[str, torch.Tensor] = dict(self.runner.model.named_buffers())
         own |= dict(self.runner.model.named_parameters(remove_duplicate=False))
         _refuse_misfits(tensors, own)
+        # From here to the new certificate nothing is served: whatever goes wrong, no answer carries the
+        # old contract's name over other weights.
+        self._weights = None
+        self.scheduler.index.clear()
         with torch.no_grad():
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
-        self.scheduler.index.clear()
+        version = zoo.touch_weights(self.loaded.model)
         self._facts["weights"] = fingerprint(self.runner.model)
         self._certify()
+        self._weights = version
         return self.contract
+
+    def _refuse_uncertified(self) -> None:
+        """Weights changed behind this engine's back, or were never certified: it has no contract."""
+        if self._weights != zoo.weights_version(self.loaded.model):
+            raise GuaranteeLost(
+                "the weights are not the certified ones: an update failed, or another engine over the same "
+                "model changed them; call update_weights() again or build a new engine"
+            )
 
     # ---- what it is and how it fares
 
     def _certify(self) -> None:
+        self.verifier.prove()
         self.report: Report = probe(self.runner, max_model_len=self.max_model_len, operators=self._operators)
         runner = self.runner
         compiler = numerics.compiler(self.device) if runner.compiled else "off"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -64,6 +64,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, under the model's own chat template."""
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise BadPrompt(f"a conversation is a list of messages, not {type(messages).__name__}")
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             self._desk.chat_prompt(
@@ -177,6 +179,8 @@ class LLM:
         """Check everything before anything is queued."""
         if params is None:
             params = self.get_default_sampling_params()
+        if not isinstance(params, SamplingParams | Sequence):
+            raise BadParameter(f"sampling_params={params!r}: give a SamplingParams or a list of them")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise BadParameter(
@@ -223,10 +227,9 @@ class LLM:
             if self._desk.tokenizer is None:
                 raise BadPrompt("this model has no tokenizer; give the completion as token ids")
             completion = self._desk.encode(completion, add_special_tokens=False)
-        ids = list(completion)
+        ids = self._desk.ask(completion, SamplingParams(max_tokens=0)).token_ids if completion else []
         if not ids:
             raise BadPrompt("the completion is empty; there is nothing to score")
-        self.engine.refuse_unknown(ids)
         return ids
 
 
@@ -234,8 +237,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several → several."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise BadPrompt(f"prompts are text, token ids, or a list of either, not {type(prompts).__name__}")
     listed = list(prompts)
-    if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
+    if listed and all(hasattr(item, "__index__") and not isinstance(item, bool) for item in listed):
         return [listed]  # type: ignore[list-item]
     if not listed:
         raise BadPrompt("no prompts were given; give text, token ids, or a list of either")

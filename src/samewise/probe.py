@@ -100,8 +100,8 @@ class _Plan:
         while start < len(self._text):
             length = min(self._rows, len(self._text) - start)
             if not alone and start == 0:  # the first cut anywhere; the rest then follows in few frames
-                length = self._random.randint(max(1, len(self._text) - self._rows), length)
-                length = max(1, min(length, len(self._text) - 1))
+                least = max(1, min(length, len(self._text) - self._rows))
+                length = min(self._random.randint(least, length), max(1, len(self._text) - 1))
             before = 0 if alone else self._random.randint(0, self._rows - length)
             after = 0 if alone else self._rows - length - before
             piece = self._span(self._text[start : start + length], start, self._pages)

@@ -62,7 +62,7 @@ class Scheduler:
     counts: Counts = field(default_factory=Counts)
     index: PrefixIndex = field(init=False)
     _waiting: list[Sequence] = field(default_factory=list)  # by arrival
-    _running: dict[int, Sequence] = field(default_factory=dict)  # by arrival
+    _running: dict[int, Sequence] = field(default_factory=dict)  # by admission
     _step: int = 0
     _unverified: int = 0  # running or waiting requests that opted out
     _disturbed: bool = False  # somebody was preempted since the order was fixed
@@ -230,6 +230,8 @@ class Scheduler:
         takes from the device. Should that token end the sequence, the row is dropped when it lands.
         Empty when this cannot be done without preempting or without knowing tokens.
         """
+        if any(span.sampling.edited and len(span.inputs) >= span.given for span in flying):
+            return []  # its next choice depends on a token the host has yet to see; nobody runs past it
         flown: dict[int, tuple[Span | None, int]] = {}
         row = 0
         for span in flying:
@@ -237,6 +239,7 @@ class Scheduler:
             flown[span.seq_id] = (span, row - 1)
         left = frame_rows = self.limits.frame_rows
         spans: list[Span] = []
+        served: list[Sequence] = []
         for seq in self._order():
             planned = _continue(seq, *flown.get(seq.request.id, (None, 0)), left)
             if planned is None:
@@ -244,10 +247,12 @@ class Scheduler:
             if not self._grow_idle(seq, planned.start + len(planned.inputs)):
                 return []
             spans.append(planned)
-            seq.last_served = self._step
+            served.append(seq)
             left -= len(planned.inputs)
             if left == 0:
                 break
+        for seq in served:
+            seq.last_served = self._step
         if spans:
             self.counts.frames += 1
             self.counts.rows += frame_rows - left
@@ -505,8 +510,8 @@ def _continue(seq: Sequence, flying: Span | None, last: int, left: int) -> Span 
         span = Span(request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len)
         owed = seq.score_next
         return span if owed is None else _with_targets(span, seq, owed + len(flying.targets))
-    if len(tokens) + 1 >= seq.most or request.sampling.edited:
-        return None  # about to end; or its next choice depends on tokens the host has to see first
+    if len(tokens) + 1 >= seq.most:
+        return None  # about to end
     return Span(request.id, start, (0,), 1, seq.pages, request.sampling, tokens, seq.prompt_len, source=last)
 
 

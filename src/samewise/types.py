@@ -109,7 +109,7 @@ class Sequence:
     draft: list[int] = field(default_factory=list)
     kv_len: int = 0
     pages: array[int] = field(default_factory=lambda: array("i"))
-    digests: list[bytes] = field(default_factory=list)  # of full pages below kv_len, in order
+    digests: list[bytes] = field(default_factory=list)  # of full pages of known tokens, in order
     num_indexed: int = 0  # how many of those digests have been offered to the prefix index
     num_cached: int | None = None  # prompt tokens found in the prefix cache when first admitted
     score_next: int | None = None  # the next prompt position whose log-probability is owed

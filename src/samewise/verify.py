@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from samewise.errors import GuaranteeLost
 from samewise.judge import judge
 from samewise.run.frame import pack_frame
 from samewise.run.graph import Captured
 from samewise.run.runner import Runner
 from samewise.sampling import Draw, Sampler
-from samewise.types import Span, TopLogprobs, Truth, Verdict
+from samewise.types import Sampling, Span, TopLogprobs, Truth, Verdict
 
 
 class _Found(NamedTuple):
@@ -75,6 +76,37 @@ class Verifier:
             # A frame's logits always lie in the same buffer, so its plain choices can be captured too.
             raw = runner.frame(pack_frame([], runner.tray))
             self._plain = Captured(lambda: self._choose(raw, []), runner.device)
+
+    @torch.inference_mode()
+    def prove(self) -> None:
+        """Raise GuaranteeLost unless every way to a choice gives a row the same bits, wherever it stands.
+
+        A frame whose rows are all greedy takes a shorter way than one with a sampled row in it, and
+        scoring takes a third: company must not show in the answer.
+        """
+        raw = self._runner.frame(pack_frame([], self._runner.tray))
+        generator = torch.Generator(raw.device).manual_seed(0)
+        block = torch.randn(raw.shape, generator=generator, device=raw.device, dtype=torch.float32) * 4
+        raw.copy_(block)
+        rows, draws = raw.shape[0], [Draw(0, Sampling(temperature=1.0), (), (), 1)]
+        found = []
+        for shift, company in ((0, []), (0, draws), (rows // 2, []), (rows - 1, draws)):
+            raw.copy_(block.roll(shift, 0))
+            if company or self._plain is None:
+                self._choose(raw.float(), company)
+            else:
+                self._plain()
+            found.append(self._runner.picks.roll(-shift, 1).cpu())
+        tokens: list[int] = found[0][0].tolist()
+        raw.copy_(block)
+        scores = self._sampler.score(raw.float(), list(range(rows)), tokens).cpu().view(torch.int32)
+        # The sampled row itself may choose otherwise: it stands at row 0 here and at 1 after the roll.
+        same = all(torch.equal(other[:, 2:], found[0][:, 2:]) for other in found)
+        if not same or not torch.equal(scores, found[0][1]):
+            raise GuaranteeLost(
+                "the sampler gives a row other bits in other company or at another place; "
+                "the engine will not start. Try another device or dtype"
+            )
 
     def launch(self, spans: list[Span]) -> Flight:
         """A frame over these spans."""

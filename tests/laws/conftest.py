@@ -16,6 +16,7 @@ CUDA_BF16 = Setup("mistral", "cuda", "bfloat16", 128, compile=True)
 SETUPS = [LLAMA, MISTRAL, QWEN, CUDA, CUDA_BF16]
 TRIALS = [
     Trial(LLAMA, "none"),
+    Trial(LLAMA, "none", chained=True),
     Trial(LLAMA, "jitter"),
     Trial(LLAMA, "adversary"),
     Trial(MISTRAL, "jitter"),

@@ -220,12 +220,15 @@ class Trial:
 
     setup: Setup
     proposer: str
+    chained: bool = False  # frames launched one behind the other, as on CUDA
 
     def __str__(self) -> str:
-        return f"{self.setup}-{self.proposer}"
+        return f"{self.setup}-{self.proposer}" + ("-chained" if self.chained else "")
 
     def engine(self, **settings: Any) -> Engine:
         """An engine to be tried."""
+        if self.chained:
+            settings = {"ahead": True} | settings
         return self.setup.engine(PROPOSERS[self.proposer], **settings)
 
     @property

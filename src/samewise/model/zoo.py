@@ -230,7 +230,8 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def stack_siblings(model: nn.Module) -> None:
     """Let linears that are given the same input share one stacked weight, of which theirs become views.
 
-    Only names that in transformers always share their input, and only linears that look alike.
+    Only names that in transformers always share their input, and only linears that look alike. Once:
+    another engine over the same modules finds them stacked.
     """
     for module in model.modules():
         for names in SIBLINGS:
@@ -241,7 +242,10 @@ def stack_siblings(model: nn.Module) -> None:
 
 def _stack(linears: list[FrameLinear]) -> None:
     biases = [linear.bias for linear in linears]
-    if len({(linear.in_features, linear.bias is None) for linear in linears}) != 1:
+    if (
+        linears[0].part is not None
+        or len({(linear.in_features, linear.bias is None) for linear in linears}) != 1
+    ):
         return
     weight = torch.cat([linear.weight.data for linear in linears])
     bias = None if biases[0] is None else torch.cat([bias.data for bias in biases])
@@ -303,6 +307,18 @@ def seat(model: nn.Module, arch: Arch, kernel: Kernel, store: list[LayerKV]) -> 
         model.get_submodule(facts.module).seat = Seat(kernel, kv)  # type: ignore[assignment]
 
 
+def weights_version(model: nn.Module) -> int:
+    """How often the weights under these modules were changed since they were loaded."""
+    return int(getattr(model, "_samewise_weights_version", 0))
+
+
+def touch_weights(model: nn.Module) -> int:
+    """The weights were changed; every engine over them will notice."""
+    version = weights_version(model) + 1
+    model._samewise_weights_version = version  # type: ignore[assignment]
+    return version
+
+
 def twin(model: nn.Module) -> nn.Module:
     """The same model in modules of its own: weights shared, seats, buffers and parts not."""
     made: dict[nn.Module, nn.Module] = {}
@@ -362,7 +378,9 @@ __all__ = [
     "stack_siblings",
     "survey",
     "take_notes",
+    "touch_weights",
     "twin",
+    "weights_version",
     "with_layers",
     "wrap",
 ]
