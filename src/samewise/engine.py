@@ -86,7 +86,7 @@ class Engine:
         kernel = pick_kernel(config.attention, device)
         compiled = device.type == "cuda" if config.compile is None else config.compile
         loaded.model.to(device)
-        if compiled:
+        if compiled and device.type == "cuda":  # on CPU the wider product is no faster
             zoo.stack_siblings(loaded.model)
         model = zoo.twin(loaded.model)  # modules of its own: another engine may run on the same weights
         rope = pin_rope(model, self.max_model_len)
