@@ -203,7 +203,8 @@ def _ids(prompt: Any) -> list[int]:
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
         raise BadPrompt(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
     try:
-        return [operator.index(token) for token in prompt]  # numpy's whole numbers are as good as ours
+        # numpy's whole numbers are as good as ours; True is not one, and is refused as it stands
+        return [token if isinstance(token, bool) else operator.index(token) for token in prompt]
     except TypeError:
         odd = next(token for token in prompt if not hasattr(token, "__index__"))
         raise BadPrompt(f"the prompt holds {odd!r}; a prompt is text or a list of token ids") from None

@@ -65,7 +65,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, under the model's own chat template."""
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-            raise BadPrompt(f"a conversation is a list of messages, not {type(messages).__name__}")
+            raise BadPrompt(
+                "a conversation is a list of messages, mappings with 'role' and 'content', "
+                f"not {type(messages).__name__}"
+            )
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             self._desk.chat_prompt(
