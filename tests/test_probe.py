@@ -1,5 +1,6 @@
 """The proof at start-up: what breaks the frame property is refused and named."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from samewise import engine as engine_module
+from samewise import probe as probe_module
 from samewise.assemble import Loaded, pick_kernel
 from samewise.config import EngineConfig
 from samewise.engine import Engine
@@ -154,12 +156,23 @@ def test_a_linear_broken_at_its_shape_is_found_before_the_kv_cache_takes_its_mem
 @pytest.mark.parametrize("kind", [ByPlace, SplitsEarly])
 def test_check_linears_alone_names_it(kind: type[FrameLinear]) -> None:
     with pytest.raises(GuaranteeLost, match=DOWN.replace(".", r"\.")):
-        check_linears(planted(kind).model, 16)
+        check_linears(planted(kind).model, 16, {})
 
 
-def test_shapes_are_tried_once_each() -> None:
-    # q and o, k and v, gate and up, down, head
-    assert check_linears(tiny().model, 16) == 5
+def test_shapes_are_tried_once_each_and_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SAMEWISE_CACHE", str(tmp_path))
+    tried: list[str] = []
+    real = probe_module._check_linear
+    monkeypatch.setattr(probe_module, "_check_linear", lambda *a: (tried.append(a[1]), real(*a)))
+    facts = {"cpu": "this one"}
+    for _ in range(2):
+        # q and o, k and v, gate and up, down, head
+        assert check_linears(tiny().model, 16, facts) == 5
+        assert len(tried) == 5
+    check_linears(tiny().model, 16, {"cpu": "another"})
+    assert len(tried) == 10
 
 
 @pytest.mark.parametrize(

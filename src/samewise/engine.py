@@ -90,7 +90,7 @@ class Engine:
             zoo.stack_siblings(loaded.model)
         model = zoo.twin(loaded.model)  # modules of its own: another engine may run on the same weights
         rope = pin_rope(model, self.max_model_len)
-        operators = check_linears(model, self.frame_rows)
+        operators = check_linears(model, self.frame_rows, self._where())
         num_pages = count_pages(config, arch, self.max_model_len, device)
         self.runner = Runner(
             model,
@@ -288,12 +288,10 @@ class Engine:
         self.report: Report = probe(self.runner, max_model_len=self.max_model_len, operators=self._operators)
         runner = self.runner
         compiler = numerics.compiler(self.device) if runner.compiled else "off"
-        facts = self._facts | numerics.facts(self.device) | self._switches | {
+        facts = self._facts | self._where() | {
             "architecture": self.loaded.arch.model_type,
             "attention": runner.kernel.name,
             "compile": compiler,
-            "cpu": ", ".join(f"{k} {v}" for k, v in sorted(machine.cpu_facts().items()))
-            if self.device.type == "cpu" else "any",
             "date": self.config.date or "none",
             "dtype": str(next(runner.model.parameters()).dtype).removeprefix("torch."),
             "frame rows": str(self.frame_rows),
@@ -302,6 +300,13 @@ class Engine:
         }  # fmt: skip
         self.contract = Contract.of(facts)
         log.info("contract %s, certified by %d frames", self.contract, self.report.frames)
+
+    def _where(self) -> dict[str, str]:
+        """The machine and its libraries, as far as bits may depend on them."""
+        cpu = machine.cpu_facts().items() if self.device.type == "cpu" else ()
+        said = ", ".join(f"{name} {value}" for name, value in sorted(cpu)) or "any"
+        switches = self._switches | (machine.settle() if self.device.type == "cpu" else {})
+        return numerics.facts(self.device) | switches | {"cpu": said}
 
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was built, and where it stands now."""

@@ -84,7 +84,11 @@ class Verifier:
         A frame whose rows are all greedy takes a shorter way than one with a sampled row in it, and
         scoring takes a third: company must not show in the answer.
         """
-        raw = self._runner.frame(pack_frame([], self._runner.tray))
+        if self._plain is None:  # any tensor will do
+            shape = (self._runner.frame_rows, self._runner.arch.vocab)
+            raw = torch.empty(shape, dtype=self._runner.dtype, device=self._runner.device)
+        else:  # the captured choices read a frame's own
+            raw = self._runner.frame(pack_frame([], self._runner.tray))
         generator = torch.Generator(raw.device).manual_seed(0)
         block = torch.randn(raw.shape, generator=generator, device=raw.device, dtype=torch.float32) * 4
         raw.copy_(block)

@@ -49,7 +49,8 @@ class Runner:
         device: torch.device,
         compile: bool,  # noqa: A002 - the public name of the switch
     ) -> None:
-        self.arch, self.kernel, self.device, self.frame_rows = arch, kernel, device, frame_rows
+        self.arch, self.kernel, self.device, self.dtype = arch, kernel, device, dtype
+        self.frame_rows = frame_rows
         self.model = model.to(device)
         self.store = KVStore(kernel, kv_shapes(arch), num_pages, dtype, device)
         seat(self.model, arch, kernel, self.store.layers)
