@@ -102,7 +102,7 @@ def cpu(args: argparse.Namespace) -> dict:
     for rows in args.rows:
         runners = {
             mode: Runner(
-                loaded.model, arch, kernel, num_pages=17 * -(-context // PAGE) + 2, frame_rows=rows,
+                loaded.model, arch, kernel, num_pages=17 * -(-context // PAGE) + 2, sizes=(rows,),
                 max_rows=rows, max_model_len=context, dtype=next(loaded.model.parameters()).dtype,
                 device=device, compile=mode == "compiled",
             )
@@ -115,12 +115,12 @@ def cpu(args: argparse.Namespace) -> dict:
             times: dict[str, list[float]] = {name: [] for name in ("linears", *runners)}
             for runner in runners.values():
                 zoo.seat(runner.model, arch, kernel, runner.store.layers)
-                runner.frame(pack_frame(spans, runner.tray))
+                runner.frame(pack_frame(spans, runner.tray(runner.frame_rows)))
             for _ in range(args.repeats):
                 times["linears"].append(timed(alone, 1, device))
                 for name, runner in runners.items():
                     zoo.seat(runner.model, arch, kernel, runner.store.layers)
-                    batch = pack_frame(spans, runner.tray)
+                    batch = pack_frame(spans, runner.tray(runner.frame_rows))
                     times[name].append(timed(lambda r=runner, b=batch: r.frame(b), 1, device))
             ms = {name: statistics.median(values) for name, values in times.items()}
             row = {"rows": rows, "sequences": sequences, "context": context, "linears_ms": ms["linears"]}

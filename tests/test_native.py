@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from samewise.errors import BadParameter, InvariantBroken, MachineError
+from samewise.model import native as toolchain
 from samewise.model.attention import PAGE, Kernel, LayerKV, Rows, native
 from samewise.model.attention.cpu import TorchKernel, pick
 
-needs_compiler = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(not toolchain.available(), reason="no C++ compiler")
 CPU = torch.device("cpu")
 NAN = float("nan")
 
@@ -269,8 +270,8 @@ def test_threads_do_not_matter():
 @needs_compiler
 @pytest.mark.parametrize("flags", [("-O1", "-DSAMEWISE_PORTABLE"), ("-O3", "-DSAMEWISE_PORTABLE")])
 def test_vectors_and_optimisation_do_not_matter(tmp_path, flags):
-    native.build(tmp_path / "other.so", flags)
-    other = native.load(tmp_path / "other.so")
+    toolchain.build(tmp_path / "other.so", flags)
+    other = native.entry_of(toolchain.load(tmp_path / "other.so"))
     kernel = pick("native")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         text = make_text(70, scattered_pages(70), heads=9, kv_heads=3, dim=40, dtype=dtype)
@@ -364,13 +365,18 @@ def test_compiles_whole_and_writes_pages_in_place(kernel, monkeypatch):
 # -- building ------------------------------------------------------------------------------------------
 
 
+def forget():
+    native._entry.cache_clear()
+    toolchain.library.cache_clear()
+
+
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """A cache folder of its own, and no library loaded yet."""
     monkeypatch.setenv("SAMEWISE_CACHE", str(tmp_path / "cache"))
-    native._entry.cache_clear()
+    forget()
     yield tmp_path / "cache" / "native"
-    native._entry.cache_clear()
+    forget()
 
 
 def program(path: Path, text: str) -> Path:
@@ -382,32 +388,32 @@ def program(path: Path, text: str) -> Path:
 @needs_compiler
 def test_built_once_and_found_again(fresh, monkeypatch):
     native.NativeKernel()
-    assert [p.name for p in fresh.iterdir()] == [native.library_path().name]
-    built = native.library_path().stat().st_mtime_ns
-    native._entry.cache_clear()
-    monkeypatch.setattr(native, "build", lambda *_: pytest.fail("built again"))
+    assert [p.name for p in fresh.iterdir()] == [toolchain.library_path().name]
+    built = toolchain.library_path().stat().st_mtime_ns
+    forget()
+    monkeypatch.setattr(toolchain, "build", lambda *_: pytest.fail("built again"))
     native.NativeKernel()
-    assert native.library_path().stat().st_mtime_ns == built
+    assert toolchain.library_path().stat().st_mtime_ns == built
 
 
 @needs_compiler
 def test_another_cpu_or_compiler_is_another_library(fresh, monkeypatch, tmp_path):
-    here = native.library_path()
+    here = toolchain.library_path()
     with monkeypatch.context() as patch:
-        patch.setattr(native, "_cpu", lambda: "another")
-        assert native.library_path() != here
+        patch.setattr(toolchain, "_cpu", lambda: "another")
+        assert toolchain.library_path() != here
     monkeypatch.setenv("CXX", str(program(tmp_path / "cxx", "#!/bin/sh\necho version 99\n")))
-    assert native.library_path() != here
+    assert toolchain.library_path() != here
 
 
 def test_cache_folder_follows_the_environment(monkeypatch):
     monkeypatch.setenv("SAMEWISE_CACHE", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert native._cache_dir() == Path("/a/native")
+    assert toolchain._cache_dir() == Path("/a/native")
     monkeypatch.delenv("SAMEWISE_CACHE")
-    assert native._cache_dir() == Path("/b/samewise/native")
+    assert toolchain._cache_dir() == Path("/b/samewise/native")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert native._cache_dir() == Path.home() / ".cache/samewise/native"
+    assert toolchain._cache_dir() == Path.home() / ".cache/samewise/native"
 
 
 @needs_compiler
@@ -421,7 +427,7 @@ def test_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path, fre
 def test_no_compiler_is_an_error_that_says_what_to_do(monkeypatch, fresh):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert not native.available()
+    assert not toolchain.available()
     with pytest.raises(MachineError, match=r'g\+\+.*attention="torch"'):
         native.NativeKernel()
     monkeypatch.setenv("CXX", "my-cxx")
@@ -456,12 +462,13 @@ def test_pick(monkeypatch, caplog):
 def test_one_openmp_runtime_and_concurrent_builds(tmp_path):
     script = (
         "import torch, pathlib\n"
+        "from samewise.model import native as toolchain\n"
         "from samewise.model.attention import native\n"
         "kernel = native.NativeKernel()\n"
         "words = pathlib.Path('/proc/self/maps').read_text().split()\n"
         "names = ('libgomp', 'libomp', 'libiomp')\n"
         "print(len({w for w in words if pathlib.Path(w).name.startswith(names)}))\n"
-        "print(native._parallel() is not None)\n"
+        "print(toolchain.parallel() is not None)\n"
     )
     env = {**os.environ, "SAMEWISE_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     both = [

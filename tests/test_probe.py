@@ -159,9 +159,7 @@ def test_check_linears_alone_names_it(kind: type[FrameLinear]) -> None:
         check_linears(planted(kind).model, 16, {})
 
 
-def test_shapes_are_tried_once_each_and_remembered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_shapes_are_tried_once_each_and_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SAMEWISE_CACHE", str(tmp_path))
     tried: list[str] = []
     real = probe_module._check_linear

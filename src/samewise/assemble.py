@@ -18,11 +18,11 @@ from torch import nn
 from samewise import machine
 from samewise.config import EngineConfig, memory
 from samewise.errors import BadParameter, MachineError
-from samewise.model import folder, weights, zoo
+from samewise.model import folder, linear, native, weights, zoo
 from samewise.model.attention import PAGE, Kernel
 from samewise.run.runner import kv_page_bytes
 
-FRAME_ROWS = {"cpu": 16, "cuda": 128}
+FRAME_ROWS = {"native": 32, "torch": 16, "cuda": 128}
 FREE_SHARE = {"cpu": 0.25, "cuda": 0.85}
 
 
@@ -125,6 +125,31 @@ def pick_kernel(name: str, device: torch.device) -> Kernel:
     return pick(name)
 
 
+def pick_linear(name: str, device: torch.device) -> str:
+    """Whose linears: `native` on a CPU with a compiler, else `torch`."""
+    if device.type == "cuda":
+        if name == "native":
+            raise BadParameter("linear='native' does not run on cuda; use linear='auto'")
+        return "torch"
+    if name == "auto":
+        return "native" if linear.available() else "torch"
+    if name == "native":
+        native.library()  # MachineError says what is missing
+    return name
+
+
+def frame_sizes(rows: int, *, linears: str, compiled: bool) -> tuple[int, ...]:
+    """The numbers of rows a frame may have, least first: at each, every operator gives the bits of `rows`.
+
+    Native linears do at any number; a compiled layer has one shape per size, so there they are few.
+    """
+    if linears != "native":
+        return (rows,)
+    if compiled:
+        return tuple(sorted({min(1 << i, rows) for i in range(rows.bit_length() + 1)}))
+    return tuple(range(1, rows + 1))
+
+
 def longest(config: EngineConfig, arch: zoo.Arch) -> int:
     """The longest context: what was asked for, or what the model was made for."""
     wanted = config.max_model_len or arch.max_positions
@@ -171,9 +196,11 @@ __all__ = [
     "Loaded",
     "count_pages",
     "fingerprint",
+    "frame_sizes",
     "load",
     "longest",
     "pick_device",
     "pick_dtype",
     "pick_kernel",
+    "pick_linear",
 ]

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -88,7 +89,7 @@ def demo(
     """Watch the model answer, then see whose bits depend on the load."""
     from samewise.demo import demo as show
 
-    if not show(Console(), lambda: _llm(model, device=device, dtype=dtype), max_tokens=max_tokens):
+    if not show(Console(), partial(_llm, model, device=device, dtype=dtype), max_tokens=max_tokens):
         raise typer.Exit(1)
 
 

@@ -15,6 +15,7 @@ from samewise.errors import BadParameter
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION = ("auto", "native", "torch", "triton")
+LINEAR = ("auto", "native", "torch")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -26,6 +27,7 @@ class EngineSettings(TypedDict, total=False):
     dtype: str
     device: str
     attention: str
+    linear: str
     compile: bool | None
     frame_rows: int | None
     proposer: str
@@ -45,8 +47,9 @@ class EngineConfig:
     model: `smollm2` (built in), a folder of safetensors, a hub id (with `revision`) or a GGUF file.
     dtype: `auto` is the checkpoint's on CUDA and float32 on CPU.
     attention: which kernel; `auto` is `triton` on CUDA, and on CPU `native` where there is a compiler.
+    linear: which linears; `auto` is torch's own on CUDA, and on CPU `native` where there is a compiler.
     compile: compile each layer; by default on CUDA only.
-    frame_rows: rows of a frame, T; 128 on CUDA, 16 on CPU.
+    frame_rows: rows of a frame, T; 128 on CUDA, on CPU 32 (16 with torch's own linears).
     proposer: who guesses; the output does not depend on it.
     max_num_seqs, max_queued: how many requests run together, and how many may wait.
     max_model_len: longest context; by default what the model was made for.
@@ -61,6 +64,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
+    linear: str = "auto"
     compile: bool | None = None
     frame_rows: int | None = None
     proposer: str = "none"
@@ -76,6 +80,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, DEVICES)
         _one_of("attention", self.attention, ATTENTION)
+        _one_of("linear", self.linear, LINEAR)
         _whole("max_num_seqs", self.max_num_seqs, 1, 65536)
         if self.frame_rows is not None:
             _whole("frame_rows", self.frame_rows, 1, 4096)

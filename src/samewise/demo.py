@@ -36,8 +36,11 @@ class Outcome:
     digest: str
 
 
-def demo(console: Console, make: Callable[[], LLM], *, max_tokens: int = 32) -> bool:
-    """Show it. Returns whether verified decoding gave one digest throughout."""
+def demo(console: Console, make: Callable[..., LLM], *, max_tokens: int = 32) -> bool:
+    """Show it. Returns whether verified decoding gave one digest throughout.
+
+    Ordinary decoding is what everybody does: dynamic batching over torch's own linears.
+    """
     with console.status("loading the model and proving the frame property …"):
         llm = make()
     report = llm.engine.report
@@ -46,7 +49,9 @@ def demo(console: Console, make: Callable[[], LLM], *, max_tokens: int = 32) -> 
         f"in {report.seconds:.1f} s\n"
     )
     _stream(console, llm)
-    outcomes = _all(console, llm, max_tokens)
+    with console.status("loading it again, with torch's own linears, for ordinary decoding …"):
+        ordinary = make(linear="torch")
+    outcomes = _all(console, {"ordinary": ordinary, "verified": llm}, max_tokens)
     console.print(_table(outcomes))
     counts = {way: len({o.digest for o in found.values()}) for way, found in outcomes.items()}
     console.print(
@@ -64,16 +69,16 @@ def _stream(console: Console, llm: LLM) -> None:
     console.print("\n")
 
 
-def _all(console: Console, llm: LLM, max_tokens: int) -> dict[str, dict[str, Outcome]]:
+def _all(console: Console, ways: dict[str, LLM], max_tokens: int) -> dict[str, dict[str, Outcome]]:
     """Every situation, each way, with a line of progress for each."""
-    outcomes: dict[str, dict[str, Outcome]] = {"ordinary": {}, "verified": {}}
+    outcomes: dict[str, dict[str, Outcome]] = {way: {} for way in ways}
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(SITUATIONS) * 2)
         for way, found in outcomes.items():
             for situation in SITUATIONS:
                 progress.update(task, description=f"asking {situation}, {way} decoding")
-                found[situation] = _ask(llm, situation, verify=way == "verified", max_tokens=max_tokens)
+                found[situation] = _ask(ways[way], situation, verify=way == "verified", max_tokens=max_tokens)
                 progress.advance(task)
     return outcomes
 

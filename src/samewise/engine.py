@@ -25,16 +25,18 @@ from samewise.assemble import (
     Loaded,
     count_pages,
     fingerprint,
+    frame_sizes,
     load,
     longest,
     pick_device,
     pick_kernel,
+    pick_linear,
 )
 from samewise.config import EngineConfig
 from samewise.contract import Contract
 from samewise.errors import BadParameter, BadPrompt, CallerError, GuaranteeLost
 from samewise.judge import trust
-from samewise.model import zoo
+from samewise.model import linear, zoo
 from samewise.model.attention import PAGE
 from samewise.model.folder import read_tensors
 from samewise.model.rope import pin_rope
@@ -82,7 +84,8 @@ class Engine:
         self._switches = numerics.settle(device)
         arch = loaded.arch
         self.max_model_len = longest(config, arch)
-        self.frame_rows = config.frame_rows or FRAME_ROWS[device.type]
+        self.linears = pick_linear(config.linear, device)
+        self.frame_rows = config.frame_rows or FRAME_ROWS["cuda" if device.type == "cuda" else self.linears]
         kernel = pick_kernel(config.attention, device)
         compiled = device.type == "cuda" if config.compile is None else config.compile
         loaded.model.to(device)
@@ -90,14 +93,16 @@ class Engine:
             zoo.stack_siblings(loaded.model)
         model = zoo.twin(loaded.model)  # modules of its own: another engine may run on the same weights
         rope = pin_rope(model, self.max_model_len)
-        operators = check_linears(model, self.frame_rows, self._where())
+        if self.linears == "native":
+            zoo.pack_linears(model)
+        operators = check_linears(model, self.frame_rows, self._where() | {"linear": self._linear_name()})
         num_pages = count_pages(config, arch, self.max_model_len, device)
         self.runner = Runner(
             model,
             arch,
             kernel,
             num_pages=num_pages,
-            frame_rows=self.frame_rows,
+            sizes=frame_sizes(self.frame_rows, linears=self.linears, compiled=compiled),
             max_rows=config.max_num_seqs,
             max_model_len=self.max_model_len,
             dtype=next(model.parameters()).dtype,
@@ -117,6 +122,7 @@ class Engine:
             num_pages=num_pages,
             page=PAGE,
             frame_rows=self.frame_rows,
+            frame_sizes=self.runner.sizes,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
             vocab=arch.vocab,
@@ -267,6 +273,8 @@ class Engine:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
+        if self.linears == "native":
+            zoo.pack_linears(self.runner.model)
         version = zoo.touch_weights(self.loaded.model)
         self._facts["weights"] = fingerprint(self.runner.model)
         self._certify()
@@ -295,11 +303,15 @@ class Engine:
             "date": self.config.date or "none",
             "dtype": str(next(runner.model.parameters()).dtype).removeprefix("torch."),
             "frame rows": str(self.frame_rows),
+            "linear": self._linear_name(),
             "page": str(PAGE),
             "probe": self.report.digest,
         }  # fmt: skip
         self.contract = Contract.of(facts)
         log.info("contract %s, certified by %d frames", self.contract, self.report.frames)
+
+    def _linear_name(self) -> str:
+        return linear.name() if self.linears == "native" else "torch"
 
     def _where(self) -> dict[str, str]:
         """The machine and its libraries, as far as bits may depend on them."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -25,8 +25,9 @@ from torch import nn
 from samewise import machine
 from samewise.errors import GuaranteeLost
 from samewise.model.attention import PAGE
+from samewise.model.linear import multiply, plain
 from samewise.model.zoo import FrameLinear
-from samewise.run.batch import Batch
+from samewise.run.batch import Batch, Tray
 from samewise.run.frame import pack_frame
 from samewise.run.runner import Runner
 from samewise.types import Sampling, Span
@@ -90,8 +91,10 @@ def probe(runner: Runner, *, max_model_len: int, operators: int = 0) -> Report:
     reference = plan.reading(alone=True)
     truth = _read(runner, reference, compiled=True)
     count = len(reference.frames)
-    for _ in range(READINGS):
-        other = plan.reading(alone=False)
+    others = [plan.reading(alone=False) for _ in range(READINGS)]
+    if len(runner.sizes) > 1:
+        others.append(plan.in_pieces(_spread(runner.sizes)))
+    for other in others:
         count += len(other.frames)
         if not torch.equal(_bits(truth), _bits(_read(runner, other, compiled=True))):
             _accuse(runner, reference, other)
@@ -127,6 +130,17 @@ class _Plan:
             start += length
         return Reading(tuple(frames))
 
+    def in_pieces(self, sizes: Sequence[int]) -> Reading:
+        """The text in pieces of these lengths, one a frame, as long as it lasts."""
+        frames, start = [], 0
+        for size in (*sizes, len(self._text)):
+            length = min(size, self._rows, len(self._text) - start)
+            if length:
+                span = self._span(self._text[start : start + length], start, self._pages)
+                frames.append(((span,), 0, length))
+            start += length
+        return Reading(tuple(frames))
+
     def _company(self, rows: int) -> list[Span]:
         spans = []
         while rows:
@@ -146,10 +160,23 @@ def _read(runner: Runner, reading: Reading, *, compiled: bool) -> torch.Tensor:
     """Logits [text, V] of the known text, read this way."""
     found = []
     for spans, first, length in reading.frames:
-        batch: Batch = pack_frame(list(spans), runner.tray)
+        batch: Batch = pack_frame(list(spans), _tray(runner, spans))
         logits = runner.frame(batch) if compiled else runner.eager(batch)
         found.append(logits[first : first + length].float().cpu())  # waits: the tray may be filled again
     return torch.cat(found)
+
+
+def _tray(runner: Runner, spans: tuple[Span, ...]) -> Tray:
+    return runner.frame_tray(sum(len(span.inputs) for span in spans))
+
+
+def _spread(sizes: Sequence[int]) -> list[int]:
+    """Some of the sizes, from the least on, each about double the one before."""
+    found = [sizes[0]]
+    for size in sizes:
+        if size >= 2 * found[-1]:
+            found.append(size)
+    return found
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
@@ -179,6 +206,7 @@ def _trace(runner: Runner, reading: Reading) -> list[tuple[str, torch.Tensor, to
     order: list[str] = []
     found: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     place: tuple[int, int] = (0, 0)
+    rows = 0
 
     def note(name: str, given: torch.Tensor, answer: torch.Tensor) -> None:
         if name not in found:
@@ -186,13 +214,13 @@ def _trace(runner: Runner, reading: Reading) -> list[tuple[str, torch.Tensor, to
             found[name] = ([], [])
         first, length = place
         for values, kept in zip((given, answer), found[name], strict=True):
-            rows = values[0] if values.shape[1] == runner.frame_rows else values[0].transpose(0, 1)
-            kept.append(_bits(rows[first : first + length].clone()).flatten(1))
+            by_row = values[0] if values.shape[1] == rows else values[0].transpose(0, 1)
+            kept.append(_bits(by_row[first : first + length].clone()).flatten(1))
 
     def hook(name: str) -> Any:
         def record(_: nn.Module, given: tuple[Any, ...], answer: Any) -> None:
             tensors = [x for x in (*given[:1], answer) if isinstance(x, torch.Tensor) and x.dim() >= 3]
-            if len(tensors) == 2 and all(runner.frame_rows in x.shape[1:3] for x in tensors):
+            if len(tensors) == 2 and all(rows in x.shape[1:3] for x in tensors):
                 note(name, tensors[0], tensors[1])
 
         return record
@@ -202,7 +230,8 @@ def _trace(runner: Runner, reading: Reading) -> list[tuple[str, torch.Tensor, to
     try:
         for spans, first, length in reading.frames:
             place = (first, length)
-            runner.eager(pack_frame(list(spans), runner.tray)).cpu()
+            rows = runner.frame_tray(sum(len(span.inputs) for span in spans)).num_rows
+            runner.eager(pack_frame(list(spans), runner.tray(rows))).cpu()
     finally:
         for handle in handles:
             handle.remove()
@@ -232,11 +261,23 @@ def _check_linear(
     if linear.bias is not None:  # a part is tried as the whole it is cut from
         swap["bias"] = torch.zeros(out, device=device, dtype=dtype)
 
+    native = plain(weight) if getattr(linear, "packed", None) is not None else None
+
     def run(inputs: torch.Tensor) -> torch.Tensor:
-        answer: torch.Tensor = torch.func.functional_call(linear, swap, (inputs,))
+        answer: torch.Tensor = (
+            torch.func.functional_call(linear, swap, (inputs,))
+            if native is None
+            else multiply(inputs, native, swap.get("bias"))
+        )
         return _bits(answer[0])
 
     expected = run(x)
+    for size in range(1, rows) if native is not None else ():
+        if not torch.equal(run(x[:, :size]), expected[:size]):
+            raise GuaranteeLost(
+                f"the operator {name} ({out}×{width}, {dtype}) gives other bits at {size} rows than "
+                f'at {rows}. The engine will not start. Try linear="torch"'
+            )
     for shift in sorted({1 % rows, rows // 2, rows - 1}):
         if not torch.equal(run(x.roll(shift, 1)), expected.roll(shift, 0)):
             raise GuaranteeLost(

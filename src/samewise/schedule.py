@@ -9,7 +9,7 @@ bits. The oldest can always take what it needs, and a request that could never f
 from __future__ import annotations
 
 from array import array
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -28,6 +28,7 @@ class Limits:
     frame_rows: int
     max_num_seqs: int
     max_model_len: int
+    frame_sizes: tuple[int, ...] = ()  # the rows a frame may have; by default exactly frame_rows
     vocab: int = 2**31
     max_draft: int = 16
     max_queued: int | None = None
@@ -217,9 +218,7 @@ class Scheduler:
             spans = [span for span in spans if span.seq_id in self._running]
             left = frame_rows - sum(len(span.inputs) for span in spans)
         if spans:
-            self.counts.frames += 1
-            self.counts.rows += frame_rows - left
-            self.counts.padded_rows += left
+            self._count_frame(frame_rows - left)
         return spans
 
     def spans_ahead(self, flying: list[Span]) -> list[Span]:
@@ -254,9 +253,7 @@ class Scheduler:
         for seq in served:
             seq.last_served = self._step
         if spans:
-            self.counts.frames += 1
-            self.counts.rows += frame_rows - left
-            self.counts.padded_rows += left
+            self._count_frame(frame_rows - left)
         return spans
 
     def _order(self) -> list[Sequence]:
@@ -427,6 +424,12 @@ class Scheduler:
             verdict.seq_id, verdict.tokens, verdict.logprobs, verdict.tops, seq.finish, seq.stop_id,
             verdict.scores, verdict.score_tops, seq.num_cached or 0, verdict.accepted,
         )  # fmt: skip
+
+    def _count_frame(self, rows: int) -> None:
+        sizes = self.limits.frame_sizes or (self.limits.frame_rows,)
+        self.counts.frames += 1
+        self.counts.rows += rows
+        self.counts.padded_rows += sizes[bisect_left(sizes, rows)] - rows
 
     def _count(self, verdict: Verdict) -> None:
         self.counts.guessed += verdict.guessed

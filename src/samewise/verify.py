@@ -24,7 +24,7 @@ from samewise.types import Sampling, Span, TopLogprobs, Truth, Verdict
 class _Found(NamedTuple):
     """A frame's answers, still on the device where they can be."""
 
-    packed: torch.Tensor  # [2, T] int32: tokens, and the bits of their log-probabilities
+    packed: torch.Tensor  # [2, R] int32: tokens, and the bits of their log-probabilities
     tops: dict[int, TopLogprobs]  # by row
     scores: list[float]  # of all targets, in the order of spans
     score_tops: list[TopLogprobs]
@@ -74,7 +74,7 @@ class Verifier:
         self._plain: Captured[None] | None = None
         if self.cuda:
             # A frame's logits always lie in the same buffer, so its plain choices can be captured too.
-            raw = runner.frame(pack_frame([], runner.tray))
+            raw = runner.frame(pack_frame([], runner.tray(runner.frame_rows)))
             self._plain = Captured(lambda: self._choose(raw, []), runner.device)
 
     @torch.inference_mode()
@@ -88,7 +88,7 @@ class Verifier:
             shape = (self._runner.frame_rows, self._runner.arch.vocab)
             raw = torch.empty(shape, dtype=self._runner.dtype, device=self._runner.device)
         else:  # the captured choices read a frame's own
-            raw = self._runner.frame(pack_frame([], self._runner.tray))
+            raw = self._runner.frame(pack_frame([], self._runner.tray(self._runner.frame_rows)))
         generator = torch.Generator(raw.device).manual_seed(0)
         block = torch.randn(raw.shape, generator=generator, device=raw.device, dtype=torch.float32) * 4
         raw.copy_(block)
@@ -120,7 +120,8 @@ class Verifier:
     def run(self, spans: list[Span]) -> _Found:
         """One frame: logits, choices, and whatever else was asked about its rows."""
         sampler = self._sampler
-        raw = self._runner.frame(pack_frame(spans, self._runner.tray))
+        size = sum(len(span.inputs) for span in spans)
+        raw = self._runner.frame(pack_frame(spans, self._runner.frame_tray(size)))
         draws = _draws(spans)
         rows, nums = _top_rows(spans)
         targeted = any(span.targets for span in spans)
@@ -131,16 +132,17 @@ class Verifier:
             self._choose(logits, draws)
         scores, score_tops = self._score(logits, spans) if targeted else ([], [])
         tops = dict(zip(rows, sampler.top(logits, rows, nums), strict=True)) if rows else {}
-        host = self._hosts[0]
+        host = self._hosts[0][:, : raw.shape[0]]
         self._hosts.reverse()
-        host.copy_(self._runner.picks, non_blocking=True)
+        host.copy_(self._runner.picks[:, : raw.shape[0]], non_blocking=True)
         return _Found(host, tops, scores, score_tops)
 
     def _choose(self, logits: torch.Tensor, draws: list[Draw]) -> None:
         """Every row's token, left where the next frame can take its inputs from."""
         picks = self._sampler.pick(logits, draws)
-        self._runner.picks[0].copy_(picks.tokens)
-        self._runner.picks[1].copy_(picks.logprobs.view(torch.int32))
+        rows = picks.tokens.shape[0]
+        self._runner.picks[0, :rows].copy_(picks.tokens)
+        self._runner.picks[1, :rows].copy_(picks.logprobs.view(torch.int32))
 
     def _score(self, logits: torch.Tensor, spans: list[Span]) -> tuple[list[float], list[TopLogprobs]]:
         rows: list[int] = []

@@ -124,7 +124,7 @@ def frames(engine, tokens: list[int], chunk: int) -> torch.Tensor:
     for start in range(0, len(tokens), chunk):
         inputs = tuple(tokens[start : start + chunk])
         span = Span(0, start, inputs, len(inputs), pages, Sampling(), tokens, len(tokens))
-        logits = engine.runner.frame(pack_frame([span], engine.runner.tray))
+        logits = engine.runner.frame(pack_frame([span], engine.runner.frame_tray(len(span.inputs))))
         found.append(logits[: len(inputs)].clone())
     return torch.cat(found)
 

@@ -16,8 +16,11 @@ def wide(request, one_thread):
 
 
 def logprobs(setup, cases, *, others):
-    """Log-probability bits of the cases, beside others that generate all the while."""
-    engine = setup.engine(overrides=WIDE, enable_prefix_caching=False)
+    """Log-probability bits of the cases, beside others that generate all the while.
+
+    With torch's own linears, as everybody has them: the native ones keep their bits at any batch size.
+    """
+    engine = setup.engine(overrides=WIDE, enable_prefix_caching=False, linear="torch")
     strangers = company(others, most=40, verify=cases[0].verify)
     heard = play(engine, [*strangers, *cases], arrivals=[0] * others + [4] * len(cases))
     return [(one.tokens, one.logprobs) for one in heard[others:]]

@@ -11,7 +11,8 @@ every linear is wrapped once. Nothing is patched while running: context comes in
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from transformers.utils import logging
 
 from samewise.errors import UnsupportedModel
 from samewise.model.attention import Kernel, LayerKV, Rows
+from samewise.model.linear import Packed, multiply, pack
 from samewise.model.refuse import refuse
 from samewise.model.rope import pin_rope
 from samewise.model.weights import Source, weight_files
@@ -202,11 +204,13 @@ class Part(NamedTuple):
 class FrameLinear(nn.Linear):
     """A linear under the frame rule: in a frame it is always given the canonical number of rows.
 
-    The one place where an operator may run in another form than its own: here, as a part of a wider
-    product where the compiler merges those. Shares the weights of the linear it replaces.
+    The one place where an operator may run in another form than its own: as a part of a wider product where
+    the compiler merges those, or from packed weights that are exactly its own, whose bits do not depend on
+    the number of rows. Shares the weights of the linear it replaces.
     """
 
     part: Part | None
+    packed: Packed | None
 
     @classmethod
     def around(cls, linear: nn.Linear) -> FrameLinear:
@@ -214,14 +218,34 @@ class FrameLinear(nn.Linear):
         wrapped = cls.__new__(cls)
         wrapped.__dict__ = linear.__dict__
         wrapped.part = None
+        wrapped.packed = None
         return wrapped
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x W' + b, by itself or cut from the product it is a part of."""
+        """x W' + b: by itself, from packed weights, or cut from the product it is a part of."""
+        packed = self.packed
+        if packed is not None:
+            if torch.compiler.is_compiling():
+                found: torch.Tensor = torch.ops.samewise.linear(
+                    x, list(packed.tensors), self.bias, packed.form, packed.outputs
+                )
+                return found
+            return multiply(x, packed, self.bias)
         part = self.part
         if part is None or not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
         return F.linear(x, part.weight, part.bias)[..., part.start : part.stop]
+
+
+def pack_linears(model: nn.Module, how: Callable[[torch.Tensor], Packed | None] = pack) -> Counter[str]:
+    """Let every linear of these modules run from packed weights. Returns how many took which form."""
+    forms: Counter[str] = Counter()
+    for module in model.modules():
+        if isinstance(module, FrameLinear):
+            module.packed = how(module.weight)
+            if module.packed is not None:
+                forms[module.packed.form] += 1
+    return forms
 
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -373,6 +397,7 @@ __all__ = [
     "attend",
     "layer_list",
     "load",
+    "pack_linears",
     "read_config",
     "seat",
     "stack_siblings",

@@ -34,7 +34,7 @@ class Decode:
         """The next token of every ask, by regular decoding."""
         if not asks:
             return []
-        logits = self._runner.fast(pack_fast(asks, self._runner.fast_tray(len(asks)))).float()
+        logits = self._runner.fast(pack_fast(asks, self._runner.tray(len(asks)))).float()
         if self._perturb is not None:
             logits = self._perturb(logits)
         picks = self._sampler.pick(logits, _draws(asks))

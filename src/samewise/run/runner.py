@@ -1,11 +1,12 @@
 """Runner: owns the modules, the KV tensors, the trays and the graphs. A batch in, logits out.
 
-Two ways through the same modules: `frame`, always at the canonical number of rows, compiled and
-captured where asked; and `fast`, at however many rows are live. Only a frame's logits are the truth.
+Two ways through the same modules: `frame`, at one of the sizes that all give the canonical bits, compiled
+and captured where asked; and `fast`, at however many rows are live. Only a frame's logits are the truth.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,7 +43,7 @@ class Runner:
         kernel: Kernel,
         *,
         num_pages: int,
-        frame_rows: int,
+        sizes: tuple[int, ...],
         max_rows: int,
         max_model_len: int,
         dtype: torch.dtype,
@@ -50,7 +51,8 @@ class Runner:
         compile: bool,  # noqa: A002 - the public name of the switch
     ) -> None:
         self.arch, self.kernel, self.device, self.dtype = arch, kernel, device, dtype
-        self.frame_rows = frame_rows
+        self.sizes = sizes
+        self.frame_rows = frame_rows = sizes[-1]
         self.model = model.to(device)
         self.store = KVStore(kernel, kv_shapes(arch), num_pages, dtype, device)
         seat(self.model, arch, kernel, self.store.layers)
@@ -60,18 +62,21 @@ class Runner:
         scratch = kernel.workspace_len(rows, max_model_len, -(-heads // dim), dim)
         self._workspace = torch.empty(scratch, dtype=torch.float32, device=device)
         self._max_pages = -(-max_model_len // PAGE) + 1
-        self.tray = Tray(frame_rows, frame_rows * self._max_pages, self._workspace, device)
         self._trays: dict[int, Tray] = {}
         self.picks = torch.zeros(2, frame_rows, dtype=torch.int32, device=device)
         """What the last frame answered: tokens, and the bits of their log-probabilities. The verifier
         writes it; the next frame may take its inputs from it without asking the host."""
         self.compiled = compile
         self._canonical = self._compile() if compile else self.model
-        self._graph: Captured[torch.Tensor] | None = None
+        self._graphs: dict[int, Captured[torch.Tensor]] = {}
         self._warm()
 
-    def fast_tray(self, num_rows: int) -> Tray:
-        """Staging for a fast pass of this many rows."""
+    def frame_tray(self, num_rows: int) -> Tray:
+        """Staging for a frame of at least this many rows: the smallest size that holds them."""
+        return self.tray(self.sizes[bisect_left(self.sizes, num_rows)])
+
+    def tray(self, num_rows: int) -> Tray:
+        """Staging for a pass of this many rows."""
         if num_rows not in self._trays:
             size = num_rows * self._max_pages
             self._trays[num_rows] = Tray(num_rows, size, self._workspace, self.device)
@@ -79,9 +84,10 @@ class Runner:
 
     @torch.inference_mode()
     def frame(self, batch: Batch) -> torch.Tensor:
-        """Logits [T, V] of a frame, in the model's dtype. Valid until the next frame."""
-        if self._graph is not None:
-            return self._graph()
+        """Logits [R, V] of a frame of one of the sizes, in the model's dtype. Valid until the next frame."""
+        graph = self._graphs.get(batch.num_rows)
+        if graph is not None:
+            return graph()
         guard: Any = nullcontext()
         if self.compiled:
             # Shapes are fixed and everything was compiled when the engine was built: guards need only tell
@@ -126,16 +132,22 @@ class Runner:
     @torch.inference_mode()
     def _warm(self) -> None:
         """Compile before anything else uses a layer, then capture. Padding rows only: no page is touched."""
-        batch = pack_frame([], self.tray)
-        if self.compiled:
-            import torch._dynamo.config as dynamo  # seconds to import, and only needed here
+        if not self.compiled and self.device.type != "cuda":
+            return
+        for size in reversed(self.sizes):
+            batch = pack_frame([], self.tray(size))
+            if self.compiled:
+                import torch._dynamo.config as dynamo  # seconds to import, and only needed here
 
-            # The limits count every engine of the process; reaching one must be an error, never eager.
-            limits: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
-            with dynamo.patch(fail_on_recompile_limit_hit=True, **limits):
-                self._pass(self._canonical, batch)
-        if self.device.type == "cuda":
-            self._graph = Captured(lambda: self._pass(self._canonical, batch), self.device)
+                # The limits count every engine of the process; reaching one must be an error, never eager.
+                limits: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
+                with dynamo.patch(fail_on_recompile_limit_hit=True, **limits):
+                    self._pass(self._canonical, batch)
+            if self.device.type == "cuda":
+                self._graphs[size] = self._capture(batch)
+
+    def _capture(self, batch: Batch) -> Captured[torch.Tensor]:
+        return Captured(lambda: self._pass(self._canonical, batch), self.device)
 
 
 __all__ = ["Runner", "kv_page_bytes", "kv_shapes"]

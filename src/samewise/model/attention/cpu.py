@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from samewise.errors import BadParameter
 from samewise.model.attention import PAGE, Kernel, LayerKV, Rows
-from samewise.model.attention.native import NativeKernel, available, register
+from samewise.model.attention.native import NativeKernel, register
+from samewise.model.native import available
 
 _log = logging.getLogger(__name__)
 _CALM = 1e4

@@ -18,23 +18,7 @@
 //
 // Layout: K pages [P, Hkv, D, 16] (16 keys are the lanes of a vector), V pages [P, Hkv, 16, D].
 
-#include <algorithm>
-#include <atomic>
-#include <cfenv>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <new>
-#include <type_traits>
-#include <utility>
-#include <vector>
-
-#if !defined(SAMEWISE_PORTABLE) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
-#include <immintrin.h>
-#elif !defined(SAMEWISE_PORTABLE) && defined(__aarch64__)
-#include <arm_neon.h>
-#endif
+#include "lanes.h"
 
 namespace {
 
@@ -43,128 +27,11 @@ constexpr int MAX_QUERIES = 48;                // queries of one tile: they shar
 constexpr int64_t MAX_SCORES = int64_t{2} << 20;  // floats of scores one thread may hold
 constexpr int64_t SMALL = 200'000;             // multiply-adds not worth waking another thread for
 
-// ---------------------------------------------------------------- sixteen lanes
-
-#if !defined(SAMEWISE_PORTABLE) && defined(__AVX512F__)
-constexpr int BLOCK = 12;  // queries whose sums fit in registers together
-struct Lanes { __m512 a; };
-inline Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline void store(float* p, Lanes x) { _mm512_storeu_ps(p, x.a); }
-inline Lanes splat(float x) { return {_mm512_set1_ps(x)}; }
-inline Lanes fma(Lanes x, Lanes y, Lanes z) { return {_mm512_fmadd_ps(x.a, y.a, z.a)}; }
-inline Lanes mul(Lanes x, Lanes y) { return {_mm512_mul_ps(x.a, y.a)}; }
-#elif !defined(SAMEWISE_PORTABLE) && defined(__AVX2__) && defined(__FMA__)
-constexpr int BLOCK = 6;
-struct Lanes { __m256 a, b; };
-inline Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, Lanes x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
-inline Lanes splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline Lanes fma(Lanes x, Lanes y, Lanes z) {
-    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
-}
-inline Lanes mul(Lanes x, Lanes y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
-#elif !defined(SAMEWISE_PORTABLE) && defined(__aarch64__)
-constexpr int BLOCK = 6;
-struct Lanes { float32x4_t a, b, c, d; };
-inline Lanes load(const float* p) {
-    return {vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)};
-}
-inline void store(float* p, Lanes x) {
-    vst1q_f32(p, x.a), vst1q_f32(p + 4, x.b), vst1q_f32(p + 8, x.c), vst1q_f32(p + 12, x.d);
-}
-inline Lanes splat(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x)}; }
-inline Lanes fma(Lanes x, Lanes y, Lanes z) {
-    return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b), vfmaq_f32(z.c, x.c, y.c),
-            vfmaq_f32(z.d, x.d, y.d)};
-}
-inline Lanes mul(Lanes x, Lanes y) {
-    return {vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b), vmulq_f32(x.c, y.c), vmulq_f32(x.d, y.d)};
-}
-#else
-constexpr int BLOCK = 2;
-struct Lanes { float a[16]; };
-inline Lanes load(const float* p) {
-    Lanes x;
-    std::memcpy(x.a, p, sizeof x.a);
-    return x;
-}
-inline void store(float* p, Lanes x) { std::memcpy(p, x.a, sizeof x.a); }
-inline Lanes splat(float s) {
-    Lanes x;
-    for (int j = 0; j < 16; j++) x.a[j] = s;
-    return x;
-}
-inline Lanes fma(Lanes x, Lanes y, Lanes z) {
-    for (int j = 0; j < 16; j++) z.a[j] = __builtin_fmaf(x.a[j], y.a[j], z.a[j]);
-    return z;
-}
-inline Lanes mul(Lanes x, Lanes y) {
-    for (int j = 0; j < 16; j++) x.a[j] = x.a[j] * y.a[j];
-    return x;
-}
-#endif
-
-// ---------------------------------------------------------------- element types
-
-inline uint32_t bits_of(float x) {
-    uint32_t b;
-    std::memcpy(&b, &x, 4);
-    return b;
-}
-inline float float_of(uint32_t b) {
-    float x;
-    std::memcpy(&x, &b, 4);
-    return x;
-}
-
-struct Float32 {
-    using Stored = float;
-    static float widen(float x) { return x; }
-    static float narrow(float x) { return x; }
-};
-
-struct BFloat16 {
-    using Stored = uint16_t;
-    static float widen(uint16_t h) { return float_of(uint32_t{h} << 16); }
-    static uint16_t narrow(float x) {
-        uint32_t b = bits_of(x);
-        if ((b & 0x7fffffff) > 0x7f800000) return uint16_t(b >> 16 | 0x40);  // keep NaN a NaN
-        return uint16_t((b + 0x7fff + (b >> 16 & 1)) >> 16);
-    }
-};
-
-struct Float16 {
-    using Stored = uint16_t;
-    static float widen(uint16_t h) {
-        uint32_t m = uint32_t(h & 0x7fff) << 13;
-        uint32_t normal = m + (112u << 23);
-        uint32_t small = bits_of(float_of(m + (113u << 23)) - float_of(113u << 23));  // subnormal or zero
-        uint32_t b = m < (1u << 23) ? small : m >= 0x0f800000 ? m | 0x7f800000 : normal;
-        return float_of(b | uint32_t(h & 0x8000) << 16);
-    }
-    static uint16_t narrow(float x) {
-        uint32_t b = bits_of(x), sign = b >> 16 & 0x8000;
-        b &= 0x7fffffff;
-        if (b > 0x7f800000) return uint16_t(sign | 0x7e00);
-        if (b >= 0x47800000) return uint16_t(sign | 0x7c00);
-        // One unit in the last place of 0.5f is the smallest float16: the addition does the rounding.
-        if (b < 0x38800000) return uint16_t(sign | (bits_of(float_of(b) + 0.5f) - 0x3f000000));
-        return uint16_t(sign | (b - (112u << 23) + 0xfff + (b >> 13 & 1)) >> 13);
-    }
-};
-
-template <class T>
-const float* widened(const typename T::Stored* x, int64_t n, float* room) {
-    if constexpr (std::is_same_v<T, Float32>) return x;
-    for (int64_t i = 0; i < n; i++) room[i] = T::widen(x[i]);
-    return room;
-}
-
 // ---------------------------------------------------------------- the call
 
 }  // namespace
 
-extern "C" struct Call {  // mirrored by `_Call` in native.py
+extern "C" struct Call {  // mirrored by `_Call` in attention/native.py
     const void *q, *k, *v;
     void *k_pages, *v_pages, *out;
     const int32_t *lengths, *slots, *page_start, *pages;
@@ -190,39 +57,6 @@ inline Range keys_of(const Call& c, int64_t row) {
 
 // Queries [begin, end) of a run of rows that share their pages; query x is row `row` + x / group.
 struct Tile { int64_t row, begin, end, first_page, end_page; };
-
-// ---------------------------------------------------------------- threads
-
-// Rounding and subnormals as IEEE says, whatever the host program chose for this thread.
-struct DefaultArithmetic {
-    std::fenv_t saved;
-    DefaultArithmetic() { std::fegetenv(&saved), std::fesetenv(FE_DFL_ENV); }
-    ~DefaultArithmetic() { std::fesetenv(&saved); }
-};
-
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
-// Call f(task, worker) for every task below `count`, each once, on at most `threads` workers.
-// The runtime is borrowed rather than linked: a second one would spin against the first.
-template <class F>
-void for_each(void* parallel, int64_t threads, int64_t count, F f) {
-    struct Shared {
-        F& f;
-        int64_t count;
-        std::atomic<int64_t> next{0}, workers{0};
-    } shared{f, count};
-    auto work = [](void* p) {
-        Shared& s = *static_cast<Shared*>(p);
-        DefaultArithmetic arithmetic;
-        int64_t worker = s.workers.fetch_add(1);
-        for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.f(i, worker);
-    };
-    threads = std::min(threads, count);
-    if (parallel == nullptr || threads <= 1)
-        work(&shared);
-    else
-        reinterpret_cast<Parallel>(parallel)(work, &shared, unsigned(threads), 0);
-}
 
 // ---------------------------------------------------------------- inner loops
 
@@ -485,19 +319,6 @@ Result check(const Call& c, const std::vector<Range>& runs) {
             if (c.pages[i] < 0 || c.pages[i] >= c.num_pages) return BAD_PAGE;
     }
     return DONE;
-}
-
-// Floats that outlive the call, so that a pass of many layers does not fault its pages in again and again.
-float* scratch(int64_t len) {
-    thread_local std::unique_ptr<float[]> room;
-    thread_local int64_t room_len = 0;
-    if (len > room_len) {
-        room_len = 0;
-        room.reset();
-        room.reset(new float[len]);
-        room_len = len;
-    }
-    return room.get();
 }
 
 template <class T>

@@ -1,0 +1,292 @@
+// What the CPU kernels share: sixteen lanes, element types, threads, scratch.
+//
+// Lanes hold sixteen float32 whatever the machine's vectors are, and an operation on them is the IEEE
+// operation on each: no bit depends on the instruction set.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cfenv>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#if !defined(SAMEWISE_PORTABLE) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
+#include <immintrin.h>
+#elif !defined(SAMEWISE_PORTABLE) && defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+// ---------------------------------------------------------------- sixteen lanes
+
+#if !defined(SAMEWISE_PORTABLE) && defined(__AVX512F__)
+constexpr int BLOCK = 12;  // queries whose sums fit in registers together
+using Part = __m512;  // the register lanes are kept in, and how many of them
+constexpr int PARTS = 1;
+inline Part load_part(const float* p) { return _mm512_loadu_ps(p); }
+inline Part fma_part(Part x, Part y, Part z) { return _mm512_fmadd_ps(x, y, z); }
+struct Lanes { __m512 a; };
+inline Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, Lanes x) { _mm512_storeu_ps(p, x.a); }
+inline Lanes splat(float x) { return {_mm512_set1_ps(x)}; }
+inline Lanes fma(Lanes x, Lanes y, Lanes z) { return {_mm512_fmadd_ps(x.a, y.a, z.a)}; }
+inline Lanes mul(Lanes x, Lanes y) { return {_mm512_mul_ps(x.a, y.a)}; }
+inline Lanes load_bytes(__m128i b) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b))}; }
+inline Lanes load_low(const uint8_t* p) {
+    return load_bytes(_mm_and_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8(15)));
+}
+inline Lanes load_high(const uint8_t* p) {
+    return load_bytes(
+        _mm_and_si128(_mm_srli_epi16(_mm_loadu_si128((const __m128i*)p), 4), _mm_set1_epi8(15)));
+}
+inline Lanes load_signed(const uint8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
+inline Lanes load_bf16(const uint16_t* p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+#elif !defined(SAMEWISE_PORTABLE) && defined(__AVX2__) && defined(__FMA__)
+constexpr int BLOCK = 6;
+using Part = __m256;
+constexpr int PARTS = 2;
+inline Part load_part(const float* p) { return _mm256_loadu_ps(p); }
+inline Part fma_part(Part x, Part y, Part z) { return _mm256_fmadd_ps(x, y, z); }
+struct Lanes { __m256 a, b; };
+inline Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, Lanes x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+inline Lanes splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Lanes fma(Lanes x, Lanes y, Lanes z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline Lanes mul(Lanes x, Lanes y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Lanes load_bytes(__m128i b) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(b)),
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(b, b)))};
+}
+inline Lanes load_low(const uint8_t* p) {
+    return load_bytes(_mm_and_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8(15)));
+}
+inline Lanes load_high(const uint8_t* p) {
+    return load_bytes(
+        _mm_and_si128(_mm_srli_epi16(_mm_loadu_si128((const __m128i*)p), 4), _mm_set1_epi8(15)));
+}
+inline Lanes load_signed(const uint8_t* p) {
+    __m128i b = _mm_loadu_si128((const __m128i*)p);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(b, b)))};
+}
+inline Lanes load_bf16(const uint16_t* p) {
+    __m256i a = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+    __m256i b = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+}
+#elif !defined(SAMEWISE_PORTABLE) && defined(__aarch64__)
+constexpr int BLOCK = 6;
+using Part = float32x4_t;
+constexpr int PARTS = 4;
+inline Part load_part(const float* p) { return vld1q_f32(p); }
+inline Part fma_part(Part x, Part y, Part z) { return vfmaq_f32(z, x, y); }
+struct Lanes { float32x4_t a, b, c, d; };
+inline Lanes load(const float* p) {
+    return {vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)};
+}
+inline void store(float* p, Lanes x) {
+    vst1q_f32(p, x.a), vst1q_f32(p + 4, x.b), vst1q_f32(p + 8, x.c), vst1q_f32(p + 12, x.d);
+}
+inline Lanes splat(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x)}; }
+inline Lanes fma(Lanes x, Lanes y, Lanes z) {
+    return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b), vfmaq_f32(z.c, x.c, y.c),
+            vfmaq_f32(z.d, x.d, y.d)};
+}
+inline Lanes mul(Lanes x, Lanes y) {
+    return {vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b), vmulq_f32(x.c, y.c), vmulq_f32(x.d, y.d)};
+}
+#else
+constexpr int BLOCK = 2;
+struct Lanes { float a[16]; };
+using Part = Lanes;
+constexpr int PARTS = 1;
+inline Lanes load(const float* p) {
+    Lanes x;
+    std::memcpy(x.a, p, sizeof x.a);
+    return x;
+}
+inline void store(float* p, Lanes x) { std::memcpy(p, x.a, sizeof x.a); }
+inline Lanes splat(float s) {
+    Lanes x;
+    for (int j = 0; j < 16; j++) x.a[j] = s;
+    return x;
+}
+inline Lanes fma(Lanes x, Lanes y, Lanes z) {
+    for (int j = 0; j < 16; j++) z.a[j] = __builtin_fmaf(x.a[j], y.a[j], z.a[j]);
+    return z;
+}
+inline Part load_part(const float* p) { return load(p); }
+inline Part fma_part(Part x, Part y, Part z) { return fma(x, y, z); }
+inline Lanes mul(Lanes x, Lanes y) {
+    for (int j = 0; j < 16; j++) x.a[j] = x.a[j] * y.a[j];
+    return x;
+}
+#endif
+
+#if defined(SAMEWISE_PORTABLE) || !(defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
+template <class F>
+inline Lanes gather(F f) {
+    float x[16];
+    for (int j = 0; j < 16; j++) x[j] = f(j);
+    return load(x);
+}
+inline Lanes load_low(const uint8_t* p) {
+    return gather([=](int j) { return float(p[j] & 15); });
+}
+inline Lanes load_high(const uint8_t* p) {
+    return gather([=](int j) { return float(p[j] >> 4); });
+}
+inline Lanes load_signed(const uint8_t* p) {
+    return gather([=](int j) { return float(int8_t(p[j])); });
+}
+inline Lanes load_bf16(const uint16_t* p) {
+    return gather([=](int j) {
+        uint32_t b = uint32_t{p[j]} << 16;
+        float x;
+        std::memcpy(&x, &b, 4);
+        return x;
+    });
+}
+#endif
+
+// 16 -> 8 -> 4 -> 2 -> 1: lane j with lane j + half.
+#if !defined(SAMEWISE_PORTABLE) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
+inline float fold(Lanes x) {
+#if defined(__AVX512F__)
+    __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.a), 1));
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x.a), high);
+#else
+    __m256 eight = _mm256_add_ps(x.a, x.b);
+#endif
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+#else
+inline float fold(Lanes x) {
+    float v[16];
+    store(v, x);
+    for (int half = 8; half > 0; half /= 2)
+        for (int j = 0; j < half; j++) v[j] = v[j] + v[j + half];
+    return v[0];
+}
+#endif
+
+// ---------------------------------------------------------------- element types
+
+inline uint32_t bits_of(float x) {
+    uint32_t b;
+    std::memcpy(&b, &x, 4);
+    return b;
+}
+inline float float_of(uint32_t b) {
+    float x;
+    std::memcpy(&x, &b, 4);
+    return x;
+}
+
+struct Float32 {
+    using Stored = float;
+    static float widen(float x) { return x; }
+    static float narrow(float x) { return x; }
+};
+
+struct BFloat16 {
+    using Stored = uint16_t;
+    static float widen(uint16_t h) { return float_of(uint32_t{h} << 16); }
+    static uint16_t narrow(float x) {
+        uint32_t b = bits_of(x);
+        if ((b & 0x7fffffff) > 0x7f800000) return uint16_t(b >> 16 | 0x40);  // keep NaN a NaN
+        return uint16_t((b + 0x7fff + (b >> 16 & 1)) >> 16);
+    }
+};
+
+struct Float16 {
+    using Stored = uint16_t;
+    static float widen(uint16_t h) {
+        uint32_t m = uint32_t(h & 0x7fff) << 13;
+        uint32_t normal = m + (112u << 23);
+        uint32_t small = bits_of(float_of(m + (113u << 23)) - float_of(113u << 23));  // subnormal or zero
+        uint32_t b = m < (1u << 23) ? small : m >= 0x0f800000 ? m | 0x7f800000 : normal;
+        return float_of(b | uint32_t(h & 0x8000) << 16);
+    }
+    static uint16_t narrow(float x) {
+        uint32_t b = bits_of(x), sign = b >> 16 & 0x8000;
+        b &= 0x7fffffff;
+        if (b > 0x7f800000) return uint16_t(sign | 0x7e00);
+        if (b >= 0x47800000) return uint16_t(sign | 0x7c00);
+        // One unit in the last place of 0.5f is the smallest float16: the addition does the rounding.
+        if (b < 0x38800000) return uint16_t(sign | (bits_of(float_of(b) + 0.5f) - 0x3f000000));
+        return uint16_t(sign | (b - (112u << 23) + 0xfff + (b >> 13 & 1)) >> 13);
+    }
+};
+
+template <class T>
+const float* widened(const typename T::Stored* x, int64_t n, float* room) {
+    if constexpr (std::is_same_v<T, Float32>) return x;
+    for (int64_t i = 0; i < n; i++) room[i] = T::widen(x[i]);
+    return room;
+}
+
+// ---------------------------------------------------------------- threads
+
+// Rounding and subnormals as IEEE says, whatever the host program chose for this thread.
+struct DefaultArithmetic {
+    std::fenv_t saved;
+    DefaultArithmetic() { std::fegetenv(&saved), std::fesetenv(FE_DFL_ENV); }
+    ~DefaultArithmetic() { std::fesetenv(&saved); }
+};
+
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+// Call f(task, worker) for every task below `count`, each once, on at most `threads` workers.
+// The runtime is borrowed rather than linked: a second one would spin against the first.
+template <class F>
+void for_each(void* parallel, int64_t threads, int64_t count, F f) {
+    struct Shared {
+        F& f;
+        int64_t count;
+        std::atomic<int64_t> next{0}, workers{0};
+    } shared{f, count};
+    auto work = [](void* p) {
+        Shared& s = *static_cast<Shared*>(p);
+        DefaultArithmetic arithmetic;
+        int64_t worker = s.workers.fetch_add(1);
+        for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.f(i, worker);
+    };
+    threads = std::min(threads, count);
+    if (parallel == nullptr || threads <= 1)
+        work(&shared);
+    else
+        reinterpret_cast<Parallel>(parallel)(work, &shared, unsigned(threads), 0);
+}
+
+// Floats that outlive the call, so that a pass of many layers does not fault its pages in again and again.
+float* scratch(int64_t len) {
+    thread_local std::unique_ptr<float[]> room;
+    thread_local int64_t room_len = 0;
+    if (len > room_len) {
+        room_len = 0;
+        room.reset();
+        room.reset(new float[len]);
+        room_len = len;
+    }
+    return room.get();
+}
+
+}  // namespace
