@@ -56,6 +56,7 @@ class _Choice:
     finish: str | None = None
     stop_reason: int | str | None = None
     accepted: int = 0
+    guessed: int = 0
 
 
 class Answer:
@@ -96,6 +97,7 @@ class Answer:
         choice.tops += tops
         choice.text += text
         choice.accepted += delta.accepted
+        choice.guessed += delta.guessed
         choice.finish, choice.stop_reason = finish, stop
         if self.finished:
             self._finished = time.monotonic()
@@ -122,6 +124,7 @@ class Answer:
                 self._finished,
                 ended,
                 sum(choice.accepted for choice in self.choices),
+                sum(choice.guessed for choice in self.choices),
             ),
         )
 
@@ -272,6 +275,7 @@ class Desk:
             verify=params.verify,
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             salt=salt,
+            share=answer.asked.params.share,
             leader=answer.choices[0].engine_id if index else None,
         )
         choice = _Choice(index, engine_id, self._stream(asked))

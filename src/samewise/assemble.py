@@ -5,7 +5,7 @@ Decides everything an engine needs before it exists. Measures nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
@@ -150,6 +150,52 @@ def frame_sizes(rows: int, *, linears: str, compiled: bool) -> tuple[int, ...]:
     return tuple(range(1, rows + 1))
 
 
+def cheaper(
+    name: str, model: nn.Module, device: torch.device
+) -> Callable[[torch.Tensor], linear.Packed | None] | None:
+    """How `decode` should keep its own copy of a weight, or None: with the weights that are there.
+
+    On a CPU, `auto` is eight bits where the weights take more; a weight that would not shrink is shared.
+    """
+    if name in ("int8", "int4", "fp8") and (name == "fp8") != (device.type == "cuda"):
+        raise BadParameter(f"draft_weights={name!r} does not run on {device.type}; use 'auto' or 'same'")
+    linears = [m for m in model.modules() if isinstance(m, zoo.FrameLinear)]
+    if name == "same" or device.type == "cuda" or any(m.packed is None for m in linears):
+        return None
+    read = sum(m.packed.num_bytes for m in linears if m.packed is not None)
+    weights = sum(m.weight.numel() for m in linears)
+    form = {"auto": "int8"}.get(name, name)
+    if name == "auto" and read < 1.5 * weights:
+        return None
+    exact = {m.weight.data_ptr(): m.packed for m in linears}
+
+    def smaller(weight: torch.Tensor) -> linear.Packed | None:
+        packed, quantised = exact[weight.data_ptr()], linear.quantise(weight, form)
+        if quantised is None or (packed is not None and packed.num_bytes <= quantised.num_bytes):
+            return packed
+        return quantised
+
+    return smaller
+
+
+def refuse_other_vocabulary(loaded: Loaded, draft: Loaded, name: str) -> None:
+    """Raise BadParameter unless a draft model's tokens are the model's tokens."""
+    if loaded.arch.vocab != draft.arch.vocab:
+        raise BadParameter(
+            f"draft_model={name!r} has a vocabulary of {draft.arch.vocab}, the model one of "
+            f"{loaded.arch.vocab}; a draft model must have the same"
+        )
+    if loaded.tokenizer is None or draft.tokenizer is None:
+        return
+    own, other = loaded.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    wrong = next((token for token, i in own.items() if other.get(token) != i), None)
+    if wrong is not None or len(own) != len(other):
+        told = f"{wrong!r} is {own.get(wrong)} here and {other.get(wrong)} there" if wrong else "its size"
+        raise BadParameter(
+            f"draft_model={name!r} has another vocabulary ({told}); a draft model must have the same"
+        )
+
+
 def longest(config: EngineConfig, arch: zoo.Arch) -> int:
     """The longest context: what was asked for, or what the model was made for."""
     wanted = config.max_model_len or arch.max_positions
@@ -194,6 +240,7 @@ def _free_bytes(device: torch.device) -> int:
 __all__ = [
     "FRAME_ROWS",
     "Loaded",
+    "cheaper",
     "count_pages",
     "fingerprint",
     "frame_sizes",
@@ -203,4 +250,5 @@ __all__ = [
     "pick_dtype",
     "pick_kernel",
     "pick_linear",
+    "refuse_other_vocabulary",
 ]

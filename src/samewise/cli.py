@@ -1,4 +1,4 @@
-"""The command line: demo, generate, chat, probe."""
+"""The command line: demo, generate, chat, probe, bench."""
 
 from __future__ import annotations
 
@@ -216,6 +216,75 @@ def probe(
         f"[green]holds[/]: {report.frames} frames at {llm.engine.frame_rows} rows and {report.operators} "
         f"shapes of linear gave the same bits at every place and in any company ({report.seconds:.1f} s)"
     )
+
+
+@app.command()
+def bench(
+    model: Model = "smollm2",
+    proposers: Annotated[
+        str, typer.Option(help="Comma-separated: auto, none, ngram, decode, model, ngram+decode, unverified.")
+    ] = "none,ngram,auto",
+    batches: Annotated[str, typer.Option("--batch", help="Requests at once, comma-separated.")] = "1,8",
+    repeats: Annotated[int, typer.Option(help="Interleaved runs of everything.", min=1)] = 3,
+    max_tokens: MaxTokens = 96,
+    workload: Annotated[
+        Optional[Path], typer.Option(help="A file in Spec-Bench's format; default: the project's own set.")
+    ] = None,
+    tasks: Annotated[str, typer.Option(help="Only these tasks, comma-separated.")] = "",
+    limit: Annotated[int, typer.Option(help="Questions per task; 0: all.", min=0)] = 2,
+    synthetic: Annotated[Optional[int], typer.Option(help="Random prompts of this length instead.")] = None,
+    rate: Annotated[Optional[float], typer.Option(help="Requests per second; default: all at once.")] = None,
+    verified: Annotated[float, typer.Option(help="Share of requests verified.", min=0, max=1)] = 1.0,
+    inject: Annotated[
+        str, typer.Option(help="Mismatch rates, e.g. 0,0.01,0.1: draws what rolling back costs.")
+    ] = "",
+    peers: Annotated[
+        bool, typer.Option(help="Compare with transformers, and vLLM and llama.cpp if there.")
+    ] = True,
+    draft_model: Annotated[Optional[str], typer.Option(help="What `model` guesses with.")] = None,
+    draft_weights: Annotated[str, typer.Option(help="auto, same, int8, int4 or fp8.")] = "auto",
+    draft_tokens: Annotated[int, typer.Option(help="Most guesses before a replay.", min=1)] = 16,
+    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("bench-out"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    linear: Annotated[str, typer.Option(help="auto, native or torch.")] = "auto",
+    frame_rows: Rows = None,
+    compile_layers: Compile = None,
+    max_model_len: MaxLen = None,
+    kv_memory: KvMemory = None,
+) -> None:
+    """Measure proposers and peers side by side: a table, a picture, one last line of JSON.
+
+    [dim]samewise bench[/]
+    [dim]samewise bench --proposers auto --workload questions.jsonl --limit 5[/]
+    [dim]samewise bench --inject 0,0.01,0.05,0.2[/]
+    """
+    from samewise.bench.run import Plan, as_line
+    from samewise.bench.run import bench as measure
+    from samewise.config import EngineConfig
+
+    settings = {
+        "model": model, "device": device, "dtype": dtype, "linear": linear, "frame_rows": frame_rows,
+        "compile": compile_layers, "max_model_len": max_model_len, "kv_memory": kv_memory,
+        "draft_model": draft_model, "draft_weights": draft_weights, "draft_tokens": draft_tokens,
+    }  # fmt: skip
+    config = EngineConfig.of(**{name: value for name, value in settings.items() if value is not None})
+    plan = Plan(
+        _names(proposers), tuple(int(n) for n in _numbers("batch", batches)), repeats, max_tokens, verified,
+        workload, _names(tasks), limit or None, synthetic, rate, peers, _numbers("inject", inject), out,
+    )  # fmt: skip
+    typer.echo(as_line(measure(Console(), config, plan)))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in _names(text))
+    except ValueError:
+        raise typer.BadParameter(f"--{name} {text!r}: give numbers, comma-separated") from None
 
 
 def _llm(model: str, **settings: Any) -> LLM:

@@ -16,6 +16,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION = ("auto", "native", "torch", "triton")
 LINEAR = ("auto", "native", "torch")
+PROPOSERS = ("auto", "none", "ngram", "decode", "model")
+DRAFT_WEIGHTS = ("auto", "same", "int8", "int4", "fp8")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -31,6 +33,11 @@ class EngineSettings(TypedDict, total=False):
     compile: bool | None
     frame_rows: int | None
     proposer: str
+    draft_model: str | None
+    draft_tokens: int
+    draft_weights: str
+    verify_deadline: int
+    explain: bool
     max_num_seqs: int
     max_queued: int | None
     max_model_len: int | None
@@ -50,7 +57,14 @@ class EngineConfig:
     linear: which linears; `auto` is torch's own on CUDA, and on CPU `native` where there is a compiler.
     compile: compile each layer; by default on CUDA only.
     frame_rows: rows of a frame, T; 128 on CUDA, on CPU 32 (16 with torch's own linears).
-    proposer: who guesses; the output does not depend on it.
+    proposer: who guesses: `auto`, `none`, `ngram`, `decode`, `model`, or several in turn (`ngram+decode`).
+        The output does not depend on it.
+    draft_model: what `model` guesses with; named like `model`, with the same vocabulary.
+    draft_tokens: how many guesses at most before they are replayed.
+    draft_weights: what `decode` guesses with: the `same` weights, `int8` or `int4` (CPU), `fp8` (CUDA);
+        `auto` is int8 on a CPU where that is less to read, else the same.
+    verify_deadline: steps a finished draft may wait for others to share its frame.
+    explain: say on the log `samewise.auto` why each decision was made.
     max_num_seqs, max_queued: how many requests run together, and how many may wait.
     max_model_len: longest context; by default what the model was made for.
     kv_memory: bytes (`2**30`, `"1GiB"`) or a share of what is free (`0.5`, `"50%"`).
@@ -67,7 +81,12 @@ class EngineConfig:
     linear: str = "auto"
     compile: bool | None = None
     frame_rows: int | None = None
-    proposer: str = "none"
+    proposer: str = "auto"
+    draft_model: str | None = None
+    draft_tokens: int = 16
+    draft_weights: str = "auto"
+    verify_deadline: int = 4
+    explain: bool = False
     max_num_seqs: int = 128
     max_queued: int | None = None
     max_model_len: int | None = None
@@ -81,6 +100,16 @@ class EngineConfig:
         _one_of("device", self.device, DEVICES)
         _one_of("attention", self.attention, ATTENTION)
         _one_of("linear", self.linear, LINEAR)
+        for name in self.proposers:
+            _one_of("proposer", name, PROPOSERS)
+        if len(self.proposers) > 1 and {"auto", "none"} & set(self.proposers):
+            raise BadParameter(f"proposer={self.proposer!r}: auto and none stand alone")
+        if "model" in self.proposers and not self.draft_model:
+            raise BadParameter("proposer='model' needs draft_model: a smaller model of the same vocabulary")
+        _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
+        _whole("draft_tokens", self.draft_tokens, 1, 4096)
+        _whole("verify_deadline", self.verify_deadline, 0, 10**6)
+        _flag("explain", self.explain)
         _whole("max_num_seqs", self.max_num_seqs, 1, 65536)
         if self.frame_rows is not None:
             _whole("frame_rows", self.frame_rows, 1, 4096)
@@ -97,6 +126,11 @@ class EngineConfig:
             _flag("compile", self.compile)
         _day(self.date)
         memory(self.kv_memory)
+
+    @property
+    def proposers(self) -> list[str]:
+        """The names in `proposer`, in order."""
+        return str(self.proposer).split("+")
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from samewise import machine
 from samewise.assemble import (
     FRAME_ROWS,
     Loaded,
+    cheaper,
     count_pages,
     fingerprint,
     frame_sizes,
@@ -31,9 +32,11 @@ from samewise.assemble import (
     pick_device,
     pick_kernel,
     pick_linear,
+    refuse_other_vocabulary,
 )
 from samewise.config import EngineConfig
 from samewise.contract import Contract
+from samewise.costs import Frames
 from samewise.errors import BadParameter, BadPrompt, CallerError, GuaranteeLost
 from samewise.judge import trust
 from samewise.model import linear, zoo
@@ -41,13 +44,16 @@ from samewise.model.attention import PAGE
 from samewise.model.folder import read_tensors
 from samewise.model.rope import pin_rope
 from samewise.probe import Report, check_linears, probe
-from samewise.propose.base import Nothing, Proposer
+from samewise.propose.auto import Auto
+from samewise.propose.base import First, Nothing, Proposer
 from samewise.propose.decode import Decode
+from samewise.propose.model import READ_ROWS, DraftModel
+from samewise.propose.ngram import Ngram
 from samewise.run import numerics
 from samewise.run.runner import Runner
 from samewise.sampling import Sampler
 from samewise.schedule import Limits, Scheduler
-from samewise.types import Delta, Request, Sampling
+from samewise.types import Ask, Delta, Request, Sampling, Span
 from samewise.verify import Flight, Verifier
 
 log = logging.getLogger("samewise")
@@ -62,9 +68,78 @@ class Parts:
     runner: Runner
     sampler: Sampler
     vocab: int
+    config: EngineConfig = field(default_factory=EngineConfig)
+    frames: Frames = field(default_factory=lambda: Frames((1,)))
+    clock: Callable[[], float] = time.perf_counter
+    loaded: Loaded | None = None
+    max_model_len: int = 0
+    load: Callable[[EngineConfig], Loaded] = load
+
+    @property
+    def chain(self) -> int:
+        """Fast passes to launch before waiting: some where the device runs beside the host."""
+        return 4 if self.runner.device.type == "cuda" else 1
 
 
-PROPOSERS: dict[str, MakeProposer] = {"none": lambda _: Nothing()}
+def _decode(parts: Parts) -> Decode:
+    """Regular decoding, with cheaper weights where that is asked for or pays."""
+    runner, path = parts.runner, None
+    how = cheaper(parts.config.draft_weights, runner.model, runner.device)
+    if how is not None:
+        other = zoo.twin(runner.model)
+        if zoo.pack_linears(other, how):
+            path = runner.path(other)
+    return Decode(runner, parts.sampler, path=path, chain=parts.chain)
+
+
+def _model(parts: Parts) -> DraftModel:
+    """A draft model beside the model."""
+    assert parts.loaded is not None
+    config = replace(
+        parts.config, model=parts.config.draft_model or "", revision=None, max_model_len=None,
+        kv_memory=parts.config.kv_memory if parts.config.kv_memory is not None else 0.1,
+    )  # fmt: skip
+    draft = parts.load(config)
+    refuse_other_vocabulary(parts.loaded, draft, config.model)
+    device, runner = parts.runner.device, parts.runner
+    model = zoo.twin(draft.model.to(device))
+    longest_draft = min(parts.max_model_len, draft.arch.max_positions)
+    pin_rope(model, longest_draft)
+    if pick_linear(config.linear, device) == "native":
+        zoo.pack_linears(model)
+    num_pages = count_pages(config, draft.arch, longest_draft, device)
+    own = Runner(
+        model, draft.arch, runner.kernel, num_pages=num_pages, sizes=(READ_ROWS,),
+        max_rows=max(READ_ROWS, config.max_num_seqs), max_model_len=longest_draft,
+        dtype=next(model.parameters()).dtype, device=device, compile=False,
+    )  # fmt: skip
+    return DraftModel(own, parts.sampler, num_pages, longest_draft)
+
+
+def _auto(parts: Parts) -> Auto:
+    """All that could pay here: suffix matches, and a draft model and cheaper decoding if there are."""
+    config, runner = parts.config, parts.runner
+    drafters: list[Proposer] = [_model(parts)] if config.draft_model else []
+    if cheaper(config.draft_weights, runner.model, runner.device) is not None:
+        drafters.append(_decode(parts))
+    return Auto(
+        Ngram(), drafters, parts.frames, parts.clock, most=config.draft_tokens, explain=config.explain
+    )
+
+
+MAKERS: dict[str, MakeProposer] = {
+    "auto": _auto,
+    "decode": _decode,
+    "model": _model,
+    "ngram": lambda _: Ngram(),
+    "none": lambda _: Nothing(),
+}
+
+
+def _maker(config: EngineConfig) -> MakeProposer:
+    """How to build what a configuration names."""
+    makers = [MAKERS[name] for name in config.proposers]
+    return makers[0] if len(makers) == 1 else lambda parts: First([make(parts) for make in makers])
 
 
 class Engine:
@@ -77,8 +152,10 @@ class Engine:
         *,
         make_proposer: MakeProposer | None = None,
         ahead: bool | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         machine.settle()
+        self._clock = clock
         device = pick_device(config.device)
         self.config, self.loaded, self.device = config, loaded, device
         self._switches = numerics.settle(device)
@@ -114,10 +191,12 @@ class Engine:
         self.verifier = Verifier(
             self.runner, self.sampler, ahead=device.type == "cuda" if ahead is None else ahead
         )
-        self.fast = Decode(self.runner, self.sampler)
-        make = make_proposer or _known_proposer(config.proposer)
-        self.proposer = make(Parts(self.runner, self.sampler, arch.vocab))
-        self._guessing = not isinstance(self.proposer, Nothing)
+        self.frames = Frames(self.runner.sizes)
+        parts = Parts(
+            self.runner, self.sampler, arch.vocab, config, self.frames, clock, loaded, self.max_model_len
+        )
+        self.fast = Decode(self.runner, self.sampler, chain=parts.chain)
+        self.proposer = (make_proposer or _maker(config))(parts)
         limits = Limits(
             num_pages=num_pages,
             page=PAGE,
@@ -126,6 +205,8 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
             vocab=arch.vocab,
+            max_draft=config.draft_tokens,
+            deadline=config.verify_deadline,
             max_queued=config.max_queued,
             prefix_caching=config.enable_prefix_caching,
         )
@@ -133,6 +214,8 @@ class Engine:
         self._facts = dict(loaded.facts) | {"rope": rope or "as configured"}
         self._operators = operators
         self._flight: Flight | None = None
+        self._launched: list[float] = []  # when the frames in flight were
+        self._landed = 0.0
         self._held: list[Delta] = []  # published, not yet handed out
         self._next_id = 0
         self._stepped = self._waited = 0.0
@@ -154,36 +237,52 @@ class Engine:
         deltas, self._held = self._held + self._land(), []
         if ahead is None:
             self.scheduler.admit()
-            deltas += self._decode_unverified()
-            if self._guessing:
+            free = self.scheduler.asks(verified=False)
+            if not self.proposer.quiet:
                 self.scheduler.extend(self.proposer.propose(self.scheduler.asks(verified=True)))
             spans = self.scheduler.spans()
-            ahead = self.verifier.launch(spans) if spans else None
+            ahead = self._launch(spans) if spans else None
+            deltas += self._decode_unverified(free, {span.seq_id for span in spans})
         self._flight = ahead
         self._stepped += time.perf_counter() - began
         return deltas
 
     def _launch_ahead(self) -> Flight | None:
-        if self._flight is None or not self.verifier.ahead or self._guessing or self.scheduler.trusting:
+        if self._flight is None or not self.verifier.ahead or not self.proposer.quiet:
             return None
         self.scheduler.admit()
         spans = self.scheduler.spans_ahead(self._flight.spans)
-        return self.verifier.launch(spans) if spans else None
+        return self._launch(spans) if spans else None
+
+    def _launch(self, spans: list[Span]) -> Flight:
+        self._launched.append(self._clock())
+        return self.verifier.launch(spans)
 
     def _land(self) -> list[Delta]:
-        if self._flight is None:
+        flight = self._flight
+        if flight is None:
             return []
-        verdicts = self._flight.verdicts()
-        self._waited += self._flight.waited
+        launched = self._launched.pop(0)
+        # A frame that had to wait for the one before it began when that one landed.
+        began = max(launched, self._landed) if self.verifier.ahead else self._clock()
+        verdicts = flight.verdicts()
+        self._landed = self._clock()
+        self.frames.observe(sum(len(span.inputs) for span in flight.spans), self._landed - began)
+        self._waited += flight.waited
         self._flight = None
         self.proposer.observe(verdicts)
         return self._publish(self.scheduler.commit(verdicts))
 
-    def _decode_unverified(self) -> list[Delta]:
-        asks = self.scheduler.asks(verified=False)
+    def _decode_unverified(self, asks: list[Ask], riding: set[int]) -> list[Delta]:
+        """The fast path, for those who opted out and do not ride a frame this time."""
+        kv_lens = {
+            ask.seq_id: ask.kv_len
+            for ask in asks
+            if ask.seq_id not in riding and self.scheduler.is_running(ask.seq_id)
+        }
+        asks = [ask for ask in asks if ask.seq_id in kv_lens]
         if not asks:
             return []
-        kv_lens = {ask.seq_id: ask.kv_len for ask in asks}
         proposals = self.fast.propose(asks)
         return self._publish(self.scheduler.commit([trust(p, kv_lens[p.seq_id]) for p in proposals]))
 
@@ -206,14 +305,16 @@ class Engine:
         score_from: int | None = None,
         salt: bytes = b"",
         leader: int | None = None,
+        share: bool = True,
     ) -> int:
         """Queue a request and return its id. Refuses what could never run, and loses nothing by it."""
         self._refuse_uncertified()
         tokens = tuple(prompt)
         self.refuse_unknown(tokens)
         request = Request(
-            self._next_id, tokens, sampling, max_tokens, verify, prompt_logprobs, score_from, salt, leader
-        )
+            self._next_id, tokens, sampling, max_tokens, verify, prompt_logprobs, score_from, salt, leader,
+            share,
+        )  # fmt: skip
         self.scheduler.add(request)
         self._next_id += 1
         return request.id
@@ -325,8 +426,13 @@ class Engine:
         scheduler = self.scheduler
         counts = dataclasses.asdict(scheduler.counts)
         counts["tokens_per_frame"] = counts["output_tokens"] / max(1, counts["frames"])
+        counts["acceptance"] = counts["accepted"] / max(1, counts["guessed"])
+        counts["recomputed_share"] = counts["rolled_back"] / max(1, counts["guessed"])
+        decided = self.proposer.stats() if isinstance(self.proposer, Auto) else {}
         return counts | {
             "proposer": self.proposer.name,
+            "auto": decided,
+            "frame_seconds": self.frames.curve.table(),
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
             "pages": scheduler.limits.num_pages - 1,
@@ -344,12 +450,6 @@ def build(config: EngineConfig, *, make_proposer: MakeProposer | None = None) ->
     return Engine(load(config), config, make_proposer=make_proposer)
 
 
-def _known_proposer(name: str) -> MakeProposer:
-    if name not in PROPOSERS:
-        raise BadParameter(f"proposer={name!r}: choose one of {', '.join(sorted(PROPOSERS))}")
-    return PROPOSERS[name]
-
-
 def _refuse_misfits(tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if name not in own:
@@ -363,4 +463,4 @@ def _refuse_misfits(tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch
             )
 
 
-__all__ = ["PROPOSERS", "Engine", "MakeProposer", "Parts", "build"]
+__all__ = ["MAKERS", "Engine", "MakeProposer", "Parts", "build"]

@@ -37,6 +37,7 @@ def judge(span: Span, truth: Truth) -> Verdict:
         True,
         truth.scores,
         truth.score_tops,
+        span.drafter,
     )
 
 

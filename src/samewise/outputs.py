@@ -49,6 +49,12 @@ class RequestMetrics:
     finished_time: float | None
     num_output_tokens: int
     num_accepted_tokens: int
+    num_guessed_tokens: int = 0
+
+    @property
+    def num_rolled_back_tokens(self) -> int:
+        """Guesses that were wrong, or stood behind one that was."""
+        return self.num_guessed_tokens - self.num_accepted_tokens
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -55,6 +55,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     truncate_prompt_tokens: int | None = None  # keep this many of its last tokens
     verify: bool = True
+    share: bool = True  # guesses for others may be taken from this answer; False: kept to itself
 
     def __new__(cls, *_: object, **given: object) -> Self:
         """Refuse names that do not exist, before the dataclass would with less to say."""
@@ -204,6 +205,7 @@ _FLAGS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "verify",
+    "share",
 )
 _COUNTS = {  # name: (least, whether None will do)
     "n": (1, False),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from samewise.cache.pages import PagePool
@@ -31,8 +32,18 @@ class Limits:
     frame_sizes: tuple[int, ...] = ()  # the rows a frame may have; by default exactly frame_rows
     vocab: int = 2**31
     max_draft: int = 16
+    deadline: int = 4  # steps a finished draft may wait for others before it is replayed with fewer
     max_queued: int | None = None
     prefix_caching: bool = True
+
+
+@dataclass(slots=True)
+class Tally:
+    """How one drafter fared."""
+
+    drafts: int = 0
+    guessed: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -53,6 +64,7 @@ class Counts:
     guessed: int = 0
     accepted: int = 0
     rolled_back: int = 0
+    drafters: dict[str, Tally] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -163,14 +175,20 @@ class Scheduler:
                 break
         self._waiting[:0] = held_back
 
-    def asks(self, *, verified: bool) -> list[Ask]:
-        """Sequences past their prompt that could use guesses: those to be verified, or the others."""
+    def asks(self, *, verified: bool, but: Collection[int] = ()) -> list[Ask]:
+        """Sequences past their prompt that could use guesses: those to be verified, or the others.
+
+        A draft that is finished and waits for its frame is left alone; so is whoever is in `but`.
+        """
         if not verified and not self._unverified:
             return []
         asks: list[Ask] = []
         for seq in list(self._running.values()):
-            if seq.request.verify is verified and not seq.reading and seq.request.id in self._running:
-                room = self._room(seq) if verified else 1
+            request = seq.request
+            if request.verify is not verified or seq.reading or request.id in but:
+                continue
+            if request.id in self._running and (seq.open or not seq.draft):
+                room = self._room(seq) if verified else self._room_unverified(seq)
                 end = len(seq.tokens) + len(seq.draft) + room
                 if room > 0 and self._reserve(seq, end, force=not verified):
                     asks.append(_ask(seq, room))
@@ -186,27 +204,38 @@ class Scheduler:
         left = seq.most - len(seq.tokens) - len(seq.draft) - 1
         return min(left, self.limits.max_draft - len(seq.draft), self.limits.frame_rows - 1)
 
+    def _room_unverified(self, seq: Sequence) -> int:
+        """How many tokens it may take at once; one even where it is only to be told that it is done."""
+        return max(1, min(seq.most - len(seq.tokens), self.limits.max_draft))
+
     def extend(self, proposals: list[Proposal]) -> None:
         """Append guesses to drafts. What cannot be a guess is dropped, whatever a proposer says."""
         vocab = self.limits.vocab
+        for live in self._running.values():
+            live.open = False
         for proposal in proposals:
             seq = self._running.get(proposal.seq_id)
             if seq is None or seq.reading or not seq.request.verify:
                 continue
+            if not seq.draft:
+                seq.drafter = proposal.drafter
             for token in proposal.tokens[: max(0, self._room(seq))]:
                 if not 0 <= token < vocab:
                     break
                 seq.draft.append(token)
+            seq.open = proposal.more and self._room(seq) > 0 and bool(seq.draft) and not _ends(seq)
 
     def spans(self) -> list[Span]:
-        """The next frame, at most `frame_rows` rows. Empty when nothing needs a replay."""
+        """The next frame, at most `frame_rows` rows. Empty when nothing needs a replay yet."""
+        if not self._due():
+            return []
         left = frame_rows = self.limits.frame_rows
         step, spans = self._step, []
         for seq in self._order():
             if left == 0:
                 break
             known = len(seq.tokens) - seq.kv_len
-            if known == 1 and not seq.request.verify:
+            if seq.open or (known == 1 and not seq.request.verify):
                 continue
             rows = self._fit(seq, min(left, known + len(seq.draft)))
             if rows:
@@ -217,9 +246,40 @@ class Scheduler:
             # Growing an older sequence preempted a younger one that may have been placed already.
             spans = [span for span in spans if span.seq_id in self._running]
             left = frame_rows - sum(len(span.inputs) for span in spans)
+        if spans and self._unverified:
+            riders = self._riders(left)
+            spans += riders
+            left -= len(riders)
         if spans:
             self._count_frame(frame_rows - left)
         return spans
+
+    def _due(self) -> bool:
+        """Whether a frame is worth firing: it is full, a prompt waits, nobody drafts on, or time is up."""
+        drafting, rows, oldest = False, 0, self._step
+        for seq in self._running.values():
+            if seq.reading:
+                return True
+            if seq.open:
+                drafting = True
+            elif seq.request.verify:
+                if seq.ready_since is None:
+                    seq.ready_since = self._step
+                oldest = min(oldest, seq.ready_since)
+                rows += 1 + len(seq.draft)
+        if not drafting:
+            return True
+        limits = self.limits
+        return rows >= limits.frame_rows or (rows > 0 and self._step - oldest >= limits.deadline)
+
+    def _riders(self, left: int) -> list[Span]:
+        """Requests that opted out, as rows of a frame that runs anyway, if it has room for all of them."""
+        free = [s for s in self._running.values() if not s.request.verify and not s.reading]
+        if len(free) > left or not all(self._grow_idle(seq, len(seq.tokens)) for seq in free):
+            return []
+        for seq in free:
+            seq.last_served = self._step
+        return [_span(seq, 1, 1) for seq in free]
 
     def spans_ahead(self, flying: list[Span]) -> list[Span]:
         """The frame after the one in flight, planned before its answers are known.
@@ -229,6 +289,8 @@ class Scheduler:
         takes from the device. Should that token end the sequence, the row is dropped when it lands.
         Empty when this cannot be done without preempting or without knowing tokens.
         """
+        if not any(seq.request.verify or seq.reading for seq in self._running.values()):
+            return []  # nobody left who needs a frame
         if any(span.sampling.edited and len(span.inputs) >= span.given for span in flying):
             return []  # its next choice depends on a token the host has yet to see; nobody runs past it
         flown: dict[int, tuple[Span | None, int]] = {}
@@ -289,10 +351,9 @@ class Scheduler:
         """Requests that hold none."""
         return len(self._waiting)
 
-    @property
-    def trusting(self) -> bool:
-        """Whether any request here opted out of verification."""
-        return self._unverified > 0
+    def is_running(self, request_id: int) -> bool:
+        """Whether a request holds pages."""
+        return request_id in self._running
 
     def running_ids(self) -> list[int]:
         """Ids of running requests, oldest first."""
@@ -382,7 +443,7 @@ class Scheduler:
         self._retire(seq)
         seq.kv_len = 0
         seq.num_indexed = 0
-        seq.draft.clear()
+        _drop_draft(seq)
         seq.trusted = False
         self._disturbed = True
         self.counts.preempted += 1
@@ -403,16 +464,16 @@ class Scheduler:
         seq.kv_len = min(verdict.kv_len, len(seq.tokens) - 1)
         if verdict.scores and seq.score_next is not None:
             seq.score_next += len(verdict.scores)
+        if not seq.request.verify:
+            self.counts.unverified_tokens += num
         if not verdict.verified:
             seq.trusted = True
-            self.counts.unverified_tokens += num
         elif not seq.trusted and seq.kv_len // self.limits.page > seq.num_indexed:
             self._share(seq)
         self.counts.output_tokens += num
         if verdict.guessed:
             self._count(verdict)
-        if seq.draft:
-            seq.draft.clear()
+        _drop_draft(seq)
         if seq.finish is not None:
             self._leave(seq)
             self.counts.finished += 1
@@ -422,7 +483,7 @@ class Scheduler:
             )
         return Delta(
             verdict.seq_id, verdict.tokens, verdict.logprobs, verdict.tops, seq.finish, seq.stop_id,
-            verdict.scores, verdict.score_tops, seq.num_cached or 0, verdict.accepted,
+            verdict.scores, verdict.score_tops, seq.num_cached or 0, verdict.accepted, verdict.guessed,
         )  # fmt: skip
 
     def _count_frame(self, rows: int) -> None:
@@ -435,6 +496,10 @@ class Scheduler:
         self.counts.guessed += verdict.guessed
         self.counts.accepted += verdict.accepted
         self.counts.rolled_back += verdict.guessed - verdict.accepted
+        tally = self.counts.drafters.setdefault(verdict.drafter, Tally())
+        tally.drafts += 1
+        tally.guessed += verdict.guessed
+        tally.accepted += verdict.accepted
 
     def _share(self, seq: Sequence) -> None:
         """Offer full canonical pages to the prefix index."""
@@ -461,6 +526,17 @@ def _append(seq: Sequence, found: tuple[int, ...]) -> int:
     return len(tokens) - before
 
 
+def _drop_draft(seq: Sequence) -> None:
+    if seq.draft:
+        seq.draft.clear()
+    seq.drafter, seq.open, seq.ready_since = "", False, None
+
+
+def _ends(seq: Sequence) -> bool:
+    """Whether the last guess would end the sequence: what comes after it is of no use."""
+    return seq.draft[-1] in seq.request.sampling.stop_ids
+
+
 def _arrival(seq: Sequence) -> int:
     return seq.request.id
 
@@ -472,8 +548,9 @@ def _turn(seq: Sequence) -> tuple[int, bool, int]:
 def _ask(seq: Sequence, room: int) -> Ask:
     request = seq.request
     return Ask(
-        request.id, seq.tokens, seq.prompt_len, seq.draft, seq.kv_len, seq.pages, request.sampling, room
-    )
+        request.id, seq.tokens, seq.prompt_len, seq.draft, seq.kv_len, seq.pages, request.sampling, room,
+        request.salt if request.share else None,
+    )  # fmt: skip
 
 
 def _span(seq: Sequence, rows: int, given: int) -> Span:
@@ -483,7 +560,10 @@ def _span(seq: Sequence, rows: int, given: int) -> Span:
         inputs: tuple[int, ...] = (tokens[start],)
     else:
         inputs = tuple(tokens[start : start + rows]) + tuple(seq.draft[: max(0, rows - given)])
-    span = Span(request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len)
+    span = Span(
+        request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len,
+        drafter=seq.drafter,
+    )  # fmt: skip
     return span if seq.score_next is None else _with_targets(span, seq, seq.score_next)
 
 
@@ -518,4 +598,4 @@ def _continue(seq: Sequence, flying: Span | None, last: int, left: int) -> Span 
     return Span(request.id, start, (0,), 1, seq.pages, request.sampling, tokens, seq.prompt_len, source=last)
 
 
-__all__ = ["Counts", "Limits", "Scheduler"]
+__all__ = ["Counts", "Limits", "Scheduler", "Tally"]

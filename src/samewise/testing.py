@@ -129,6 +129,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 class _Silent:
     """The verbs a double need not care about."""
 
+    quiet = False
+
     def observe(self, verdicts: list[Verdict]) -> None:
         """Learn nothing."""
 

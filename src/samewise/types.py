@@ -88,6 +88,7 @@ class Request:
     score_from: int | None = None  # only log-probabilities of prompt tokens from here on are wanted
     salt: bytes = b""  # prefixes are shared only between equal salts
     leader: int | None = None  # a request with the same prompt whose pages are worth waiting for
+    share: bool = True  # whether guesses for others may be taken from its text
 
     @property
     def scores_from(self) -> int | None:
@@ -100,13 +101,17 @@ class Sequence:
     """A request on its way. The one mutable noun; the Scheduler owns it, nobody else writes to it.
 
     `tokens` are the prompt and what was committed. `kv_len` is how far canonical KV reaches: positions
-    below it are never written again. Above it lies scratch. `draft` holds guesses not yet replayed.
+    below it are never written again. Above it lies scratch. `draft` holds guesses not yet replayed; while it
+    is `open` its drafter means to add to it.
     """
 
     request: Request
     tokens: list[int]
     most: int = 0  # it ends when it has this many tokens, if nothing ends it sooner
     draft: list[int] = field(default_factory=list)
+    drafter: str = ""
+    open: bool = False
+    ready_since: int | None = None  # the step from which on it waits for a frame
     kv_len: int = 0
     pages: array[int] = field(default_factory=lambda: array("i"))
     digests: list[bytes] = field(default_factory=list)  # of full pages of known tokens, in order
@@ -157,15 +162,21 @@ class Ask(NamedTuple):
     pages: array[int]
     sampling: Sampling
     room: int
+    pool: bytes | None = b""  # with whom it shares text; None: with nobody
 
 
 class Proposal(NamedTuple):
-    """Guesses to be appended to a sequence's draft, and log-probabilities where the proposer has them."""
+    """Guesses to be appended to a sequence's draft, and log-probabilities where the proposer has them.
+
+    `more`: the drafter would go on at the next step; until it has, the draft is not replayed.
+    """
 
     seq_id: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     tops: tuple[TopLogprobs, ...] = ()
+    drafter: str = ""
+    more: bool = False
 
 
 class Span(NamedTuple):
@@ -190,6 +201,7 @@ class Span(NamedTuple):
     target_row: int = 0
     target_tops: int = 0
     source: int | None = None
+    drafter: str = ""
 
 
 class Truth(NamedTuple):
@@ -218,6 +230,7 @@ class Verdict(NamedTuple):
     verified: bool = True
     scores: tuple[float, ...] = ()
     score_tops: tuple[TopLogprobs, ...] = ()
+    drafter: str = ""
 
 
 class Delta(NamedTuple):
@@ -233,6 +246,7 @@ class Delta(NamedTuple):
     score_tops: tuple[TopLogprobs, ...] = ()
     num_cached: int = 0
     accepted: int = 0
+    guessed: int = 0
 
 
 __all__ = [

@@ -3,16 +3,22 @@
 A law is a comparison with one reference: every case alone, on an engine that guesses nothing.
 """
 
+import copy
 import functools
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from samewise.engine import Engine, MakeProposer, Parts
+from samewise.assemble import Loaded
+from samewise.engine import MAKERS, Engine, MakeProposer, Parts
 from samewise.model import zoo
+from samewise.propose.auto import Auto
+from samewise.propose.base import First
+from samewise.propose.decode import Decode
+from samewise.propose.model import DraftModel
 from samewise.run.runner import kv_page_bytes
 from samewise.testing import Adversary, Jitter, Scripted, Transcript, tiny_config, tiny_engine
 from samewise.types import Ask, Delta, Proposal, Sampling, Verdict
@@ -49,6 +55,7 @@ class Setup:
             "frame_rows": self.frame_rows,
             "compile": self.compile,
             "max_num_seqs": 2 * self.frame_rows,
+            "proposer": "none",
         } | settings
         overrides = {"num_hidden_layers": 2} | (overrides or {})
         arch = zoo.survey(tiny_config(self.family, **overrides))
@@ -211,7 +218,66 @@ def adversary(parts: Parts) -> Adversary:
     return Adversary(parts.vocab)
 
 
-PROPOSERS: dict[str, MakeProposer | None] = {"none": None, "jitter": jitter, "adversary": adversary}
+def decode(parts: Parts) -> Decode:
+    """Regular decoding."""
+    return MAKERS["decode"](parts)
+
+
+def cheap(parts: Parts) -> Decode:
+    """Regular decoding with four bits a weight: wrong now and then."""
+    form = "int4" if parts.runner.device.type == "cpu" else "same"
+    return MAKERS["decode"](replace(parts, config=replace(parts.config, draft_weights=form)))
+
+
+def draft_model(parts: Parts) -> DraftModel:
+    """The model itself, a little out of tune."""
+    return MAKERS["model"](with_draft(parts))
+
+
+def with_draft(parts: Parts) -> Parts:
+    def load(_: Any) -> Loaded:
+        assert parts.loaded is not None
+        model = copy.deepcopy(parts.loaded.model)
+        generator = torch.Generator(parts.runner.device).manual_seed(1)
+        with torch.no_grad():
+            for tensor in model.parameters():
+                noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+                tensor.add_((0.01 * noise).to(tensor.dtype))
+        return replace(parts.loaded, model=model)
+
+    return replace(parts, config=replace(parts.config, draft_model="draft"), load=load)
+
+
+def auto(parts: Parts) -> Auto:
+    """Everything at once, with drafters that would pay if the clock is to be believed."""
+    cheaper = "int4" if parts.runner.device.type == "cpu" else "auto"
+    parts = with_draft(parts)
+    config = replace(parts.config, draft_weights=cheaper)
+    return MAKERS["auto"](replace(parts, config=config, clock=Fickle()))
+
+
+class Fickle:
+    """A clock that runs as it likes: pacing may look at it, output may not depend on it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random, self._now = random.Random(seed), 0.0
+
+    def __call__(self) -> float:
+        self._now += self._random.choice((1e-4, 1e-3, 1e-2))
+        return self._now
+
+
+PROPOSERS: dict[str, MakeProposer | None] = {
+    "none": None,
+    "jitter": jitter,
+    "adversary": adversary,
+    "decode": decode,
+    "cheap": cheap,
+    "ngram": MAKERS["ngram"],
+    "model": draft_model,
+    "ngram+model": lambda parts: First([MAKERS["ngram"](parts), draft_model(parts)]),
+    "auto": auto,
+}
 
 
 @dataclass(frozen=True)
@@ -276,6 +342,7 @@ class Rude:
     """A proposer with a bug: `bug(asks)` → proposals, handed on as they are."""
 
     name = "rude"
+    quiet = False
 
     def __init__(self, bug: Callable[[list[Ask]], list[Proposal]]) -> None:
         self._bug = bug

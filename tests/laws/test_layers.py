@@ -24,6 +24,7 @@ LAYERS = {
     "types": 1,
     "cache.pages": 2,
     "contract": 2,
+    "costs": 2,
     "judge": 2,
     "noise": 2,
     "outputs": 2,
@@ -43,10 +44,12 @@ LAYERS = {
     "model.refuse": 3,
     "model.rope": 3,
     "params": 3,
+    "propose.ngram": 3,
     "run.frame": 3,
     "sampling": 3,
     "model.attention.cpu": 4,  # picks native, or does without
     "model.weights": 4,  # reads GGUF files too
+    "propose.auto": 4,
     "schedule": 4,
     "model.folder": 5,
     "model.zoo": 5,
@@ -54,16 +57,28 @@ LAYERS = {
     "assemble": 7,
     "probe": 7,
     "propose.decode": 7,
+    "propose.model": 7,
     "verify": 7,
     "engine": 8,
     "answers": 9,
     "testing": 9,
     "aio": 10,
     "llm": 10,
+    "bench.contend": 11,
+    "bench.workload": 1,
     "demo": 11,
-    "cli": 12,
+    "bench.report": 12,
+    "bench.run": 13,
+    "cli": 14,
 }
-PACKAGES = {"", "cache", "model", "propose", "run"}  # rooms: they say what is in them, and import nothing
+PACKAGES = {
+    "",
+    "bench",
+    "cache",
+    "model",
+    "propose",
+    "run",
+}  # rooms: they say what is in them, and import nothing
 
 HOST_ONLY = (
     "errors",
@@ -78,6 +93,10 @@ HOST_ONLY = (
     "schedule",
     "params",
     "propose.base",
+    "propose.ngram",
+    "propose.auto",
+    "costs",
+    "bench.workload",
     "outputs",
 )
 

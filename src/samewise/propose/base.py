@@ -18,6 +18,11 @@ class Proposer(Protocol):
         """As in `LLM(proposer=name)`."""
         ...
 
+    @property
+    def quiet(self) -> bool:
+        """Whether it means to guess nothing for now, so that nobody need ask."""
+        ...
+
     def propose(self, asks: list[Ask]) -> list[Proposal]:
         """Guesses for any of the asks, at most `ask.room` each."""
         ...
@@ -35,6 +40,7 @@ class Nothing:
     """Guesses nothing: one row per sequence and frame. The reference for every law."""
 
     name = "none"
+    quiet = True
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:  # noqa: ARG002 - part of the protocol
         """No guesses."""
@@ -47,4 +53,40 @@ class Nothing:
         """Nothing to forget."""
 
 
-__all__ = ["Nothing", "Proposer"]
+class First:
+    """Several proposers in turn: whoever has a guess first drafts, and goes on with what it began."""
+
+    quiet = False
+
+    def __init__(self, members: list[Proposer]) -> None:
+        self._members = members
+        self.name = "+".join(member.name for member in members)
+        self._drafter: dict[int, str] = {}
+
+    def propose(self, asks: list[Ask]) -> list[Proposal]:
+        """For each ask the first member's guesses, if it has any."""
+        proposals: list[Proposal] = []
+        left = asks
+        for member in self._members:
+            mine = [a for a in left if not a.draft or self._drafter.get(a.seq_id) == member.name]
+            found = [p for p in member.propose(mine) if p.tokens] if mine else []
+            proposals += found
+            served = {p.seq_id for p in found}
+            for seq_id in served:
+                self._drafter[seq_id] = member.name
+            left = [ask for ask in left if ask.seq_id not in served]
+        return proposals
+
+    def observe(self, verdicts: list[Verdict]) -> None:
+        """Everybody learns."""
+        for member in self._members:
+            member.observe(verdicts)
+
+    def forget(self, seq_id: int) -> None:
+        """Everybody forgets."""
+        self._drafter.pop(seq_id, None)
+        for member in self._members:
+            member.forget(seq_id)
+
+
+__all__ = ["First", "Nothing", "Proposer"]

@@ -1,7 +1,8 @@
 """The fast path: the whole model, one token for every live sequence, at whatever batch is live.
 
 This is what other engines call decoding. Its bits depend on load, so it only ever proposes; a request
-that opted out of verification takes its tokens as they come.
+that opted out of verification takes its tokens as they come. Guesses may also come from other weights over
+the same KV, with fewer bits: whatever they say, the replay has the last word.
 """
 
 from __future__ import annotations
@@ -11,46 +12,80 @@ from collections.abc import Callable
 import torch
 
 from samewise.run.frame import pack_fast
-from samewise.run.runner import Runner
-from samewise.sampling import Draw, Sampler
+from samewise.run.runner import CHAIN, Path, Runner
+from samewise.sampling import Draw, Picks, Sampler
 from samewise.types import Ask, Proposal, TopLogprobs, Verdict
 
 Perturb = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Decode:
-    """One guess per ask and call, written to scratch KV above `kv_len`.
+    """Guesses by regular decoding, written to scratch KV above `kv_len`.
 
-    `perturb` may bend the draft's logits; tests use it to make drafts disagree.
+    One pass per call, or `chain` of them one behind the other on a device that runs beside the host: then
+    each takes its inputs from the answers of the one before, and the host waits once. `perturb` may bend the
+    draft's logits; `path` leads through other weights.
     """
 
     name = "decode"
+    quiet = False
 
-    def __init__(self, runner: Runner, sampler: Sampler, perturb: Perturb | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        perturb: Perturb | None = None,
+        *,
+        path: Path | None = None,
+        chain: int = 1,
+    ) -> None:
         self._runner, self._sampler, self._perturb = runner, sampler, perturb
+        self._path, self._chain = path, min(chain, CHAIN)
 
     @torch.inference_mode()
     def propose(self, asks: list[Ask]) -> list[Proposal]:
-        """The next token of every ask, by regular decoding."""
+        """The next token of every ask, or the next few."""
         if not asks:
             return []
-        logits = self._runner.fast(pack_fast(asks, self._runner.tray(len(asks)))).float()
-        if self._perturb is not None:
-            logits = self._perturb(logits)
-        picks = self._sampler.pick(logits, _draws(asks))
-        tops = self._tops(logits, asks)
-        tokens: list[int] = picks.tokens.tolist()
-        logprobs: list[float] = picks.logprobs.tolist()
+        # The next choice of a penalised row depends on tokens the host has yet to see.
+        lens = [1 if ask.sampling.edited else min(ask.room, self._chain) for ask in asks]
+        found: list[tuple[list[int], Picks]] = []
+        tops: list[tuple[TopLogprobs, ...]] = [() for _ in asks]
+        rows: dict[int, int] = {}  # where each ask stood in the pass before
+        for ahead in range(max(lens)):
+            live = [i for i in range(len(asks)) if lens[i] > ahead]
+            sources = [rows[i] for i in live] if ahead else None
+            logits = self._logits([asks[i] for i in live], sources, ahead)
+            picks = self._sampler.pick(logits, _draws([asks[i] for i in live], ahead))
+            for i, top in zip(live, self._tops(logits, [asks[i] for i in live]), strict=True):
+                tops[i] += top
+            if max(lens) > ahead + 1:
+                self._runner.guesses[: len(live)].copy_(picks.tokens[: len(live)])
+            found.append((live, picks))
+            rows = {i: row for row, i in enumerate(live)}
+        tokens: list[list[int]] = [[] for _ in asks]
+        logprobs: list[list[float]] = [[] for _ in asks]
+        for live, picks in found:
+            said, values = picks.tokens.tolist(), picks.logprobs.tolist()
+            for row, i in enumerate(live):
+                tokens[i].append(said[row])
+                logprobs[i].append(values[row])
         return [
-            Proposal(ask.seq_id, (token,), (logprob,), top)
-            for ask, token, logprob, top in zip(asks, tokens, logprobs, tops, strict=True)
+            Proposal(ask.seq_id, tuple(tokens[i]), tuple(logprobs[i]), tops[i], self.name, more=True)
+            for i, ask in enumerate(asks)
         ]
 
     def observe(self, verdicts: list[Verdict]) -> None:
-        """Nothing to learn yet."""
+        """Nothing to learn."""
 
     def forget(self, seq_id: int) -> None:
         """Nothing to forget."""
+
+    def _logits(self, asks: list[Ask], sources: list[int] | None, ahead: int) -> torch.Tensor:
+        runner = self._runner
+        batch = pack_fast(asks, runner.fast_tray(len(asks)), sources, ahead)
+        logits = runner.fast(batch, self._path)[: len(asks)].float()
+        return logits if self._perturb is None else self._perturb(logits)
 
     def _tops(self, logits: torch.Tensor, asks: list[Ask]) -> list[tuple[TopLogprobs, ...]]:
         wanted = [(i, ask.sampling.top_logprobs) for i, ask in enumerate(asks) if ask.sampling.top_logprobs]
@@ -61,12 +96,12 @@ class Decode:
         return [found[i] if ask.sampling.top_logprobs is not None else () for i, ask in enumerate(asks)]
 
 
-def _draws(asks: list[Ask]) -> list[Draw]:
+def _draws(asks: list[Ask], ahead: int) -> list[Draw]:
     draws: list[Draw] = []
     for row, ask in enumerate(asks):
         if not ask.sampling.plain:
-            output = ask.tokens[ask.prompt_len :] + ask.draft
-            position = len(ask.tokens) + len(ask.draft)
+            output = ask.tokens[ask.prompt_len :] + ask.draft if ask.sampling.edited else []
+            position = len(ask.tokens) + len(ask.draft) + ahead
             draws.append(Draw(row, ask.sampling, ask.tokens[: ask.prompt_len], output, position))
     return draws
 

@@ -39,16 +39,23 @@ class Batch:
 class Tray:
     """Staging for passes of R rows: a host buffer to fill, a device buffer to run from.
 
-    Owned by a Runner. There are two host buffers, filled in turn: one may be filled while the other is
-    still on its way to the device, so the last pass but one must have been waited for.
+    Owned by a Runner. There are several host buffers, filled in turn: one may be filled while the others
+    are still on their way to the device, so the pass that had this one before must have been waited for.
     """
 
-    def __init__(self, num_rows: int, max_pages: int, workspace: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_pages: int,
+        workspace: torch.Tensor,
+        device: torch.device,
+        num_buffers: int = 2,
+    ) -> None:
         self.num_rows = num_rows
         self._head = len(FIELDS) * num_rows + num_rows + 1
         size = self._head + max_pages
         cuda = device.type == "cuda"
-        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(num_buffers)]
         self._arrays: list[Ints] = [host.numpy() for host in self._hosts]
         self._turn = 0
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
@@ -74,7 +81,7 @@ class Tray:
         end = self._head + len(pages)
         self.array[self._head : end] = pages
         self._device[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
-        self._turn = 1 - self._turn
+        self._turn = (self._turn + 1) % len(self._hosts)
         return self.batch
 
     def _views(self, flat: torch.Tensor, workspace: torch.Tensor) -> Batch:

@@ -44,22 +44,26 @@ def pack_frame(spans: list[Span], tray: Tray) -> Batch:
     return _fill(tray, tokens, sources, positions, slots, starts, b"".join(tables))
 
 
-def pack_fast(asks: list[Ask], tray: Tray) -> Batch:
-    """One row per ask: the last token it knows or has guessed."""
+def pack_fast(asks: list[Ask], tray: Tray, sources: list[int] | None = None, ahead: int = 0) -> Batch:
+    """One row per ask: the last token it knows or has guessed.
+
+    With `sources` that token is what these rows of the pass before answered, `ahead` positions further on
+    than the host knows of.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     starts: list[int] = []
     start = 0
     for ask in asks:
-        position = len(ask.tokens) + len(ask.draft) - 1
+        position = len(ask.tokens) + len(ask.draft) - 1 + ahead
         tokens.append(ask.draft[-1] if ask.draft else ask.tokens[-1])
         positions.append(position)
         slots.append(ask.pages[position // PAGE] * PAGE + position % PAGE)
         starts.append(start)
         start += len(ask.pages)
     tables = b"".join(ask.pages for ask in asks)
-    return _fill(tray, tokens, [-1] * len(asks), positions, slots, starts, tables)
+    return _fill(tray, tokens, sources or [-1] * len(asks), positions, slots, starts, tables)
 
 
 def _fill(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,18 @@ from samewise.run.batch import Batch, Tray
 from samewise.run.frame import pack_frame
 from samewise.run.graph import Captured
 from samewise.run.numerics import inductor_options
+
+CHAIN = 8  # fast passes that may be under way at once
+FAST_SIZES = tuple(4**i for i in range(9))  # rows of a fast pass where each size costs a capture
+
+
+@dataclass(slots=True)
+class Path:
+    """Modules a fast pass may go through, and their captured passes by size."""
+
+    model: nn.Module
+    compiled: nn.Module | None
+    graphs: dict[int, Captured[torch.Tensor]] = field(default_factory=dict)
 
 
 def kv_shapes(arch: Arch) -> list[tuple[int, int]]:
@@ -66,8 +79,11 @@ class Runner:
         self.picks = torch.zeros(2, frame_rows, dtype=torch.int32, device=device)
         """What the last frame answered: tokens, and the bits of their log-probabilities. The verifier
         writes it; the next frame may take its inputs from it without asking the host."""
+        self.guesses = torch.zeros(max(rows, FAST_SIZES[-1]), dtype=torch.int32, device=device)
+        """What the last fast pass answered, for the next one of a chain."""
         self.compiled = compile
-        self._canonical = self._compile() if compile else self.model
+        self._canonical = self._compile(self.model) if compile else self.model
+        self._own = Path(self.model, self._canonical if compile else None)
         self._graphs: dict[int, Captured[torch.Tensor]] = {}
         self._warm()
 
@@ -79,7 +95,7 @@ class Runner:
         """Staging for a pass of this many rows."""
         if num_rows not in self._trays:
             size = num_rows * self._max_pages
-            self._trays[num_rows] = Tray(num_rows, size, self._workspace, self.device)
+            self._trays[num_rows] = Tray(num_rows, size, self._workspace, self.device, CHAIN + 1)
         return self._trays[num_rows]
 
     @torch.inference_mode()
@@ -106,28 +122,56 @@ class Runner:
         """A frame without compiler or graph: for the probe, to tell whose fault a difference is."""
         return self._pass(self.model, batch)
 
-    @torch.inference_mode()
-    def fast(self, batch: Batch) -> torch.Tensor:
-        """Logits [B, V] at the natural shape of whatever is live. Not the truth."""
-        return self._pass(self.model, batch)
+    def fast_tray(self, num_rows: int) -> Tray:
+        """Staging for a fast pass of at least this many rows.
 
-    def _pass(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        answered = self.picks[0][batch.source.clamp(min=0)]
+        Where a size has to be compiled or captured there are few sizes, each some times the one before.
+        """
+        if self.device.type == "cuda":
+            return self.tray(min(size for size in FAST_SIZES if size >= num_rows))
+        if self.compiled and num_rows <= self.frame_rows:
+            return self.frame_tray(num_rows)
+        return self.tray(num_rows)
+
+    @torch.inference_mode()
+    def fast(self, batch: Batch, path: Path | None = None) -> torch.Tensor:
+        """Logits [B, V] at the shape of whatever is live, by these modules or others. Not the truth."""
+        path = path or self._own
+        size = batch.num_rows
+        if self.device.type == "cuda":
+            if size not in path.graphs:
+                path.graphs[size] = Captured(lambda: self._fast_pass(path, batch), self.device)
+            return path.graphs[size]()
+        return self._fast_pass(path, batch)
+
+    def _fast_pass(self, path: Path, batch: Batch) -> torch.Tensor:
+        small = self.device.type == "cuda" or batch.num_rows in self.sizes
+        model = path.compiled if path.compiled is not None and small else path.model
+        return self._pass(model, batch, self.guesses)
+
+    def path(self, model: nn.Module) -> Path:
+        """Another way to the same KV: modules of the same shape with other weights, for guesses alone."""
+        seat(model, self.arch, self.kernel, self.store.layers)
+        return Path(model, self._compile(model) if self.compiled else None)
+
+    def _pass(self, model: nn.Module, batch: Batch, answers: torch.Tensor | None = None) -> torch.Tensor:
+        answers = self.picks[0] if answers is None else answers
+        answered = answers[batch.source.clamp(min=0)]
         tokens = torch.where(batch.source >= 0, answered, batch.tokens)
         out = model(input_ids=tokens, position_ids=batch.positions, use_cache=False, rows=batch.rows).logits
         logits: torch.Tensor = out[0]
         return logits
 
-    def _compile(self) -> nn.Module:
+    def _compile(self, model: nn.Module) -> nn.Module:
         """A shell whose layers are compiled: whole graph, static shapes, nothing chosen by timing."""
-        name, layers = layer_list(self.model, self.arch)
+        name, layers = layer_list(model, self.arch)
         from samewise.run.dedupe import Dedupe  # brings the compiler in
 
         options = inductor_options() | {"post_grad_custom_pre_pass": Dedupe()}
         compiled: list[Any] = [
             torch.compile(layer, fullgraph=True, dynamic=False, options=options) for layer in layers
         ]
-        return with_layers(self.model, name, compiled)
+        return with_layers(model, name, compiled)
 
     @torch.inference_mode()
     def _warm(self) -> None:
@@ -150,4 +194,4 @@ class Runner:
         return Captured(lambda: self._pass(self._canonical, batch), self.device)
 
 
-__all__ = ["Runner", "kv_page_bytes", "kv_shapes"]
+__all__ = ["CHAIN", "Path", "Runner", "kv_page_bytes", "kv_shapes"]

@@ -1,0 +1,116 @@
+"""Measured costs and measured acceptance, folded from observations. Numbers in, numbers out; no clock.
+
+Host only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+FRESH = 0.2  # the weight of a new measurement of a cost
+SPIKE = 4.0  # a measurement this many times what is known is believed only a little: somebody disturbed us
+
+
+@dataclass(slots=True)
+class Curve:
+    """Seconds as a function of a size: straight lines between averages at the sizes seen."""
+
+    _sizes: list[int] = field(default_factory=list)
+    _seconds: dict[int, float] = field(default_factory=dict)
+
+    def observe(self, size: int, seconds: float) -> None:
+        """One measurement."""
+        known = self._seconds.get(size)
+        if known is None:
+            insort(self._sizes, size)
+            self._seconds[size] = seconds
+            return
+        weight = FRESH if seconds < SPIKE * known else FRESH / 20
+        self._seconds[size] = known + weight * (seconds - known)
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was seen."""
+        return bool(self._sizes)
+
+    def at(self, size: int) -> float:
+        """What to expect at a size; beyond those seen, as the nearest ones suggest."""
+        sizes, seconds = self._sizes, self._seconds
+        if size in seconds:
+            return seconds[size]
+        if not sizes:
+            return 0.0
+        i = bisect_left(sizes, size)
+        if i == 0:
+            return seconds[sizes[0]]
+        low = sizes[i - 1]
+        if i == len(sizes):
+            if len(sizes) == 1:
+                return seconds[low]
+            before = sizes[-2]
+            slope = max(0.0, (seconds[low] - seconds[before]) / (low - before))
+            return seconds[low] + slope * (size - low)
+        high = sizes[i]
+        share = (size - low) / (high - low)
+        return seconds[low] + share * (seconds[high] - seconds[low])
+
+    def table(self) -> dict[int, float]:
+        """Size → seconds."""
+        return {size: self._seconds[size] for size in self._sizes}
+
+
+@dataclass(slots=True)
+class Frames:
+    """What a frame of some rows costs, where frames come in a few sizes."""
+
+    sizes: tuple[int, ...]
+    curve: Curve = field(default_factory=Curve)
+
+    def size(self, rows: int) -> int:
+        """The rows a frame of this many used rows really has."""
+        return self.sizes[min(bisect_left(self.sizes, rows), len(self.sizes) - 1)]
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A frame of so many used rows took so long."""
+        self.curve.observe(self.size(rows), seconds)
+
+    def cost(self, rows: int) -> float:
+        """Seconds, also for more rows than one frame holds."""
+        most = self.sizes[-1]
+        whole, rest = divmod(rows, most)
+        return whole * self.curve.at(most) + (self.curve.at(self.size(rest)) if rest else 0.0)
+
+
+@dataclass(slots=True)
+class Rate:
+    """How often a guess is right, given that those before it were. Old trials fade."""
+
+    hits: float
+    trials: float
+    memory: float = 200.0
+
+    def observe(self, guessed: int, accepted: int) -> None:
+        """A draft of so many guesses, of which the first so many were right."""
+        trials = accepted + (accepted < guessed)
+        self.hits += accepted
+        self.trials += trials
+        if self.trials > self.memory:
+            shrink = self.memory / self.trials
+            self.hits *= shrink
+            self.trials = self.memory
+
+    @property
+    def value(self) -> float:
+        """Between 0 and 1."""
+        return self.hits / self.trials
+
+
+def expected(rate: float, guesses: int) -> float:
+    """Tokens a replay yields on average: the guesses before the first wrong one, and its own."""
+    if rate >= 1.0:
+        return guesses + 1.0
+    return float((1.0 - rate ** (guesses + 1)) / (1.0 - rate))
+
+
+__all__ = ["Curve", "Frames", "Rate", "expected"]

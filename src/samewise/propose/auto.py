@@ -1,0 +1,266 @@
+"""Pick who guesses, and how far, so that tokens come as fast as they can; often that is: nobody.
+
+Everything is decided from measurements: what a frame of so many rows takes, what a drafter's pass takes,
+how often guesses turned out right. A row is bought when the tokens it can be expected to bring are worth
+more than its time at the rate tokens come now; rows that would be padding cost nothing. Output cannot depend
+on any of it.
+
+Host only; the clock is handed in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from samewise.costs import Curve, Frames, Rate, expected
+from samewise.propose.base import Proposer
+from samewise.propose.ngram import Match, Ngram
+from samewise.types import Ask, Proposal, Verdict
+
+log = logging.getLogger("samewise.auto")
+
+MARGIN = 1.05  # a drafter must promise this much more than not drafting
+LENGTHS = 8  # matches longer than this are believed alike
+EXPLORE = 400  # steps after which a drafter that does not pay is tried again
+TRIAL = 4  # guesses of such a trial
+STILL = 6  # steps without a guess after which nobody need ask for a while
+REST = 12  # frames that while lasts
+EARLY = 12.0  # trials a sequence's own record must have to count as much as everybody's
+
+
+@dataclass(slots=True)
+class Drafter:
+    """A proposer that runs a model, and what is known of it."""
+
+    proposer: Proposer
+    cost: Curve = field(default_factory=Curve)  # seconds of one pass, by number of sequences
+    rate: Rate = field(default_factory=lambda: Rate(3.4, 4.0))
+    tried: int = -EXPLORE  # the step of its last draft
+
+
+class Choice(NamedTuple):
+    """Draft with whom, how far, and why."""
+
+    drafter: Drafter | None
+    guesses: int
+    gain: float  # tokens per second over not drafting
+
+
+class Auto:
+    """Suffix matches where they pay, a drafter where it pays, nothing where nothing does."""
+
+    name = "auto"
+
+    def __init__(
+        self,
+        ngram: Ngram,
+        drafters: list[Proposer],
+        frames: Frames,
+        clock: Callable[[], float],
+        *,
+        most: int = 16,
+        explain: bool = False,
+    ) -> None:
+        self._ngram, self._frames, self._clock, self._most = ngram, frames, clock, most
+        self._drafters = {drafter.name: Drafter(drafter) for drafter in drafters}
+        self._explain = explain
+        self._by_length = [Rate(0.5 * i / LENGTHS + 1.0, 3.0) for i in range(LENGTHS + 1)]
+        self._by_seq: dict[int, dict[str, Rate]] = {}  # a sequence's own record with each drafter
+        self._matched: dict[int, int] = {}  # length of the match a sequence's draft came from
+        self._target: dict[int, tuple[str, int]] = {}  # who drafts for a sequence, and how far
+        self._step = 0
+        self._silent = 0  # steps in a row without a guess
+        self._resting = 0  # frames until somebody may ask again
+        self._decisions: Counter[str] = Counter()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether there was so little to guess lately that asking is put off."""
+        return self._resting > 0
+
+    # ---- the two verbs, and the farewell
+
+    def propose(self, asks: list[Ask]) -> list[Proposal]:
+        """Guesses where they pay."""
+        self._step += 1
+        fresh = [ask for ask in asks if not ask.draft]
+        proposals = self._match(fresh, len(asks))
+        served = {proposal.seq_id for proposal in proposals}
+        left = [ask for ask in fresh if ask.seq_id not in served]
+        self._start(left, len(asks))
+        proposals += self._draft([ask for ask in asks if ask.seq_id not in served])
+        self._silent = 0 if proposals else self._silent + 1
+        if asks and self._silent >= STILL and not any(ask.draft for ask in asks):
+            self._resting = REST
+        return proposals
+
+    def observe(self, verdicts: list[Verdict]) -> None:
+        """Learn how guesses fared."""
+        self._resting = max(0, self._resting - 1)
+        for verdict in verdicts:
+            if not verdict.guessed:
+                continue
+            fared = (verdict.guessed, verdict.accepted)
+            own = self._by_seq.setdefault(verdict.seq_id, {})
+            own.setdefault(verdict.drafter, Rate(0.0, 0.0, memory=40.0)).observe(*fared)
+            if verdict.drafter == self._ngram.name:
+                length = self._matched.get(verdict.seq_id, 0)
+                self._by_length[min(length, LENGTHS)].observe(*fared)
+            elif verdict.drafter in self._drafters:
+                self._drafters[verdict.drafter].rate.observe(*fared)
+            self._target.pop(verdict.seq_id, None)
+        for drafter in self._drafters.values():
+            drafter.proposer.observe(verdicts)
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence is gone."""
+        for known in (self._by_seq, self._matched, self._target):
+            known.pop(seq_id, None)
+        self._ngram.forget(seq_id)
+        for drafter in self._drafters.values():
+            drafter.proposer.forget(seq_id)
+
+    def stats(self) -> dict[str, Any]:
+        """What it knows and what it has decided so far."""
+        return {
+            "decisions": dict(self._decisions),
+            "frame_seconds": self._frames.curve.table(),
+            "drafters": {
+                name: {"seconds": d.cost.table(), "acceptance": d.rate.value}
+                for name, d in self._drafters.items()
+            },
+            "match_acceptance": [round(rate.value, 3) for rate in self._by_length],
+        }
+
+    # ---- suffix matches: rows are bought one by one, the likeliest first
+
+    def _match(self, asks: list[Ask], live: int) -> list[Proposal]:
+        found = [(ask, match) for ask in asks if (match := self._ngram.find(ask)) is not None]
+        if not found:
+            return []
+        chances = {ask.seq_id: self._chance(ask.seq_id, match) for ask, match in found}
+        wanted: list[tuple[float, int, int]] = []  # chance that a guess is reached and right, place, sequence
+        for ask, match in found:
+            chance = 1.0
+            for place in range(min(len(match.tokens), ask.room, self._most)):
+                chance *= chances[ask.seq_id]
+                wanted.append((chance, -place, ask.seq_id))
+        wanted.sort(reverse=True)
+        bought: Counter[int] = Counter()
+        rows = live
+        now = self._frames.cost(live) or 1e-9
+        pace = live / now  # tokens per second without guesses
+        for chance, _, seq_id in wanted:
+            price = self._frames.cost(rows + 1) - self._frames.cost(rows)
+            if chance < max(price * pace * MARGIN, 0.02):
+                break
+            bought[seq_id] += 1
+            rows += 1
+        proposals = []
+        for ask, match in found:
+            if bought[ask.seq_id]:
+                self._matched[ask.seq_id] = match.length
+                tokens = match.tokens[: bought[ask.seq_id]]
+                proposals.append(Proposal(ask.seq_id, tokens, drafter=self._ngram.name))
+        self._decisions["ngram"] += len(proposals)
+        if self._explain:
+            log.info(
+                "step %d: %d of %d sequences match; %d guesses bought at %.2f ms a frame of %d",
+                self._step, len(found), live, rows - live, now * 1e3, live,
+            )  # fmt: skip
+        return proposals
+
+    def _chance(self, seq_id: int, match: Match) -> float:
+        """That a guess from this match is right, given those before it were."""
+        return self._own(seq_id, self._ngram.name, self._by_length[min(match.length, LENGTHS)].value)
+
+    def _own(self, seq_id: int, drafter: str, everybody: float) -> float:
+        """A sequence's own record, as far as it has one, else everybody's."""
+        own = self._by_seq.get(seq_id, {}).get(drafter)
+        if own is None or not own.trials:
+            return everybody
+        weight = own.trials / (own.trials + EARLY)
+        return weight * own.value + (1 - weight) * everybody
+
+    # ---- drafters
+
+    def _start(self, asks: list[Ask], live: int) -> None:
+        """Decide whether sequences without a guess get a drafter for their next round."""
+        if not asks or not self._drafters or not self._frames.curve.known:
+            return
+        choice = self._choose(live)
+        if choice.drafter is None:
+            self._decisions["none"] += len(asks)
+            return
+        choice.drafter.tried = self._step
+        name, everybody = choice.drafter.proposer.name, choice.drafter.rate.value
+        for ask in asks:
+            far = choice.guesses
+            if choice.gain:  # else it is a trial
+                far, _ = self._best_length(choice.drafter, live, self._own(ask.seq_id, name, everybody))
+            self._target[ask.seq_id] = (name, min(far, ask.room))
+        self._decisions[choice.drafter.proposer.name] += len(asks)
+
+    def _choose(self, live: int) -> Choice:
+        plain = live / self._frames.cost(live)
+        best = Choice(None, 0, 0.0)
+        for drafter in self._drafters.values():
+            if self._worth_a_trial(drafter, live, plain):
+                return Choice(drafter, min(TRIAL, self._most), 0.0)
+            if not drafter.cost.known:
+                continue
+            guesses, pace = self._best_length(drafter, live, drafter.rate.value)
+            if pace > plain * MARGIN and pace - plain > best.gain:
+                best = Choice(drafter, guesses, pace - plain)
+        if self._explain:
+            who = best.drafter.proposer.name if best.drafter else "nobody"
+            log.info(
+                "step %d: %s drafts %d for %d sequences; %.1f tokens/s without, %.1f more with",
+                self._step, who, best.guesses, live, plain, best.gain,
+            )  # fmt: skip
+        return best
+
+    def _best_length(self, drafter: Drafter, live: int, rate: float) -> tuple[int, float]:
+        step = drafter.cost.at(live)
+        paces = [
+            (live * expected(rate, k) / (k * step + self._frames.cost(live * (k + 1))), k)
+            for k in range(1, self._most + 1)
+        ]
+        pace, k = max(paces, key=lambda found: found[0])
+        return k, pace
+
+    def _worth_a_trial(self, drafter: Drafter, live: int, plain: float) -> bool:
+        """Whether it was not tried for long, and would pay if it were always right."""
+        if self._step - drafter.tried < EXPLORE:
+            return False
+        if not drafter.cost.known:
+            return True
+        _, pace = self._best_length(drafter, live, 1.0)
+        return pace > plain * MARGIN
+
+    def _draft(self, asks: list[Ask]) -> list[Proposal]:
+        """One pass of every drafter that has sequences to draft for."""
+        proposals: list[Proposal] = []
+        for name, drafter in self._drafters.items():
+            mine = []
+            for ask in asks:
+                who, far = self._target.get(ask.seq_id, ("", 0))
+                if who == name and len(ask.draft) < far:
+                    mine.append(ask._replace(room=min(ask.room, far - len(ask.draft))))
+            if not mine:
+                continue
+            began = self._clock()
+            found = drafter.proposer.propose(mine)
+            passes = max((len(p.tokens) for p in found), default=0)
+            if passes:
+                drafter.cost.observe(len(mine), (self._clock() - began) / passes)
+            room = {ask.seq_id: ask.room for ask in mine}
+            proposals += [p._replace(more=p.more and len(p.tokens) < room[p.seq_id]) for p in found]
+        return proposals
+
+
+__all__ = ["Auto", "Choice", "Drafter"]
