@@ -22,7 +22,7 @@ from samewise.model import folder, linear, native, weights, zoo
 from samewise.model.attention import PAGE, Kernel
 from samewise.run.runner import kv_page_bytes
 
-FRAME_ROWS = {"native": 32, "torch": 16, "cuda": 128}
+FRAME_ROWS = {"native": 64, "torch": 16, "cuda": 128}
 FREE_SHARE = {"cpu": 0.25, "cuda": 0.85}
 
 

@@ -56,7 +56,7 @@ class EngineConfig:
     attention: which kernel; `auto` is `triton` on CUDA, and on CPU `native` where there is a compiler.
     linear: which linears; `auto` is torch's own on CUDA, and on CPU `native` where there is a compiler.
     compile: compile each layer; by default on CUDA only.
-    frame_rows: rows of a frame, T; 128 on CUDA, on CPU 32 (16 with torch's own linears).
+    frame_rows: rows of a frame, T; 128 on CUDA, on CPU 64 (16 with torch's own linears).
     proposer: who guesses: `auto`, `none`, `ngram`, `decode`, `model`, or several in turn (`ngram+decode`).
         The output does not depend on it.
     draft_model: what `model` guesses with; named like `model`, with the same vocabulary.

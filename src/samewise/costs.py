@@ -62,10 +62,14 @@ class Curve:
 
 @dataclass(slots=True)
 class Frames:
-    """What a frame of some rows costs, where frames come in a few sizes."""
+    """What a frame of some rows costs: so much for being a frame, and so much for every row it has.
+
+    The line is fitted to all that was seen, so that no single disturbed measurement makes a row look dear.
+    """
 
     sizes: tuple[int, ...]
     curve: Curve = field(default_factory=Curve)
+    _line: tuple[float, float] | None = None
 
     def size(self, rows: int) -> int:
         """The rows a frame of this many used rows really has."""
@@ -74,12 +78,35 @@ class Frames:
     def observe(self, rows: int, seconds: float) -> None:
         """A frame of so many used rows took so long."""
         self.curve.observe(self.size(rows), seconds)
+        self._line = None
 
     def cost(self, rows: int) -> float:
         """Seconds, also for more rows than one frame holds."""
+        if self._line is None:
+            self._line = self._fit()
+        base, each = self._line
         most = self.sizes[-1]
         whole, rest = divmod(rows, most)
-        return whole * self.curve.at(most) + (self.curve.at(self.size(rest)) if rest else 0.0)
+        return whole * (base + each * most) + (base + each * self.size(rest) if rest else 0.0)
+
+    def _fit(self) -> tuple[float, float]:
+        """Least squares of relative errors: small frames are the ones decisions are about."""
+        points = list(self.curve.table().items())
+        if not points:
+            return 0.0, 0.0
+        weights = [1.0 / max(seconds, 1e-9) ** 2 for _, seconds in points]
+        total = sum(weights)
+        x = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
+        y = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
+        spread = sum(w * (size - x) ** 2 for w, (size, _) in zip(weights, points, strict=True))
+        if spread <= 0.0:
+            return y, 0.0
+        slope = (
+            sum(w * (size - x) * (seconds - y) for w, (size, seconds) in zip(weights, points, strict=True))
+            / spread
+        )
+        slope = min(max(slope, 0.0), y / max(x, 1.0))  # no row is free below a size, and none costs less
+        return y - slope * x, slope
 
 
 @dataclass(slots=True)

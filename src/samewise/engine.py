@@ -74,6 +74,7 @@ class Parts:
     loaded: Loaded | None = None
     max_model_len: int = 0
     load: Callable[[EngineConfig], Loaded] = load
+    ahead: bool = False
 
     @property
     def chain(self) -> int:
@@ -123,8 +124,9 @@ def _auto(parts: Parts) -> Auto:
     if cheaper(config.draft_weights, runner.model, runner.device) is not None:
         drafters.append(_decode(parts))
     return Auto(
-        Ngram(), drafters, parts.frames, parts.clock, most=config.draft_tokens, explain=config.explain
-    )
+        Ngram(), drafters, parts.frames, parts.clock, most=config.draft_tokens, restful=parts.ahead,
+        explain=config.explain,
+    )  # fmt: skip
 
 
 MAKERS: dict[str, MakeProposer] = {
@@ -193,8 +195,9 @@ class Engine:
         )
         self.frames = Frames(self.runner.sizes)
         parts = Parts(
-            self.runner, self.sampler, arch.vocab, config, self.frames, clock, loaded, self.max_model_len
-        )
+            self.runner, self.sampler, arch.vocab, config, self.frames, clock, loaded, self.max_model_len,
+            ahead=self.verifier.ahead,
+        )  # fmt: skip
         self.fast = Decode(self.runner, self.sampler, chain=parts.chain)
         self.proposer = (make_proposer or _maker(config))(parts)
         limits = Limits(

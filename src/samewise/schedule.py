@@ -464,10 +464,9 @@ class Scheduler:
         seq.kv_len = min(verdict.kv_len, len(seq.tokens) - 1)
         if verdict.scores and seq.score_next is not None:
             seq.score_next += len(verdict.scores)
-        if not seq.request.verify:
-            self.counts.unverified_tokens += num
         if not verdict.verified:
             seq.trusted = True
+            self.counts.unverified_tokens += num
         elif not seq.trusted and seq.kv_len // self.limits.page > seq.num_indexed:
             self._share(seq)
         self.counts.output_tokens += num

@@ -7,6 +7,7 @@ frame's tokens into text meanwhile; `verdicts` waits and judges.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from samewise.run.graph import Captured
 from samewise.run.runner import Runner
 from samewise.sampling import Draw, Sampler
 from samewise.types import Sampling, Span, TopLogprobs, Truth, Verdict
+
+Places = range | dict[int, int]  # a frame's row → its row among the logits there are
 
 
 class _Found(NamedTuple):
@@ -119,32 +122,43 @@ class Verifier:
     @torch.inference_mode()
     def run(self, spans: list[Span]) -> _Found:
         """One frame: logits, choices, and whatever else was asked about its rows."""
-        sampler = self._sampler
+        sampler, runner = self._sampler, self._runner
         size = sum(len(span.inputs) for span in spans)
-        raw = self._runner.frame(pack_frame(spans, self._runner.frame_tray(size)))
-        draws = _draws(spans)
+        batch = pack_frame(spans, runner.frame_tray(size))
+        keep = _wanted(spans) if runner.natural else None
+        if keep is not None and len(keep) < size:
+            batch = replace(batch, keep=torch.tensor(keep, dtype=torch.int64))
+        else:
+            keep = None
+        raw = runner.frame(batch)
+        place = range(raw.shape[0]) if keep is None else {row: i for i, row in enumerate(keep)}
+        draws = _draws(spans, place)
         rows, nums = _top_rows(spans)
         targeted = any(span.targets for span in spans)
         if self._plain is not None and not draws:
             self._plain()
         logits = raw.float() if draws or rows or targeted or self._plain is None else raw
         if draws or self._plain is None:
-            self._choose(logits, draws)
-        scores, score_tops = self._score(logits, spans) if targeted else ([], [])
-        tops = dict(zip(rows, sampler.top(logits, rows, nums), strict=True)) if rows else {}
-        host = self._hosts[0][:, : raw.shape[0]]
+            self._choose(logits, draws, keep)
+        scores, score_tops = self._score(logits, spans, place) if targeted else ([], [])
+        found = sampler.top(logits, [place[row] for row in rows], nums) if rows else []
+        host = self._hosts[0][:, : batch.num_rows]
         self._hosts.reverse()
-        host.copy_(self._runner.picks[:, : raw.shape[0]], non_blocking=True)
-        return _Found(host, tops, scores, score_tops)
+        host.copy_(runner.picks[:, : batch.num_rows], non_blocking=True)
+        return _Found(host, dict(zip(rows, found, strict=True)), scores, score_tops)
 
-    def _choose(self, logits: torch.Tensor, draws: list[Draw]) -> None:
+    def _choose(self, logits: torch.Tensor, draws: list[Draw], keep: list[int] | None = None) -> None:
         """Every row's token, left where the next frame can take its inputs from."""
+        if logits.shape[0] == 0:
+            return
         picks = self._sampler.pick(logits, draws)
-        rows = picks.tokens.shape[0]
-        self._runner.picks[0, :rows].copy_(picks.tokens)
-        self._runner.picks[1, :rows].copy_(picks.logprobs.view(torch.int32))
+        rows: slice | list[int] = slice(picks.tokens.shape[0]) if keep is None else keep
+        self._runner.picks[0, rows] = picks.tokens.to(torch.int32)
+        self._runner.picks[1, rows] = picks.logprobs.view(torch.int32)
 
-    def _score(self, logits: torch.Tensor, spans: list[Span]) -> tuple[list[float], list[TopLogprobs]]:
+    def _score(
+        self, logits: torch.Tensor, spans: list[Span], place: Places
+    ) -> tuple[list[float], list[TopLogprobs]]:
         rows: list[int] = []
         targets: list[int] = []
         nums: list[int] = []
@@ -152,7 +166,7 @@ class Verifier:
         for span in spans:
             if span.targets:
                 begin = first + span.target_row
-                rows += range(begin, begin + len(span.targets))
+                rows += [place[row] for row in range(begin, begin + len(span.targets))]
                 targets += span.targets
                 nums += [span.target_tops] * len(span.targets)
             first += len(span.inputs)
@@ -164,7 +178,20 @@ class Verifier:
         return scores, [next(found) if num else () for num in nums]
 
 
-def _draws(spans: list[Span]) -> list[Draw]:
+def _wanted(spans: list[Span]) -> list[int]:
+    """Rows whose logits anybody will look at."""
+    rows: list[int] = []
+    first = 0
+    for span in spans:
+        length, begin = len(span.inputs), span.given - 1
+        if span.targets:
+            begin = min(begin, span.target_row)
+        rows += range(first + begin, first + length)
+        first += length
+    return rows
+
+
+def _draws(spans: list[Span], place: Places) -> list[Draw]:
     """What the choice of each row depends on, for rows whose token is needed and not plain argmax."""
     draws: list[Draw] = []
     first = 0
@@ -177,7 +204,7 @@ def _draws(spans: list[Span]) -> list[Draw]:
                 prompt, output = span.tokens[: span.prompt_len], span.tokens[span.prompt_len :]
             for j in range(given - 1, len(span.inputs)):
                 before = output + list(span.inputs[given : j + 1]) if sampling.edited else output
-                draws.append(Draw(first + j, sampling, prompt, before, span.start + j + 1))
+                draws.append(Draw(place[first + j], sampling, prompt, before, span.start + j + 1))
         first += len(span.inputs)
     return draws
 

@@ -63,8 +63,10 @@ class Auto:
         clock: Callable[[], float],
         *,
         most: int = 16,
+        restful: bool = False,
         explain: bool = False,
     ) -> None:
+        self._restful = restful  # not being asked is worth something here: frames then follow one another
         self._ngram, self._frames, self._clock, self._most = ngram, frames, clock, most
         self._drafters = {drafter.name: Drafter(drafter) for drafter in drafters}
         self._explain = explain
@@ -94,7 +96,7 @@ class Auto:
         self._start(left, len(asks))
         proposals += self._draft([ask for ask in asks if ask.seq_id not in served])
         self._silent = 0 if proposals else self._silent + 1
-        if asks and self._silent >= STILL and not any(ask.draft for ask in asks):
+        if self._restful and asks and self._silent >= STILL and not any(ask.draft for ask in asks):
             self._resting = REST
         return proposals
 

@@ -29,6 +29,7 @@ class Batch:
     source: torch.Tensor  # [1, R] row of the pass before whose answer is this row's token, or -1
     positions: torch.Tensor  # [1, R]
     rows: Rows
+    keep: torch.Tensor | None = None  # [K] rows whose logits are wanted; None: all
 
     @property
     def num_rows(self) -> int:
@@ -43,6 +44,7 @@ class Tray:
     are still on their way to the device, so the pass that had this one before must have been waited for.
     """
 
+    @torch.inference_mode(mode=False)  # filled from anywhere, whoever asked for it first
     def __init__(
         self,
         num_rows: int,

@@ -98,9 +98,14 @@ class Runner:
             self._trays[num_rows] = Tray(num_rows, size, self._workspace, self.device, CHAIN + 1)
         return self._trays[num_rows]
 
+    @property
+    def natural(self) -> bool:
+        """Whether a frame has as many rows as are used, and its head as many as are wanted."""
+        return len(self.sizes) > 1
+
     @torch.inference_mode()
     def frame(self, batch: Batch) -> torch.Tensor:
-        """Logits [R, V] of a frame of one of the sizes, in the model's dtype. Valid until the next frame."""
+        """Logits [R, V] of a frame of one of the sizes, or of its kept rows. Valid until the next frame."""
         graph = self._graphs.get(batch.num_rows)
         if graph is not None:
             return graph()
@@ -158,7 +163,10 @@ class Runner:
         answers = self.picks[0] if answers is None else answers
         answered = answers[batch.source.clamp(min=0)]
         tokens = torch.where(batch.source >= 0, answered, batch.tokens)
-        out = model(input_ids=tokens, position_ids=batch.positions, use_cache=False, rows=batch.rows).logits
+        keep = {} if batch.keep is None else {"logits_to_keep": batch.keep}
+        out = model(
+            input_ids=tokens, position_ids=batch.positions, use_cache=False, rows=batch.rows, **keep
+        ).logits
         logits: torch.Tensor = out[0]
         return logits
 

@@ -283,10 +283,11 @@ float* scratch(int64_t len) {
     if (len > room_len) {
         room_len = 0;
         room.reset();
-        room.reset(new float[len]);
+        room.reset(new float[len + 16]);
         room_len = len;
     }
-    return room.get();
+    auto start = (reinterpret_cast<uintptr_t>(room.get()) + 63) & ~uintptr_t{63};  // whole cache lines
+    return reinterpret_cast<float*>(start);
 }
 
 }  // namespace

@@ -26,6 +26,7 @@ constexpr int WIDE = 6, TALL = 4, LONE = 8;  // outputs and rows of a tile; outp
 #else
 constexpr int WIDE = 3, TALL = 2, LONE = 4;
 #endif
+constexpr int64_t NEAR = 4096;  // floats of x that fit in the nearest cache beside the weights of a tile
 constexpr int STRIP = 48;  // outputs of one task: a multiple of WIDE and LONE
 
 enum Form { F32 = 0, BF16 = 1, F16 = 2, Q4 = 3, Q8 = 4 };
@@ -200,20 +201,27 @@ void strip(const Weights& w, const float* x, int64_t x_row, int64_t rows, int64_
         for (; n < end; n++) tile<1, 1>(x, x_row, Some<Row, 1>(w, n).get(), K, y + n - first, STRIP);
         return;
     }
-    int64_t padded = (K + 15) / 16 * 16;
-    auto plain = [&](int64_t from, int count) {  // unpacked once for all rows; it stays in the nearest cache
-        if constexpr (std::is_same_v<Row, RowF32>)
-            if (K == padded) return static_cast<const float*>(w.data) + from * K;
-        for (int i = 0; i < count; i++) unpack_row(Row(w, from + i), K, wide + i * padded);
-        return static_cast<const float*>(wide);
-    };
-    for (; n + WIDE <= end; n += WIDE) {
-        if (rows != TALL || std::is_same_v<Row, RowF32>)
-            plain_rows<WIDE>(x, x_row, rows, plain(n, WIDE), padded, y + n - first);
-        else
+    if (rows == TALL && !std::is_same_v<Row, RowF32>) {
+        for (; n + WIDE <= end; n += WIDE)
             tile<TALL, WIDE>(x, x_row, Some<Row, WIDE>(w, n).get(), K, y + n - first, STRIP);
     }
-    for (; n < end; n++) plain_rows<1>(x, x_row, rows, plain(n, 1), padded, y + n - first);
+    // Unpacked once for all rows. A few rows at a time meet every output, so that they stay in the nearest
+    // cache and each weight comes from the next one once for all of them.
+    const int64_t padded = (K + 15) / 16 * 16, from = n;
+    const float* plain = wide;
+    if constexpr (std::is_same_v<Row, RowF32>)
+        if (K == padded) plain = static_cast<const float*>(w.data) + from * K;
+    if (plain == wide)
+        for (int64_t i = from; i < end; i++) unpack_row(Row(w, i), K, wide + (i - from) * padded);
+    const int64_t block = std::max<int64_t>(TALL, NEAR / padded / TALL * TALL);
+    for (int64_t r = 0; r < rows; r += block) {
+        const int64_t some = std::min(block, rows - r);
+        float* out = y + r * STRIP - first;
+        for (n = from; n + WIDE <= end; n += WIDE)
+            plain_rows<WIDE>(x + r * x_row, x_row, some, plain + (n - from) * padded, padded, out + n);
+        for (; n < end; n++)
+            plain_rows<1>(x + r * x_row, x_row, some, plain + (n - from) * padded, padded, out + n);
+    }
 }
 
 template <class T>
@@ -234,7 +242,7 @@ template <class T>
 Result multiply(const Product& p) {
     const Weights& w = *p.w;
     int64_t K = w.inputs, padded = (K + 15) / 16 * 16;
-    int64_t own = ((p.rows * STRIP + WIDE * padded) + 31) / 32 * 32;
+    int64_t own = ((p.rows * STRIP + STRIP * padded) + 31) / 32 * 32;
     float* room = scratch(p.rows * padded + own * p.threads + 32);
     float* x = room;
     const auto* given = static_cast<const typename T::Stored*>(p.x);
