@@ -375,4 +375,4 @@ def _turn(console: Console, llm: LLM, messages: list[dict[str, str]], params: Sa
     return text
 
 
-__all__ = ["app", "chat", "demo", "generate", "main", "probe"]
+__all__ = ["app", "bench", "chat", "demo", "generate", "main", "probe"]

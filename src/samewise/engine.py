@@ -39,7 +39,7 @@ from samewise.contract import Contract
 from samewise.costs import Frames
 from samewise.errors import BadParameter, BadPrompt, CallerError, GuaranteeLost
 from samewise.judge import trust
-from samewise.model import linear, zoo
+from samewise.model import fp8, linear, zoo
 from samewise.model.attention import PAGE
 from samewise.model.folder import read_tensors
 from samewise.model.rope import pin_rope
@@ -86,10 +86,15 @@ def _decode(parts: Parts) -> Decode:
     """Regular decoding, with cheaper weights where that is asked for or pays."""
     runner, path = parts.runner, None
     how = cheaper(parts.config.draft_weights, runner.model, runner.device)
-    if how is not None:
+    if parts.config.draft_weights == "fp8":
         other = zoo.twin(runner.model)
-        if zoo.pack_linears(other, how):
-            path = runner.path(other)
+        shapes = fp8.use(other)
+        log.info("float8 guesses: faster here for linears of %s", ", ".join(shapes) or "no shape")
+        path = runner.path(other) if shapes else None
+    elif how is not None:
+        other = zoo.twin(runner.model)
+        zoo.pack_linears(other, how)
+        path = runner.path(other)
     return Decode(runner, parts.sampler, path=path, chain=parts.chain)
 
 
@@ -121,7 +126,10 @@ def _auto(parts: Parts) -> Auto:
     """All that could pay here: suffix matches, and a draft model and cheaper decoding if there are."""
     config, runner = parts.config, parts.runner
     drafters: list[Proposer] = [_model(parts)] if config.draft_model else []
-    if cheaper(config.draft_weights, runner.model, runner.device) is not None:
+    if (
+        config.draft_weights == "fp8"
+        or cheaper(config.draft_weights, runner.model, runner.device) is not None
+    ):
         drafters.append(_decode(parts))
     return Auto(
         Ngram(), drafters, parts.frames, parts.clock, most=config.draft_tokens, restful=parts.ahead,

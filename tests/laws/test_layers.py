@@ -52,6 +52,7 @@ LAYERS = {
     "propose.auto": 4,
     "schedule": 4,
     "model.folder": 5,
+    "model.fp8": 6,
     "model.zoo": 5,
     "run.runner": 6,
     "assemble": 7,

@@ -22,6 +22,7 @@ from samewise.bench.contend import Contender, Ours, Sample
 from samewise.bench.report import Cell
 from samewise.config import EngineConfig
 from samewise.engine import Engine
+from samewise.errors import MachineError
 from samewise.model import weights, zoo
 from samewise.params import SamplingParams
 
@@ -68,8 +69,7 @@ def bench(console: Console, config: EngineConfig, plan: Plan) -> dict[str, Any]:
     console.print(report.table(cells, baseline))
     console.print(report.speculation(cells))
     picture = plan.out / "bench.png"
-    report.plot(cells, picture, f"{config.model}, {_dtype(first)}, {_cpu()}")
-    console.print(f"picture: {picture}")
+    _draw(console, picture, lambda: report.plot(cells, picture, f"{config.model}, {_dtype(first)}, {_cpu()}"))
     return _last(config, plan, ceiling, first) | {"results": [cell.as_json() for cell in cells]}
 
 
@@ -165,10 +165,19 @@ def _overhead(console: Console, loaded: Loaded, config: EngineConfig, plan: Plan
         points.append((rate, report.mean_rate(cells, f"{rate:g}", batch) / base, lost))
     console.print(report.table(cells, "unverified"))
     picture = plan.out / "overhead.png"
-    report.plot_overhead(points, picture, f"{config.model}, batch {batch}, N = {config.draft_tokens}")
-    console.print(f"picture: {picture}")
+    title = f"{config.model}, batch {batch}, N = {config.draft_tokens}"
+    _draw(console, picture, lambda: report.plot_overhead(points, picture, title))
     curve = [{"mismatch_rate": r, "relative_throughput": t, "recomputed_share": s} for r, t, s in points]
     return _last(config, plan, _ceiling(first), first) | {"overhead": curve}
+
+
+def _draw(console: Console, path: Path, draw: Callable[[], None]) -> None:
+    """A picture, or a line that says what it needs: the numbers are not lost for want of it."""
+    try:
+        draw()
+        console.print(f"picture: {path}")
+    except MachineError as error:
+        console.print(f"[yellow]no picture: {error}[/]")
 
 
 def _ceiling(engine: Engine) -> dict[str, float]:

@@ -148,10 +148,11 @@ inline void plain_tile(const float* x, int64_t x_row, const float* w, int64_t K,
         for (int h = 0; h < PARTS; h++) {
             Part wn[N];
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++) wn[n] = load_part(w + n * K + k + h * LEN);
+            for (int n = 0; n < N; n++) wn[n] = load_part(w + n * K + k + h * LEN), pin(wn[n]);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 Part xr = load_part(x + r * x_row + k + h * LEN);
+                pin(xr);
 #pragma GCC unroll 8
                 for (int n = 0; n < N; n++) sum[r][n][h] = fma_part(xr, wn[n], sum[r][n][h]);
             }
@@ -284,7 +285,7 @@ bool put4(const float* w, Grid g, bool lossy, uint8_t* q) {
         float at = g.d != 0.0f ? std::nearbyintf((w[k] - g.m) / g.d) : 0.0f;
         at = at >= 0.0f ? std::min(at, 15.0f) : 0.0f;
         level[k] = uint8_t(at);
-        if (!lossy && bits_of(__builtin_fmaf(at, g.d, g.m)) != bits_of(w[k])) return false;
+        if (!lossy && bits_of(__builtin_fmaf(float(level[k]), g.d, g.m)) != bits_of(w[k])) return false;
     }
     for (int k = 0; k < 16; k++) q[k] = uint8_t(level[k] | level[k + 16] << 4);
     return true;
@@ -295,7 +296,7 @@ bool put8(const float* w, float d, bool lossy, uint8_t* q) {
         float at = d != 0.0f ? std::nearbyintf(w[k] / d) : 0.0f;
         at = at >= -127.0f ? std::min(at, 127.0f) : -127.0f;
         q[k] = uint8_t(int8_t(at));
-        if (!lossy && bits_of(at * d) != bits_of(w[k])) return false;
+        if (!lossy && bits_of(float(int8_t(q[k])) * d) != bits_of(w[k])) return false;
     }
     return true;
 }

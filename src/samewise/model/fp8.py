@@ -1,0 +1,78 @@
+"""Linears in eight-bit floats on CUDA, for guesses alone, where that is measured to be faster.
+
+One scale for the weights, one for each input: not the model's own numbers, so nothing that is emitted ever
+comes from here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from samewise.model.zoo import FrameLinear
+from samewise.run.graph import Captured
+
+LARGEST = 448.0  # of float8 e4m3
+ROWS = 16  # at which the two ways are compared
+CALLS = 20
+
+
+class Fp8Linear(nn.Module):
+    """x W' + b with both in float8."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        self.scale = (weight.abs().amax() / LARGEST).clamp(min=1e-12)
+        self.data = (weight / self.scale).to(torch.float8_e4m3fn)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product, in x's dtype."""
+        flat = x.reshape(-1, x.shape[-1])
+        scale = (flat.abs().amax().float() / LARGEST).clamp(min=1e-12)
+        small = (flat.float() / scale).to(torch.float8_e4m3fn)
+        out = torch._scaled_mm(  # noqa: SLF001 - torch's one way to this product
+            small, self.data.t(), scale_a=scale, scale_b=self.scale, out_dtype=x.dtype
+        )
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*x.shape[:-1], -1)
+
+
+@torch.inference_mode()
+def use(model: nn.Module) -> list[str]:
+    """Put float8 linears in place of those they are faster than. Returns the shapes that were."""
+    faster: dict[tuple[int, int], bool] = {}
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if not isinstance(child, FrameLinear) or child.weight.dtype == torch.float32:
+                continue
+            outputs, inputs = child.weight.shape
+            if outputs % 16 or inputs % 16:
+                continue
+            if (outputs, inputs) not in faster:
+                faster[outputs, inputs] = _faster(child)
+            if faster[outputs, inputs]:
+                module._modules[name] = Fp8Linear(child)  # noqa: SLF001 - a twin of its own, as zoo makes them
+    return [f"{outputs}×{inputs}" for (outputs, inputs), yes in faster.items() if yes]
+
+
+def _faster(linear: FrameLinear) -> bool:
+    x = torch.randn(1, ROWS, linear.in_features, device=linear.weight.device, dtype=linear.weight.dtype)
+    other = Fp8Linear(linear)
+    return _seconds(other, x) < 0.95 * _seconds(linear, x)
+
+
+def _seconds(module: nn.Module, x: torch.Tensor) -> float:
+    """Of some calls, captured, so that launching does not count."""
+    captured = Captured(lambda: [module(x) for _ in range(CALLS)][-1], x.device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    captured()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+__all__ = ["Fp8Linear", "use"]

@@ -1,0 +1,178 @@
+"""Pacing: rows are bought where they pay, drafters are used where they pay, and the clock is handed in."""
+
+from array import array
+
+import pytest
+
+from samewise.costs import Frames
+from samewise.propose.auto import EXPLORE, Auto
+from samewise.propose.ngram import Ngram
+from samewise.types import Ask, Proposal, Sampling, Verdict
+
+REPEATING = [1, 2, 3, 4] * 6
+PLAIN = list(range(100, 120))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Slow:
+    """A drafter whose every pass takes so long."""
+
+    name = "slow"
+    quiet = False
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds, self.passes = clock, seconds, 0
+
+    def propose(self, asks):
+        self.passes += 1
+        self.clock.now += self.seconds
+        return [Proposal(ask.seq_id, (7,), drafter=self.name, more=True) for ask in asks]
+
+    def observe(self, verdicts):
+        pass
+
+    def forget(self, seq_id):
+        pass
+
+
+def ask(seq_id, tokens, room=16, draft=()):
+    return Ask(seq_id, tokens, 4, list(draft), len(tokens) - 1, array("i"), Sampling(), room)
+
+
+def frames(base=0.03, each=0.002, sizes=tuple(range(1, 65))):
+    made = Frames(sizes)
+    for rows in sizes:
+        made.observe(rows, base + each * rows)
+    return made
+
+
+def auto(costs=None, drafters=(), clock=None, **settings):
+    return Auto(Ngram(), list(drafters), costs or frames(), clock or Clock(), **settings)
+
+
+def verdict(seq_id, guessed, accepted, drafter):
+    return Verdict(seq_id, (1,) * (accepted + 1), (), (), 9, guessed, accepted, drafter=drafter)
+
+
+def run(paced, steps, accepted, drafter="slow"):
+    """Rounds of one sequence whose drafts are accepted so far; returns the length of each draft."""
+    lengths, draft = [], []
+    for _ in range(steps):
+        proposals = paced.propose([ask(0, PLAIN, draft=draft)])
+        for proposal in proposals:
+            draft += proposal.tokens
+        if not any(proposal.more for proposal in proposals):
+            right = min(accepted, len(draft))
+            paced.observe([verdict(0, len(draft), right, drafter)])
+            lengths.append(len(draft))
+            draft = []
+    return lengths
+
+
+def test_repeating_text_is_guessed_and_other_text_is_not():
+    paced = auto()
+    proposals = paced.propose([ask(0, REPEATING), ask(1, PLAIN)])
+    assert [p.seq_id for p in proposals] == [0]
+    assert proposals[0].tokens[:3] == (1, 2, 3)
+    assert proposals[0].drafter == "ngram"
+
+
+def test_rows_are_bought_while_they_pay():
+    def bought(each):
+        (proposal,) = auto(frames(each=each)).propose([ask(0, REPEATING)]) or [Proposal(0, ())]
+        return len(proposal.tokens)
+
+    assert bought(0.0) > bought(0.004) > 0
+    assert bought(0.5) == 0
+
+
+def test_guesses_that_fail_are_not_bought_again():
+    paced = auto(frames(each=0.006))
+    for _ in range(30):
+        for proposal in paced.propose([ask(0, REPEATING)]):
+            paced.observe([verdict(0, len(proposal.tokens), 0, "ngram")])
+    assert paced.propose([ask(0, REPEATING)]) == []
+
+
+def test_guesses_that_succeed_grow():
+    paced = auto(frames(each=0.006))
+    first = len(paced.propose([ask(0, REPEATING)])[0].tokens)
+    for _ in range(10):
+        (proposal,) = paced.propose([ask(0, REPEATING)])
+        paced.observe([verdict(0, len(proposal.tokens), len(proposal.tokens), "ngram")])
+    assert len(paced.propose([ask(0, REPEATING)])[0].tokens) > first
+
+
+def test_rows_that_would_be_padding_cost_nothing():
+    costs = Frames((128,))
+    costs.observe(1, 0.006)
+    proposals = auto(costs).propose([ask(i, REPEATING) for i in range(4)])
+    assert all(len(proposal.tokens) >= 3 for proposal in proposals)
+
+
+def test_a_cheap_and_good_drafter_is_used_and_goes_far():
+    clock = Clock()
+    paced = auto(drafters=[Slow(clock, 0.004)], clock=clock)
+    lengths = run(paced, 400, accepted=16)
+    assert lengths[-1] >= 8
+    assert paced.stats()["decisions"]["slow"] > 10
+
+
+@pytest.mark.parametrize(("seconds", "accepted"), [(0.2, 16), (0.02, 0)], ids=["dear", "wrong"])
+def test_a_drafter_that_does_not_pay_is_dropped_and_hardly_tried_again(seconds, accepted):
+    clock = Clock()
+    drafter = Slow(clock, seconds)
+    paced = auto(drafters=[drafter], clock=clock)
+    run(paced, 60, accepted)
+    before = drafter.passes
+    lengths = run(paced, EXPLORE // 2, accepted)
+    assert drafter.passes == before
+    assert set(lengths) == {0}
+
+
+def test_a_drafter_that_got_better_is_found_again():
+    clock = Clock()
+    drafter = Slow(clock, 0.004)
+    paced = auto(drafters=[drafter], clock=clock)
+    run(paced, 100, accepted=0)
+    before = drafter.passes
+    run(paced, 4 * EXPLORE, accepted=16)
+    assert drafter.passes > before + 50
+
+
+def test_it_rests_only_where_resting_pays():
+    for restful in (True, False):
+        paced = auto(restful=restful)
+        for _ in range(10):
+            paced.propose([ask(0, PLAIN)])
+        assert paced.quiet is restful
+        for _ in range(20):
+            paced.observe([])
+        assert not paced.quiet
+
+
+def test_decisions_are_told(caplog):
+    paced = auto(explain=True)
+    with caplog.at_level("INFO", "samewise.auto"):
+        paced.propose([ask(0, REPEATING)])
+    assert "guesses bought" in caplog.text
+    told = paced.stats()
+    assert told["decisions"] == {"ngram": 1}
+    assert len(told["match_acceptance"]) == 9
+
+
+def test_forgetting_leaves_nothing():
+    paced = auto()
+    paced.propose([ask(5, REPEATING)])
+    paced.observe([verdict(5, 2, 1, "ngram")])
+    paced.forget(5)
+    assert not (paced._by_seq)
+    assert not (paced._matched)
+    assert not (paced._target)
+    assert not (paced._ngram._texts)

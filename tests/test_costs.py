@@ -1,0 +1,72 @@
+"""Measured costs: sizes between, disturbed measurements, and what speculation is worth."""
+
+import pytest
+
+from samewise.costs import Curve, Frames, Rate, expected
+
+
+def test_a_curve_is_straight_between_what_was_seen():
+    curve = Curve()
+    assert (curve.known, curve.at(3)) == (False, 0.0)
+    curve.observe(4, 1.0)
+    assert [curve.at(n) for n in (1, 4, 9)] == [1.0, 1.0, 1.0]
+    curve.observe(8, 2.0)
+    assert [curve.at(n) for n in (1, 4, 6, 8, 12)] == [1.0, 1.0, 1.5, 2.0, 3.0]
+    assert curve.table() == {4: 1.0, 8: 2.0}
+
+
+def test_one_spike_is_hardly_believed():
+    curve = Curve()
+    for _ in range(20):
+        curve.observe(1, 1.0)
+    curve.observe(1, 50.0)
+    assert curve.at(1) < 1.6
+    for _ in range(60):
+        curve.observe(1, 2.0)
+    assert curve.at(1) == pytest.approx(2.0, abs=0.05)
+
+
+def test_frames_are_a_line():
+    frames = Frames(tuple(range(1, 65)))
+    assert frames.cost(5) == 0.0
+    for rows in (1, 3, 8, 17, 64):
+        frames.observe(rows, 0.03 + 0.002 * rows)
+    assert frames.cost(30) == pytest.approx(0.09)
+    assert frames.cost(31) - frames.cost(30) == pytest.approx(0.002)
+    assert frames.cost(70) == pytest.approx(frames.cost(64) + frames.cost(6))
+
+
+def test_one_disturbed_size_does_not_make_a_row_dear():
+    frames = Frames(tuple(range(1, 65)))
+    for rows in (1, 4, 16, 64):
+        frames.observe(rows, 0.03 + 0.002 * rows)
+    frames.observe(2, 0.2)
+    assert frames.cost(2) - frames.cost(1) < 0.004
+
+
+def test_rows_up_to_a_size_are_free():
+    frames = Frames((128,))
+    frames.observe(1, 0.006)
+    assert frames.cost(1) == frames.cost(128) == pytest.approx(0.006)
+    assert frames.cost(129) == pytest.approx(0.012)
+    steps = Frames((1, 2, 4, 8))
+    for size in (1, 2, 4, 8):
+        steps.observe(size, 0.01 + 0.001 * size)
+    assert steps.cost(5) == steps.cost(8)
+
+
+def test_acceptance_counts_what_was_reached():
+    rate = Rate(0.0, 0.0)
+    rate.observe(5, 5)
+    assert rate.value == 1.0
+    rate.observe(5, 0)
+    assert rate.value == pytest.approx(5 / 6)
+    for _ in range(500):
+        rate.observe(4, 0)
+    assert rate.value < 0.05
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.9, 1.0])
+def test_expected_tokens(rate):
+    by_hand = sum(rate**k for k in range(6))
+    assert expected(rate, 5) == pytest.approx(by_hand)
