@@ -285,7 +285,9 @@ bool put4(const float* w, Grid g, bool lossy, uint8_t* q) {
         float at = g.d != 0.0f ? std::nearbyintf((w[k] - g.m) / g.d) : 0.0f;
         at = at >= 0.0f ? std::min(at, 15.0f) : 0.0f;
         level[k] = uint8_t(at);
-        if (!lossy && bits_of(__builtin_fmaf(float(level[k]), g.d, g.m)) != bits_of(w[k])) return false;
+        // Level 0 by itself: compilers may take a rounded -0 through an integer and back for -0.
+        float value = level[k] ? __builtin_fmaf(at, g.d, g.m) : g.m + 0.0f;
+        if (!lossy && bits_of(value) != bits_of(w[k])) return false;
     }
     for (int k = 0; k < 16; k++) q[k] = uint8_t(level[k] | level[k + 16] << 4);
     return true;
@@ -296,7 +298,7 @@ bool put8(const float* w, float d, bool lossy, uint8_t* q) {
         float at = d != 0.0f ? std::nearbyintf(w[k] / d) : 0.0f;
         at = at >= -127.0f ? std::min(at, 127.0f) : -127.0f;
         q[k] = uint8_t(int8_t(at));
-        if (!lossy && bits_of(float(int8_t(q[k])) * d) != bits_of(w[k])) return false;
+        if (!lossy && bits_of(q[k] ? at * d : 0.0f) != bits_of(w[k])) return false;
     }
     return true;
 }
