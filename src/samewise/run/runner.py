@@ -36,6 +36,15 @@ class Path:
     graphs: dict[int, Captured[torch.Tensor]] = field(default_factory=dict)
 
 
+def _compiling() -> Any:
+    """Where layers may be compiled: as often as needed, and never silently left uncompiled."""
+    import torch._dynamo.config as dynamo  # seconds to import, and only needed here
+
+    # The limits count every engine of the process; reaching one must be an error, never eager.
+    limits: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
+    return dynamo.patch(fail_on_recompile_limit_hit=True, **limits)
+
+
 def kv_shapes(arch: Arch) -> list[tuple[int, int]]:
     """(KV heads, head size) of each layer."""
     return [(layer.num_kv_heads, layer.head_dim) for layer in arch.layers]
@@ -145,7 +154,8 @@ class Runner:
         size = batch.num_rows
         if self.device.type == "cuda":
             if size not in path.graphs:
-                path.graphs[size] = Captured(lambda: self._fast_pass(path, batch), self.device)
+                with _compiling():
+                    path.graphs[size] = Captured(lambda: self._fast_pass(path, batch), self.device)
             return path.graphs[size]()
         return self._fast_pass(path, batch)
 
@@ -189,11 +199,7 @@ class Runner:
         for size in reversed(self.sizes):
             batch = pack_frame([], self.tray(size))
             if self.compiled:
-                import torch._dynamo.config as dynamo  # seconds to import, and only needed here
-
-                # The limits count every engine of the process; reaching one must be an error, never eager.
-                limits: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
-                with dynamo.patch(fail_on_recompile_limit_hit=True, **limits):
+                with _compiling():
                     self._pass(self._canonical, batch)
             if self.device.type == "cuda":
                 self._graphs[size] = self._capture(batch)
