@@ -25,7 +25,7 @@ machine.settle()
 
 import torch  # noqa: E402
 
-from samewise.assemble import Loaded, load, pick_kernel  # noqa: E402
+from samewise.assemble import Loaded, load, pick_kernel, pick_linear  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
 from samewise.model import zoo  # noqa: E402
@@ -98,32 +98,40 @@ def cpu(args: argparse.Namespace) -> dict:
     device = torch.device("cpu")
     kernel = pick_kernel("auto", device)
     arch, results = loaded.arch, []
+    linears = pick_linear(args.linear, device)
+    model = zoo.twin(loaded.model)
+    if linears == "native":
+        print("weights kept as", dict(zoo.pack_linears(model)))
     context = args.context
     for rows in args.rows:
         runners = {
             mode: Runner(
-                loaded.model, arch, kernel, num_pages=17 * -(-context // PAGE) + 2, sizes=(rows,),
+                zoo.twin(model), arch, kernel, num_pages=17 * -(-context // PAGE) + 2, sizes=(rows,),
                 max_rows=rows, max_model_len=context, dtype=next(loaded.model.parameters()).dtype,
                 device=device, compile=mode == "compiled",
             )
             for mode in args.modes
         }  # fmt: skip
-        alone = linears_alone(loaded.model, rows)
+        alone = linears_alone(model, rows)
         for sequences in [s for s in args.sequences if s <= rows]:
             spans = spans_of(sequences, rows // sequences, context, arch.vocab)
             # Interleaved, so that a noisy neighbour disturbs all of them alike.
             times: dict[str, list[float]] = {name: [] for name in ("linears", *runners)}
             for runner in runners.values():
-                zoo.seat(runner.model, arch, kernel, runner.store.layers)
                 runner.frame(pack_frame(spans, runner.tray(runner.frame_rows)))
             for _ in range(args.repeats):
                 times["linears"].append(timed(alone, 1, device))
                 for name, runner in runners.items():
-                    zoo.seat(runner.model, arch, kernel, runner.store.layers)
                     batch = pack_frame(spans, runner.tray(runner.frame_rows))
                     times[name].append(timed(lambda r=runner, b=batch: r.frame(b), 1, device))
             ms = {name: statistics.median(values) for name, values in times.items()}
-            row = {"rows": rows, "sequences": sequences, "context": context, "linears_ms": ms["linears"]}
+            row = {
+                "linear": linears,
+                "rows": rows,
+                "sequences": sequences,
+                "context": context,
+                "linears_ms": ms["linears"],
+            }
             for name in runners:
                 row[f"{name}_ms"] = ms[name]
                 ratios = [a / b for a, b in zip(times[name], times["linears"], strict=True)]
@@ -263,6 +271,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--linear", default="auto", choices=("auto", "native", "torch"))
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])

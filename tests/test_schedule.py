@@ -737,3 +737,98 @@ def test_check_sees_a_sequence_without_pages() -> None:
     loop.scheduler.index.release([seq.pages.pop()])
     with pytest.raises(InvariantBroken, match="too few pages"):
         loop.scheduler.check()
+
+
+# ---- when a frame fires
+
+
+def drafting_on(seq_ids: set[int]) -> Callable[[Ask], Proposal]:
+    """One right guess a step; these sequences mean to go on."""
+
+    def guess(ask: Ask) -> Proposal:
+        return Proposal(
+            ask.seq_id, (next_token(ask.tokens + ask.draft),), drafter="d", more=ask.seq_id in seq_ids
+        )
+
+    return guess
+
+
+def turn(loop: Loop, guess: Callable[[Ask], Proposal]) -> list[Span]:
+    """A step up to the frame it would fire."""
+    loop.land()
+    loop.scheduler.admit()
+    loop.scheduler.extend([guess(ask) for ask in loop.scheduler.asks(verified=True)])
+    loop.flight = loop.scheduler.spans()
+    return loop.flight
+
+
+def read_prompts(loop: Loop, num: int, **changes: object) -> None:
+    for i in range(num):
+        loop.add([1, 2, i % VOCAB], 20, **changes)
+    while any(seq.reading for seq in loop.scheduler._running.values()) or loop.scheduler.num_waiting:
+        loop.step()
+    loop.land()
+
+
+def test_an_open_draft_is_not_replayed():
+    loop = Loop(limits(frame_rows=16, deadline=100))
+    read_prompts(loop, 2)
+    for length in range(1, 4):
+        assert turn(loop, drafting_on({0, 1})) == []
+        assert [len(s.draft) for s in loop.scheduler._running.values()] == [length, length]
+
+
+def test_a_finished_draft_waits_for_company_until_its_deadline():
+    loop = Loop(limits(frame_rows=16, deadline=3))
+    read_prompts(loop, 2)
+    fired = [[span.seq_id for span in turn(loop, drafting_on({1}))] for _ in range(4)]
+    assert fired == [[], [], [], [0]]
+    assert len(loop.scheduler._running[1].draft) == 4  # it drafts on
+
+
+def test_a_full_group_does_not_wait():
+    loop = Loop(limits(frame_rows=4, deadline=100, max_num_seqs=4))
+    read_prompts(loop, 3)
+    assert [span.seq_id for span in turn(loop, drafting_on({2}))] == [0, 1]
+
+
+def test_nobody_waits_when_nobody_drafts_on():
+    loop = Loop(limits(frame_rows=16, deadline=100))
+    read_prompts(loop, 2)
+    spans = turn(loop, drafting_on(set()))
+    assert [(span.seq_id, len(span.inputs), span.drafter) for span in spans] == [(0, 2, "d"), (1, 2, "d")]
+    loop.land()
+    tally = loop.scheduler.counts.drafters["d"]
+    assert (tally.drafts, tally.guessed, tally.accepted) == (2, 2, 2)
+
+
+def test_a_prompt_does_not_wait_and_takes_finished_drafts_along():
+    loop = Loop(limits(frame_rows=16, deadline=100, max_num_seqs=4))
+    read_prompts(loop, 2)
+    assert turn(loop, drafting_on({1})) == []
+    loop.add([3, 3, 3, 3], 5)
+    assert [span.seq_id for span in turn(loop, drafting_on({1}))] == [0, 2]
+
+
+def test_a_guess_that_would_end_it_closes_the_draft():
+    loop = Loop(limits(frame_rows=16, deadline=100))
+    read_prompts(loop, 1, sampling=Sampling(stop_ids=frozenset(range(VOCAB))))
+    assert loop.scheduler.idle  # it ended at once; so give it a stop it reaches by guessing
+    loop = Loop(limits(frame_rows=16, deadline=100))
+    read_prompts(loop, 1)
+    seq = loop.scheduler._running[0]
+    seq.request = Request(0, seq.request.prompt, Sampling(stop_ids=frozenset(range(VOCAB))), 20)
+    assert [span.seq_id for span in turn(loop, drafting_on({0}))] == [0]
+
+
+def test_who_opted_out_rides_where_there_is_room_for_all():
+    for rows, riding in ((16, {0, 1, 2}), (2, {0})):
+        loop = Loop(limits(frame_rows=rows, deadline=0, max_num_seqs=4))
+        loop.add([1, 2], 20)
+        for n in range(2):
+            loop.add([3, n], 20, verify=False)
+        for _ in range(4):
+            loop.step()
+        loop.land()
+        loop.scheduler.admit()
+        assert {span.seq_id for span in loop.scheduler.spans()} == riding

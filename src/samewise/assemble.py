@@ -162,18 +162,16 @@ def cheaper(
     linears = [m for m in model.modules() if isinstance(m, zoo.FrameLinear)]
     if name == "same" or device.type == "cuda" or any(m.packed is None for m in linears):
         return None
-    read = sum(m.packed.num_bytes for m in linears if m.packed is not None)
+    read = sum({id(m.packed): m.packed.num_bytes for m in linears if m.packed is not None}.values())
     weights = sum(m.weight.numel() for m in linears)
     form = {"auto": "int8"}.get(name, name)
     if name == "auto" and read < 1.5 * weights:
         return None
-    exact = {m.weight.data_ptr(): m.packed for m in linears}
 
     def smaller(weight: torch.Tensor) -> linear.Packed | None:
-        packed, quantised = exact[weight.data_ptr()], linear.quantise(weight, form)
-        if quantised is None or (packed is not None and packed.num_bytes <= quantised.num_bytes):
-            return packed
-        return quantised
+        quantised = linear.quantise(weight, form)
+        exact = linear.pack(weight)
+        return exact if quantised is None or exact.num_bytes <= quantised.num_bytes else quantised
 
     return smaller
 

@@ -3,11 +3,24 @@
 from dataclasses import replace
 
 import pytest
-from lawbook import CASES, PROPOSERS, Case, Rude, Script, adversary, jitter, play, reference, text, warm
+from lawbook import (
+    CASES,
+    PROPOSERS,
+    Case,
+    Rude,
+    Script,
+    company,
+    jitter,
+    play,
+    reference,
+    text,
+    warm,
+)
 
 from samewise.testing import Jitter, Scripted
 from samewise.types import Proposal, Sampling
 
+EVERYBODY = [make for name, make in PROPOSERS.items() if name not in ("none", "ngram+model")]
 DRAFTED = [case for case in CASES if case.most >= 9]
 
 
@@ -93,7 +106,7 @@ def ends_inside(setup, truth, changed, i):
     """A case that ends sooner than it did, against an oracle that knows how it would have gone on."""
     (expected,) = reference(setup, [changed])
     script = Script({CASES[i].prompt: truth[i].tokens})
-    for make in (script.oracle, jitter, adversary):
+    for make in (script.oracle, *EVERYBODY):
         engine = setup.engine(make)
         assert play(engine, [changed]) == [expected]
     return expected
@@ -124,7 +137,7 @@ def test_max_tokens_inside_a_draft(plain, plain_truth, most, i):
     assert heard.finish == "length"
 
 
-@pytest.mark.parametrize("proposer", ["none", "jitter", "adversary", "oracle"])
+@pytest.mark.parametrize("proposer", [*PROPOSERS, "oracle"])
 @pytest.mark.parametrize("limit", [34, 40, 48])
 def test_a_draft_meets_the_context_limit(plain, proposer, limit):
     case = Case("long", text(33, 5), warm(1), most=100)
@@ -179,7 +192,8 @@ def test_processing_with_drafts(plain, kind, temperature):
     assert play(oracle, cases) == expected
     assert oracle.scheduler.counts.accepted > 0
     assert play(wrong, cases) == expected
-    assert play(plain.engine(jitter), cases) == expected
+    for make in EVERYBODY:
+        assert play(plain.engine(make), cases) == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -193,7 +207,7 @@ def test_min_tokens_with_drafts(plain, temperature):
         assert len(expected.tokens) > least
         assert not stops & set(expected.tokens[:least])
         script = Script({case.prompt: expected.tokens + free.tokens})
-        for make in (script.oracle, Script({case.prompt: free.tokens}).oracle, jitter, adversary):
+        for make in (script.oracle, Script({case.prompt: free.tokens}).oracle, *EVERYBODY):
             assert play(plain.engine(make), [case]) == [expected]
 
 
@@ -234,6 +248,73 @@ def test_prompt_logprobs_beside_drafts(setup, num):
     assert [len(h.scores) for h in expected] == [len(c.prompt) - 1 for c in cases]
     for make in (Script.of(cases, expected).oracle, jitter):
         assert play(setup.engine(make), cases) == expected
+
+
+# ---- the real ones
+
+
+@pytest.mark.parametrize("proposer", [name for name in PROPOSERS if name != "none"])
+def test_aborts_during_drafts(plain, plain_truth, proposer):
+    """Others leave while their drafts are half done, replayed, or in flight."""
+    engine = plain.engine(PROPOSERS[proposer])
+    leaving = [case.add(engine) for case in company(6)]
+
+    def leave(engine, clock):
+        if clock % 2 and leaving:
+            engine.abort(leaving.pop())
+
+    assert play(engine, CASES, after=leave) == plain_truth
+
+
+@pytest.mark.parametrize("proposer", list(PROPOSERS))
+@pytest.mark.parametrize("verified", [1, 7])
+def test_mixed_traffic(plain, plain_truth, proposer, verified):
+    """Requests that opted out ride frames and share fast passes; the others do not notice."""
+    engine = plain.engine(PROPOSERS[proposer])
+    others = [replace(case, verify=i < verified) for i, case in enumerate(company(8, most=12))]
+    heard = play(engine, [*others, *CASES], arrivals=[0] * len(others) + [2] * len(CASES))
+    assert heard[len(others) :] == plain_truth
+
+
+def test_drafts_of_many_share_frames(plain):
+    """Grouped verification: far fewer frames than tokens, and guesses that are all right."""
+    cases = [Case(f"{i}", text(3 + i, i), most=18) for i in range(4)]
+    expected = reference(plain, cases)
+    engine = plain.engine(PROPOSERS["decode"], draft_tokens=8, frame_rows=64)
+    assert play(engine, cases) == expected
+    counts = engine.scheduler.counts
+    tally = counts.drafters["decode"]
+    assert tally.accepted / tally.guessed > 0.9
+    assert counts.frames <= 6
+    assert sum(len(one.tokens) for one in expected) / counts.frames > 10
+
+
+def test_fewer_bits_guess_worse_and_change_nothing(plain, plain_truth):
+    if plain.device != "cpu":
+        pytest.skip("four-bit guesses are a CPU's")
+    engine = plain.engine(PROPOSERS["cheap"])
+    assert play(engine, CASES) == plain_truth
+    tally = engine.scheduler.counts.drafters["decode"]
+    assert 0 < tally.accepted < tally.guessed
+
+
+@pytest.mark.parametrize("proposer", ["decode", "model", "auto"])
+@pytest.mark.parametrize("draft_tokens", [1, 3, 40])
+@pytest.mark.parametrize("deadline", [0, 9])
+def test_draft_length_and_deadline_do_not_matter(plain, plain_truth, proposer, draft_tokens, deadline):
+    settings = {"draft_tokens": draft_tokens, "verify_deadline": deadline}
+    engine = plain.engine(PROPOSERS[proposer], **settings)
+    assert play(engine, CASES[::2]) == plain_truth[::2]
+
+
+def test_repeating_text_comes_in_large_steps(plain):
+    """Allowed only two tokens, a greedy model soon repeats itself: suffix matches find it."""
+    case = Case("loop", text(9), Sampling(allowed_token_ids=(5,)), most=60)
+    (expected,) = reference(plain, [case])
+    for proposer in ("ngram", "auto"):
+        engine = plain.engine(PROPOSERS[proposer])
+        assert play(engine, [case]) == [expected]
+        assert engine.scheduler.counts.frames < 30
 
 
 # ---- proposers with bugs

@@ -183,7 +183,8 @@ def _draw(console: Console, path: Path, draw: Callable[[], None]) -> None:
 def _ceiling(engine: Engine) -> dict[str, float]:
     """Reading the weights once, at the speed of a copy on this machine now: no pass can be shorter."""
     linears = [m for m in engine.runner.model.modules() if isinstance(m, zoo.FrameLinear)]
-    size = sum(m.weight.nbytes if m.packed is None else m.packed.num_bytes for m in linears)
+    sizes = {id(m.packed or m): m.weight.nbytes if m.packed is None else m.packed.num_bytes for m in linears}
+    size = sum(sizes.values())
     source = torch.ones(64 * 2**20, dtype=torch.float32, device=engine.device)
     target, best = torch.empty_like(source), 1e9
     for _ in range(5):

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -201,6 +202,33 @@ class Part(NamedTuple):
     stop: int
 
 
+class Group:
+    """One product for linears that are given the same input, each of which takes its own columns of it.
+
+    The first to be asked computes it for all; it is forgotten as soon as everybody has theirs, or somebody
+    asks twice or with another input.
+    """
+
+    __slots__ = ("_given", "_left", "_product", "bias", "packed", "parts")
+
+    def __init__(self, packed: Packed, bias: torch.Tensor | None, parts: frozenset[int]) -> None:
+        self.packed, self.bias, self.parts = packed, bias, parts
+        self._given: torch.Tensor | None = None
+        self._product: torch.Tensor | None = None
+        self._left: set[int] = set()
+
+    def take(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Columns [start, stop) of x W' + b."""
+        product = self._product
+        if product is None or self._given is not x or start not in self._left:
+            product = multiply(x, self.packed, self.bias)
+            self._given, self._product, self._left = x, product, set(self.parts)
+        self._left.discard(start)
+        if not self._left:
+            self._given = self._product = None
+        return product[..., start:stop]
+
+
 class FrameLinear(nn.Linear):
     """A linear under the frame rule: in a frame it is always given the canonical number of rows.
 
@@ -210,7 +238,8 @@ class FrameLinear(nn.Linear):
     """
 
     part: Part | None
-    packed: Packed | None
+    packed: Packed | None  # its own, or the one it is a part of
+    group: tuple[Group, int, int] | None
 
     @classmethod
     def around(cls, linear: nn.Linear) -> FrameLinear:
@@ -219,36 +248,70 @@ class FrameLinear(nn.Linear):
         wrapped.__dict__ = linear.__dict__
         wrapped.part = None
         wrapped.packed = None
+        wrapped.group = None
         return wrapped
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x W' + b: by itself, from packed weights, or cut from the product it is a part of."""
         packed = self.packed
         if packed is not None:
+            bias: torch.Tensor | None = self.bias
+            start, stop = 0, packed.outputs
+            if self.group is not None:
+                group, start, stop = self.group
+                if not torch.compiler.is_compiling():
+                    return group.take(x, start, stop)
+                bias = group.bias
             if torch.compiler.is_compiling():
                 found: torch.Tensor = torch.ops.samewise.linear(
-                    x, list(packed.tensors), self.bias, packed.form, packed.outputs
+                    x, list(packed.tensors), bias, packed.form, packed.outputs
                 )
-                return found
-            return multiply(x, packed, self.bias)
+                return found[..., start:stop] if self.group is not None else found
+            return multiply(x, packed, bias)
         part = self.part
         if part is None or not torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
         return F.linear(x, part.weight, part.bias)[..., part.start : part.stop]
 
 
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
 def pack_linears(model: nn.Module, how: Callable[[torch.Tensor], Packed | None] = pack) -> Counter[str]:
-    """Let every linear of these modules run from packed weights. Returns how many took which form."""
+    """Let every linear of these modules run from packed weights, siblings from one; the forms taken."""
     forms: Counter[str] = Counter()
+    done: set[FrameLinear] = set()
     for module in model.modules():
-        if isinstance(module, FrameLinear):
-            module.packed = how(module.weight)
-            if module.packed is not None:
-                forms[module.packed.form] += 1
+        for names in SIBLINGS:
+            linears = [getattr(module, name, None) for name in names]
+            alike = [linear for linear in linears if isinstance(linear, FrameLinear)]
+            if len(alike) == len(names) and _alike(alike):
+                forms[_group(alike, how)] += 1
+                done.update(alike)
+    for module in model.modules():
+        if isinstance(module, FrameLinear) and module not in done:
+            module.packed, module.group = how(module.weight), None
+            forms[module.packed.form if module.packed is not None else "torch"] += 1
     return forms
 
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+def _alike(linears: list[FrameLinear]) -> bool:
+    return len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
+
+
+def _group(linears: list[FrameLinear], how: Callable[[torch.Tensor], Packed | None]) -> str:
+    """Pack siblings as one; the form it took."""
+    packed = how(torch.cat([linear.weight.data for linear in linears]))
+    biases = [linear.bias.data for linear in linears if linear.bias is not None]
+    ends = list(accumulate(linear.out_features for linear in linears))
+    starts = [0, *ends[:-1]]
+    group = (
+        None if packed is None else Group(packed, torch.cat(biases) if biases else None, frozenset(starts))
+    )
+    for linear, start, stop in zip(linears, starts, ends, strict=True):
+        linear.packed = packed
+        linear.group = None if group is None else (group, start, stop)
+    return "torch" if packed is None else packed.form
 
 
 def stack_siblings(model: nn.Module) -> None:
@@ -266,10 +329,7 @@ def stack_siblings(model: nn.Module) -> None:
 
 def _stack(linears: list[FrameLinear]) -> None:
     biases = [linear.bias for linear in linears]
-    if (
-        linears[0].part is not None
-        or len({(linear.in_features, linear.bias is None) for linear in linears}) != 1
-    ):
+    if linears[0].part is not None or not _alike(linears):
         return
     weight = torch.cat([linear.weight.data for linear in linears])
     bias = None if biases[0] is None else torch.cat([bias.data for bias in biases])
@@ -392,6 +452,7 @@ __all__ = [
     "Arch",
     "AttentionFacts",
     "FrameLinear",
+    "Group",
     "Part",
     "Seat",
     "attend",

@@ -20,6 +20,7 @@ PURE = frozenset({
     _ATEN.t.default, _ATEN.unsqueeze.default,
 })  # fmt: skip
 """What may be merged: products, and the reshaping before them. None of it is ever written to."""
+OURS = "samewise.linear.default"  # likewise
 
 
 class Dedupe(CustomGraphPass):
@@ -29,7 +30,8 @@ class Dedupe(CustomGraphPass):
         """Walk the graph in order; a node equal to an earlier one is replaced by it."""
         seen: dict[Any, Any] = {}
         for node in list(graph.nodes):
-            if node.op != "call_function" or node.target not in PURE or node.kwargs:
+            pure = node.target in PURE or str(node.target) == OURS
+            if node.op != "call_function" or not pure or node.kwargs:
                 continue
             key = (node.target, repr(node.args))
             first = seen.setdefault(key, node)

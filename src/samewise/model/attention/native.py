@@ -182,6 +182,9 @@ class NativeKernel:
         window: int | None,
     ) -> torch.Tensor:
         """Write this pass's K and V, then attend."""
+        if not torch.compiler.is_compiling():
+            tables = (rows.lengths, rows.slots, rows.page_start, rows.pages)
+            return attend(_entry(), q, k, v, kv.k, kv.v, *tables, scale, window)
         out: torch.Tensor = torch.ops.samewise.attend_native(
             q, k, v, kv.k, kv.v, rows.lengths, rows.slots, rows.page_start, rows.pages, scale, window
         )

@@ -1,0 +1,131 @@
+"""`samewise bench`: what is asked, who answers, what is said about it."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from samewise.bench import report, workload
+from samewise.bench.contend import Sample
+from samewise.bench.report import Cell
+from samewise.bench.run import Plan, as_line, bench
+from samewise.config import EngineConfig
+from samewise.errors import BadParameter
+from samewise.testing import byte_tokenizer, tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model(num_hidden_layers=2).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def config(folder, **settings):
+    return EngineConfig(model=str(folder), device="cpu", kv_memory="8MiB", max_model_len=512, **settings)
+
+
+def said(console):
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def console(tmp_path):
+    import io
+
+    return Console(file=io.StringIO(), width=160)
+
+
+def test_the_projects_own_set_covers_six_tasks():
+    questions = workload.read()
+    assert {q.task for q in questions} == {
+        "chat", "code", "maths", "retrieval", "summarising", "translating",
+    }  # fmt: skip
+    assert len(workload.read(limit=1)) == 6
+    assert {q.task for q in workload.read(tasks=["maths"])} == {"maths"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{not json", "line 1: not a Spec-Bench question"),
+        ('{"category": "a", "turns": []}', "line 1"),
+        ('\n{"turns": ["x"]}', "line 2"),
+        ("", "has no questions"),
+    ],
+)
+def test_a_bad_workload_is_named(tmp_path, text, message):
+    path = tmp_path / "w.jsonl"
+    path.write_text(text)
+    with pytest.raises(BadParameter, match=message):
+        workload.read(path)
+    with pytest.raises(BadParameter, match="cannot be read"):
+        workload.read(tmp_path / "absent.jsonl")
+
+
+def test_everybody_is_measured_side_by_side(folder, console, tmp_path):
+    plan = Plan(
+        ("none", "auto", "unverified"), (1, 2), 2, 6, tasks=("maths", "translating"), limit=1, out=tmp_path
+    )
+    found = bench(console, config(folder), plan)
+    assert json.loads(as_line(found)) == found
+    assert {(r["contender"], r["task"], r["batch"]) for r in found["results"]} == {
+        (name, task, batch)
+        for name in ("none", "auto", "unverified", "transformers")
+        for task in ("maths", "translating")
+        for batch in (1, 2)
+    }
+    assert all(len(result["runs"]) == 2 and result["tokens_per_s"] > 0 for result in found["results"])
+    assert all(r["tokens"] == 12 * r["batch"] for r in found["results"])  # two runs of six tokens each
+    assert (tmp_path / "bench.png").stat().st_size > 1000
+    for word in ("times transformers", "tokens per frame", "no pass is shorter"):
+        assert word in said(console)
+
+
+def test_mismatches_are_injected(folder, console, tmp_path):
+    plan = Plan(
+        batches=(2,), repeats=1, max_tokens=24, tasks=("chat",), limit=2, inject=(0.0, 0.5), out=tmp_path
+    )
+    found = bench(console, config(folder), plan)
+    clean, spoiled = found["overhead"]
+    assert clean["recomputed_share"] == 0.0
+    assert spoiled["recomputed_share"] > 0.3
+    assert (tmp_path / "overhead.png").exists()
+
+
+def test_synthetic_prompts_arrive_at_a_rate(folder, console, tmp_path):
+    plan = Plan(
+        ("none",), (3,), 1, 4, verified=0.34, synthetic=10, limit=1, rate=200.0, peers=False, out=tmp_path
+    )
+    (result,) = bench(console, config(folder), plan)["results"]
+    assert result["tokens"] == 12
+    assert result["time_to_first_token"] > 0
+
+
+def test_a_table_compares_with_its_baseline():
+    cells = [
+        Cell(name, "t", 1, (Sample(10, 1.0), Sample(10, 0.5), Sample(10, seconds)))
+        for name, seconds in (("a", 2.0), ("b", 0.1))
+    ]
+    assert [cell.rate for cell in cells] == [10.0, 20.0]
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(report.table(cells, "a"))
+    assert "20.0 (2.00)" in captured.get()
+
+
+def test_spoiled_guesses_are_spoiled_at_the_rate():
+    from samewise.bench.contend import injecting
+
+    class Parts:
+        class runner:
+            device = torch.device("cpu")
+
+        sampler, chain = None, 1
+
+    spoil = injecting(0.25)(Parts)._perturb
+    logits = torch.randn(4000, 8)
+    changed = (spoil(logits).argmax(-1) != logits.argmax(-1)).float().mean()
+    assert abs(changed - 0.25) < 0.04
