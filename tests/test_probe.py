@@ -149,7 +149,7 @@ def test_a_linear_broken_at_its_shape_is_found_before_the_kv_cache_takes_its_mem
         raise AssertionError("the KV cache was sized")
 
     monkeypatch.setattr(engine_module, "count_pages", never)
-    with pytest.raises(GuaranteeLost, match=r"down_proj \(64×112, torch\.float32\).*frame_rows=32"):
+    with pytest.raises(GuaranteeLost, match=r"down_proj \(64×112, torch\.float32\).*frame_rows=128"):
         Engine(planted(SplitsEarly), CONFIG)
 
 

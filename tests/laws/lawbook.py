@@ -220,7 +220,7 @@ def adversary(parts: Parts) -> Adversary:
 
 def decode(parts: Parts) -> Decode:
     """Regular decoding."""
-    return MAKERS["decode"](parts)
+    return MAKERS["decode"](replace(parts, config=replace(parts.config, draft_weights="same")))
 
 
 def cheap(parts: Parts) -> Decode:

@@ -14,7 +14,7 @@ import torch
 from samewise.answers import Desk
 from samewise.assemble import Loaded
 from samewise.config import EngineConfig
-from samewise.engine import MAKERS, Engine, MakeProposer, Parts
+from samewise.engine import Engine, MakeProposer, Parts
 from samewise.params import SamplingParams
 from samewise.propose.decode import Decode
 
@@ -197,7 +197,7 @@ def injecting(rate: float, seed: int = 0) -> MakeProposer:
 
         return Decode(parts.runner, parts.sampler, spoil, chain=parts.chain)
 
-    return make if rate else MAKERS["decode"]
+    return make
 
 
 def _median(values: list[float | None]) -> float | None:

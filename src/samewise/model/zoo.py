@@ -284,12 +284,12 @@ def pack_linears(model: nn.Module, how: Callable[[torch.Tensor], Packed | None] 
     for module in model.modules():
         for names in SIBLINGS:
             linears = [getattr(module, name, None) for name in names]
-            alike = [linear for linear in linears if isinstance(linear, FrameLinear)]
+            alike = [linear for linear in linears if type(linear) is FrameLinear]
             if len(alike) == len(names) and _alike(alike):
                 forms[_group(alike, how)] += 1
                 done.update(alike)
     for module in model.modules():
-        if isinstance(module, FrameLinear) and module not in done:
+        if type(module) is FrameLinear and module not in done:
             module.packed, module.group = how(module.weight), None
             forms[module.packed.form if module.packed is not None else "torch"] += 1
     return forms
