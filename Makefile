@@ -25,7 +25,7 @@ demo: $(READY) ## watch the embedded model answer, the same way every time
 
 test: check ## everything that can be proved on this machine
 	@echo "== tests"
-	@$(BIN)/python -m pytest -m "not gpu" --durations=12
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n auto --dist worksteal --durations=12
 
 check: $(READY) ## format, lint, types, layers
 	@echo "== format";  $(BIN)/ruff format --check .

@@ -54,13 +54,14 @@ def table(cells: Iterable[Cell], baseline: str | None) -> Table:
     view = Table(title="tokens per second" + (f" (times {baseline})" if baseline in names else ""))
     for heading in ("batch", "task", *names):
         view.add_column(heading, justify="left" if heading == "task" else "right")
-    by_place: dict[tuple[int, str], dict[str, Cell]] = {}
-    for cell in found:
-        by_place.setdefault((cell.batch, cell.task), {})[cell.contender] = cell
-    for (batch, task), row in by_place.items():
-        base = row[baseline].rate if baseline in row else None
-        view.add_row(str(batch), task, *(_said(row.get(name), base) for name in names))
     for batch in dict.fromkeys(cell.batch for cell in found):
+        by_task: dict[str, dict[str, Cell]] = {}
+        for cell in found:
+            if cell.batch == batch:
+                by_task.setdefault(cell.task, {})[cell.contender] = cell
+        for task, row in by_task.items():
+            base = row[baseline].rate if baseline in row else None
+            view.add_row(str(batch), task, *(_said(row.get(name), base) for name in names))
         means = {name: mean_rate(found, name, batch) for name in names}
         base = means.get(baseline or "")
         said = [f"{means[n]:.1f}" + (f" ({means[n] / base:.2f})" if base else "") for n in names]
