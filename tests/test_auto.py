@@ -161,7 +161,9 @@ def test_decisions_are_told(caplog):
     paced = auto(explain=True)
     with caplog.at_level("INFO", "samewise.auto"):
         paced.propose([ask(0, REPEATING)])
+        paced.propose([ask(1, PLAIN)])
     assert "guesses bought" in caplog.text
+    assert "none of whose endings was seen before" in caplog.text
     told = paced.stats()
     assert told["decisions"] == {"ngram": 1}
     assert len(told["match_acceptance"]) == 9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import sys
 from functools import partial
@@ -47,6 +48,11 @@ Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is gr
 TopP = Annotated[float, typer.Option("--top-p", help="Nucleus.")]
 TopK = Annotated[int, typer.Option("--top-k", help="0: all.")]
 Seed = Annotated[Optional[int], typer.Option(help="Same seed, same text.")]
+Proposer = Annotated[
+    Optional[str], typer.Option("--proposer", help="auto, none, ngram, decode, model, or e.g. ngram+model.")
+]
+DraftModel = Annotated[Optional[str], typer.Option("--draft-model", help="What `model` guesses with.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Say on stderr why `auto` guesses or does not.")]
 System = Annotated[Optional[str], typer.Option("--system", help="A system message.")]
 
 
@@ -117,6 +123,9 @@ def generate(
     max_model_len: MaxLen = None,
     kv_memory: KvMemory = None,
     trust_remote_code: Trust = False,
+    proposer: Proposer = None,
+    draft_model: DraftModel = None,
+    explain: Explain = False,
 ) -> None:
     """Answer a prompt, or one for each line of a file.
 
@@ -131,6 +140,7 @@ def generate(
     llm = _llm(
         model, device=device, dtype=dtype, revision=revision, frame_rows=frame_rows, compile=compile_layers,
         max_model_len=max_model_len, kv_memory=kv_memory, trust_remote_code=trust_remote_code,
+        proposer=proposer, draft_model=draft_model, explain=_explained(explain=explain),
     )  # fmt: skip
     Console(stderr=True).print(f"[dim]contract {llm.contract}[/]", highlight=False)
     asked = [_as_prompt(llm, text, raw=raw, system=system) for text in prompts]
@@ -159,6 +169,8 @@ def chat(
     device: Device = "auto",
     dtype: Dtype = "auto",
     max_model_len: MaxLen = None,
+    proposer: Proposer = None,
+    draft_model: DraftModel = None,
 ) -> None:
     """Talk with the model. Each turn reads only what is new: the rest is in the prefix cache.
 
@@ -167,7 +179,10 @@ def chat(
     console = Console()
     params = _params(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with console.status("loading …"):
-        llm = _llm(model, device=device, dtype=dtype, max_model_len=max_model_len)
+        llm = _llm(
+            model, device=device, dtype=dtype, max_model_len=max_model_len, proposer=proposer,
+            draft_model=draft_model,
+        )  # fmt: skip
     console.print(f"[dim]{escape(model)}, contract {llm.contract}; /new starts over, /quit leaves[/]")
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -274,6 +289,15 @@ def bench(
         workload, _names(tasks), limit or None, synthetic, rate, peers, _numbers("inject", inject), out,
     )  # fmt: skip
     typer.echo(as_line(measure(Console(), config, plan)))
+
+
+def _explained(*, explain: bool) -> bool:
+    """Let the log of decisions be seen, if it is asked for."""
+    if explain:
+        log = logging.getLogger("samewise.auto")
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
+    return explain
 
 
 def _names(text: str) -> tuple[str, ...]:

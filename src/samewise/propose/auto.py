@@ -24,6 +24,7 @@ from samewise.types import Ask, Proposal, Verdict
 log = logging.getLogger("samewise.auto")
 
 MARGIN = 1.05  # a drafter must promise this much more than not drafting
+WORTH = 1.25  # and a guess this much more than its row costs
 LENGTHS = 8  # matches longer than this are believed alike
 EXPLORE = 400  # steps after which a drafter that does not pay is tried again
 TRIAL = 4  # guesses of such a trial
@@ -143,6 +144,8 @@ class Auto:
     def _match(self, asks: list[Ask], live: int) -> list[Proposal]:
         found = [(ask, match) for ask in asks if (match := self._ngram.find(ask)) is not None]
         if not found:
+            if self._explain and asks:
+                log.info("step %d: %d sequences, none of whose endings was seen before", self._step, len(asks))
             return []
         chances = {ask.seq_id: self._chance(ask.seq_id, match) for ask, match in found}
         wanted: list[tuple[float, int, int]] = []  # chance that a guess is reached and right, place, sequence
@@ -158,7 +161,7 @@ class Auto:
         pace = live / now  # tokens per second without guesses
         for chance, _, seq_id in wanted:
             price = self._frames.cost(rows + 1) - self._frames.cost(rows)
-            if chance < max(price * pace * MARGIN, 0.02):
+            if chance < max(price * pace * WORTH, 0.02):
                 break
             bought[seq_id] += 1
             rows += 1
