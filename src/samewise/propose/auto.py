@@ -145,7 +145,7 @@ class Auto:
         found = [(ask, match) for ask in asks if (match := self._ngram.find(ask)) is not None]
         if not found:
             if self._explain and asks:
-                log.info("step %d: %d sequences, none of whose endings was seen before", self._step, len(asks))
+                log.info("step %d: no ending of %d sequences was seen before", self._step, len(asks))
             return []
         chances = {ask.seq_id: self._chance(ask.seq_id, match) for ask, match in found}
         wanted: list[tuple[float, int, int]] = []  # chance that a guess is reached and right, place, sequence
