@@ -146,6 +146,23 @@ def test_a_drafter_that_got_better_is_found_again():
     assert drafter.passes > before + 50
 
 
+def test_a_first_pass_that_is_slow_is_forgiven():
+    clock = Clock()
+    drafter = Slow(clock, 0.001)
+    paced = auto(drafters=[drafter], clock=clock)
+    clock.now += 0.3
+    propose, first = drafter.propose, [True]
+
+    def slow_once(asks):
+        clock.now += 0.3 if first else 0.0
+        first.clear()
+        return propose(asks)
+
+    drafter.propose = slow_once
+    run(paced, 200, accepted=16)
+    assert drafter.passes > 100
+
+
 def test_it_rests_only_where_resting_pays():
     for restful in (True, False):
         paced = auto(restful=restful)

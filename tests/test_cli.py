@@ -314,7 +314,7 @@ def test_the_same_folder_has_the_same_contract_everywhere(run: Run, folder: str)
 
 def test_the_demonstration_shows_one_digest_for_verified_decoding(llm: LLM) -> None:
     text = io.StringIO()
-    assert demo(Console(file=text, width=160), lambda: llm, max_tokens=6)
+    assert demo(Console(file=text, width=160), lambda **_: llm, max_tokens=6)
     shown = text.getvalue()
     assert "verified 1" in shown
     for situation in ("alone", "in a crowd of 8", "in another order", "after a preemption"):

@@ -1,6 +1,7 @@
 """EngineConfig and memory(): what is refused, with which value and which remedy."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from typing import Any
@@ -20,6 +21,11 @@ from samewise.errors import BadParameter, CallerError
         ("dtype", None, "choose one of"),
         ("device", "tpu", "choose one of auto, cpu, cuda"),
         ("attention", "flash", "choose one of auto, native"),
+        ("linear", "mkl", "choose one of auto, native, torch"),
+        ("draft_weights", "int2", "choose one of auto, same"),
+        ("draft_tokens", 0, "from 1 to 4096"),
+        ("verify_deadline", -1, "whole number"),
+        ("explain", 1, "give True or False"),
         ("max_num_seqs", 0, "from 1 to"),
         ("max_num_seqs", True, "whole number"),
         ("max_num_seqs", 2.0, "whole number"),
@@ -190,3 +196,23 @@ def test_configuration_does_not_bring_torch_in() -> None:
 def test_the_keywords_people_see_are_the_configuration() -> None:
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     assert EngineSettings.__annotations__.keys() == names - {"model"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"proposer": "magic"}, "proposer='magic': choose one of auto, none"),
+        ({"proposer": "ngram+magic"}, "'magic'"),
+        ({"proposer": "auto+ngram"}, "auto and none stand alone"),
+        ({"proposer": "model"}, "needs draft_model"),
+        ({"proposer": "ngram", "draft_model": "x"}, "draft_model='x' is for proposer='model' or 'auto'"),
+        ({"proposer": "none", "draft_weights": "int8"}, "draft_weights='int8' is for proposer='decode'"),
+    ],
+)
+def test_proposers_that_cannot_be(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(BadParameter, match=re.escape(message)):
+        EngineConfig.of(**settings)
+
+
+def test_several_proposers_in_turn() -> None:
+    assert EngineConfig(proposer="ngram+decode").proposers == ["ngram", "decode"]

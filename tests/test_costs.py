@@ -15,6 +15,13 @@ def test_a_curve_is_straight_between_what_was_seen():
     assert curve.table() == {4: 1.0, 8: 2.0}
 
 
+def test_the_first_time_does_not_count_for_long():
+    curve = Curve()
+    for seconds in (3.0, 0.01, 0.011, 0.009):
+        curve.observe(1, seconds)
+    assert curve.at(1) < 0.02
+
+
 def test_one_spike_is_hardly_believed():
     curve = Curve()
     for _ in range(20):

@@ -78,7 +78,7 @@ def test_stop_ids_end_a_chained_answer_where_they_stand(reference: list[Transcri
 
 
 def test_a_delta_per_step_and_the_last_one_says_why() -> None:
-    engine = tiny_engine()
+    engine = tiny_engine(proposer="none")
     one = engine.add([1, 2, 3], Sampling(), max_tokens=5)
     deltas = drain(engine)[one]
     assert [len(delta.tokens) for delta in deltas] == [1] * 5
@@ -231,7 +231,7 @@ def test_verified_and_unverified_side_by_side(reference: list[Transcript]) -> No
 
 
 def test_an_unknown_proposer_is_refused_by_name() -> None:
-    with pytest.raises(BadParameter, match="proposer='magic': choose one of none"):
+    with pytest.raises(BadParameter, match="proposer='magic': choose one of auto, none"):
         tiny_engine(proposer="magic")
 
 

@@ -120,6 +120,7 @@ def test_the_store_is_bounded():
         ngram.find(ask(1000 + pool, [0, 1, 2, 3], pool=bytes([pool])))
         ngram.forget(1000 + pool)
     assert len(ngram._pools) <= 64
+    assert ngram._stored() <= 100
 
 
 @pytest.mark.parametrize("seq_id", [3, 10**9])

@@ -640,7 +640,7 @@ def test_guesses_are_forgotten_with_the_pages_they_were_made_on() -> None:
 
 
 def test_a_page_that_reaches_past_the_end_of_the_text_is_not_shared() -> None:
-    """The stop stands in the middle of accepted guesses: KV after it belongs to no text."""
+    """The stop stands among the guesses: nothing after it belongs to any text."""
     for found in product(range(VOCAB), repeat=3):
         prompt = list(found)
         third = next_token([*prompt, next_token(prompt), next_token([*prompt, next_token(prompt)])])
@@ -650,7 +650,7 @@ def test_a_page_that_reaches_past_the_end_of_the_text_is_not_shared() -> None:
     one = loop.add(prompt, 30, sampling=Sampling(stop_ids=frozenset({STOP})))
     loop.drain(drafting([True] * 12))
     assert len(loop.seen[one].tokens) == 3
-    assert loop.scheduler.counts.accepted > 3  # guesses beyond the stop were right too
+    assert loop.scheduler.counts.guessed == 2  # what stands behind the stop is not replayed
     assert loop.scheduler.index.num_indexed == (3 + 3 - 1) // PAGE
 
 
@@ -832,3 +832,37 @@ def test_who_opted_out_rides_where_there_is_room_for_all():
         loop.land()
         loop.scheduler.admit()
         assert {span.seq_id for span in loop.scheduler.spans()} == riding
+
+
+def test_a_draft_that_does_not_grow_is_closed():
+    for tokens in ((), (VOCAB,), (-1,)):
+        loop = Loop(limits(frame_rows=16, deadline=100, vocab=VOCAB))
+        read_prompts(loop, 1)
+        assert [s.seq_id for s in turn(loop, lambda ask, t=tokens: Proposal(ask.seq_id, t, more=True))] == [0]
+
+
+def test_nothing_is_guessed_behind_a_stop():
+    loop = Loop(limits(frame_rows=16, deadline=100))
+    read_prompts(loop, 1)
+    seq = loop.scheduler._running[0]
+    seq.request = Request(0, seq.request.prompt, Sampling(stop_ids=frozenset({3})), 20)
+    turn(loop, lambda ask: Proposal(ask.seq_id, (1, 3, 2, 2), more=True))
+    assert seq.draft == [1, 3]
+    assert not seq.open
+
+
+def test_a_draft_is_never_longer_than_a_frame_can_replay():
+    loop = Loop(limits(frame_rows=4, deadline=100, max_draft=16))
+    read_prompts(loop, 1)
+    for _ in range(6):
+        turn(loop, drafting_on({0}))
+        assert all(len(s.draft) <= 3 for s in loop.scheduler._running.values())
+
+
+def test_a_draft_that_does_not_fit_waits_whole():
+    loop = Loop(limits(frame_rows=6, deadline=0, max_num_seqs=3))
+    read_prompts(loop, 3)
+    guess = lambda ask: Proposal(ask.seq_id, tuple([next_token(ask.tokens)] + [1] * 2))  # noqa: E731
+    first = turn(loop, guess)
+    assert [(s.seq_id, len(s.inputs)) for s in first] == [(0, 4)]
+    assert turn(loop, guess)[0].seq_id != 0

@@ -160,7 +160,10 @@ def cheaper(
     if name in ("int8", "int4", "fp8") and (name == "fp8") != (device.type == "cuda"):
         raise BadParameter(f"draft_weights={name!r} does not run on {device.type}; use 'auto' or 'same'")
     linears = [m for m in model.modules() if isinstance(m, zoo.FrameLinear)]
-    if name == "same" or device.type == "cuda" or any(m.packed is None for m in linears):
+    native_ones = all(m.packed is not None for m in linears)
+    if name in ("int8", "int4") and not native_ones:
+        raise BadParameter(f"draft_weights={name!r} needs native linears: linear='native' and a C++ compiler")
+    if name == "same" or device.type == "cuda" or not native_ones:
         return None
     read = sum({id(m.packed): m.packed.num_bytes for m in linears if m.packed is not None}.values())
     weights = sum(m.weight.numel() for m in linears)

@@ -284,9 +284,16 @@ def bench(
         "draft_model": draft_model, "draft_weights": draft_weights, "draft_tokens": draft_tokens,
     }  # fmt: skip
     config = EngineConfig.of(**{name: value for name, value in settings.items() if value is not None})
+    sizes, rates = _numbers("batch", batches), _numbers("inject", inject)
+    if not sizes or any(size < 1 or size != int(size) for size in sizes):
+        raise typer.BadParameter(f"--batch {batches!r}: give whole numbers from 1")
+    if any(not 0 <= one <= 1 for one in rates):
+        raise typer.BadParameter(f"--inject {inject!r}: give rates from 0 to 1")
+    if rate is not None and rate <= 0:
+        raise typer.BadParameter(f"--rate {rate}: give more than 0 requests a second")
     plan = Plan(
-        _names(proposers), tuple(int(n) for n in _numbers("batch", batches)), repeats, max_tokens, verified,
-        workload, _names(tasks), limit or None, synthetic, rate, peers, _numbers("inject", inject), out,
+        _names(proposers), tuple(int(size) for size in sizes), repeats, max_tokens, verified,
+        workload, _names(tasks), limit or None, synthetic, rate, peers, rates, out,
     )  # fmt: skip
     typer.echo(as_line(measure(Console(), config, plan)))
 

@@ -100,16 +100,7 @@ class EngineConfig:
         _one_of("device", self.device, DEVICES)
         _one_of("attention", self.attention, ATTENTION)
         _one_of("linear", self.linear, LINEAR)
-        for name in self.proposers:
-            _one_of("proposer", name, PROPOSERS)
-        if len(self.proposers) > 1 and {"auto", "none"} & set(self.proposers):
-            raise BadParameter(f"proposer={self.proposer!r}: auto and none stand alone")
-        if "model" in self.proposers and not self.draft_model:
-            raise BadParameter("proposer='model' needs draft_model: a smaller model of the same vocabulary")
-        _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
-        _whole("draft_tokens", self.draft_tokens, 1, 4096)
-        _whole("verify_deadline", self.verify_deadline, 0, 10**6)
-        _flag("explain", self.explain)
+        self._check_proposer()
         _whole("max_num_seqs", self.max_num_seqs, 1, 65536)
         if self.frame_rows is not None:
             _whole("frame_rows", self.frame_rows, 1, 4096)
@@ -126,6 +117,27 @@ class EngineConfig:
             _flag("compile", self.compile)
         _day(self.date)
         memory(self.kv_memory)
+
+    def _check_proposer(self) -> None:
+        for name in self.proposers:
+            _one_of("proposer", name, PROPOSERS)
+        if len(self.proposers) > 1 and {"auto", "none"} & set(self.proposers):
+            raise BadParameter(f"proposer={self.proposer!r}: auto and none stand alone")
+        if "model" in self.proposers and not self.draft_model:
+            raise BadParameter("proposer='model' needs draft_model: a smaller model of the same vocabulary")
+        if self.draft_model and not {"model", "auto"} & set(self.proposers):
+            raise BadParameter(
+                f"draft_model={self.draft_model!r} is for proposer='model' or 'auto', not {self.proposer!r}"
+            )
+        _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
+        if self.draft_weights not in ("auto", "same") and not {"decode", "auto"} & set(self.proposers):
+            raise BadParameter(
+                f"draft_weights={self.draft_weights!r} is for proposer='decode' or 'auto', "
+                f"not {self.proposer!r}"
+            )
+        _whole("draft_tokens", self.draft_tokens, 1, 4096)
+        _whole("verify_deadline", self.verify_deadline, 0, 10**6)
+        _flag("explain", self.explain)
 
     @property
     def proposers(self) -> list[str]:

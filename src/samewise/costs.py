@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 FRESH = 0.2  # the weight of a new measurement of a cost
+EARLY = 4  # measurements of a size of which the least is believed
 SPIKE = 4.0  # a measurement this many times what is known is believed only a little: somebody disturbed us
 
 
@@ -18,12 +19,17 @@ class Curve:
 
     _sizes: list[int] = field(default_factory=list)
     _seconds: dict[int, float] = field(default_factory=dict)
+    _seen: dict[int, int] = field(default_factory=dict)
 
     def observe(self, size: int, seconds: float) -> None:
         """One measurement."""
         known = self._seconds.get(size)
+        seen = self._seen[size] = self._seen.get(size, 0) + 1
         if known is None:
             insort(self._sizes, size)
+            self._seconds[size] = seconds
+            return
+        if seen <= EARLY and seconds < known:  # the first times something may have been built or read
             self._seconds[size] = seconds
             return
         weight = FRESH if seconds < SPIKE * known else FRESH / 20
@@ -87,7 +93,8 @@ class Frames:
         base, each = self._line
         most = self.sizes[-1]
         whole, rest = divmod(rows, most)
-        return whole * (base + each * most) + (base + each * self.size(rest) if rest else 0.0)
+        found = whole * (base + each * most) + (base + each * self.size(rest) if rest else 0.0)
+        return max(found, 1e-9) if self.curve.known else 0.0
 
     def _fit(self) -> tuple[float, float]:
         """Least squares of relative errors: small frames are the ones decisions are about."""

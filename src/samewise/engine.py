@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class Parts:
     max_model_len: int = 0
     load: Callable[[EngineConfig], Loaded] = load
     ahead: bool = False
+    renewals: list[Callable[[], object]] = field(default_factory=list)  # called when weights were replaced
 
     @property
     def chain(self) -> int:
@@ -88,13 +90,16 @@ def _decode(parts: Parts) -> Decode:
     how = cheaper(parts.config.draft_weights, runner.model, runner.device)
     if parts.config.draft_weights == "fp8":
         other = zoo.twin(runner.model)
-        shapes = fp8.use(other)
+        made = fp8.use(other)
+        shapes = sorted({f"{one.outputs}×{one.inputs}" for one in made})
         log.info("float8 guesses: faster here for linears of %s", ", ".join(shapes) or "no shape")
-        path = runner.path(other) if shapes else None
+        path = runner.path(other) if made else None
+        parts.renewals.extend(one.renew for one in made)
     elif how is not None:
         other = zoo.twin(runner.model)
         zoo.pack_linears(other, how)
         path = runner.path(other)
+        parts.renewals.append(partial(zoo.pack_linears, other, how))
     return Decode(runner, parts.sampler, path=path, chain=parts.chain)
 
 
@@ -206,6 +211,7 @@ class Engine:
             self.runner, self.sampler, arch.vocab, config, self.frames, clock, loaded, self.max_model_len,
             ahead=self.verifier.ahead,
         )  # fmt: skip
+        self._renewals = parts.renewals
         self.fast = Decode(self.runner, self.sampler, chain=parts.chain)
         self.proposer = (make_proposer or _maker(config))(parts)
         limits = Limits(
@@ -217,6 +223,7 @@ class Engine:
             max_model_len=self.max_model_len,
             vocab=arch.vocab,
             max_draft=config.draft_tokens,
+            burst=parts.chain,
             deadline=config.verify_deadline,
             max_queued=config.max_queued,
             prefix_caching=config.enable_prefix_caching,
@@ -387,6 +394,8 @@ class Engine:
                 own[name].copy_(tensor)
         if self.linears == "native":
             zoo.pack_linears(self.runner.model)
+        for renew in self._renewals:
+            renew()
         version = zoo.touch_weights(self.loaded.model)
         self._facts["weights"] = fingerprint(self.runner.model)
         self._certify()
@@ -458,7 +467,10 @@ class Engine:
 
 def build(config: EngineConfig, *, make_proposer: MakeProposer | None = None) -> Engine:
     """An engine from a configuration: resolve, survey, load, prove."""
-    return Engine(load(config), config, make_proposer=make_proposer)
+    engine = Engine(load(config), config, make_proposer=make_proposer)
+    if isinstance(engine.proposer, Decode):
+        engine.proposer.warm(config.max_num_seqs)
+    return engine
 
 
 def _refuse_misfits(tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:

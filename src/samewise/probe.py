@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -131,13 +132,13 @@ class _Plan:
         return Reading(tuple(frames))
 
     def in_pieces(self, sizes: Sequence[int]) -> Reading:
-        """The text in pieces of these lengths, one a frame, as long as it lasts."""
+        """The text in pieces of these lengths, one a frame; what is left in whole frames."""
         frames, start = [], 0
-        for size in (*sizes, len(self._text)):
-            length = min(size, self._rows, len(self._text) - start)
-            if length:
-                span = self._span(self._text[start : start + length], start, self._pages)
-                frames.append(((span,), 0, length))
+        lengths = chain(sizes, repeat(self._rows))
+        while start < len(self._text):
+            length = min(next(lengths), self._rows, len(self._text) - start)
+            span = self._span(self._text[start : start + length], start, self._pages)
+            frames.append(((span,), 0, length))
             start += length
         return Reading(tuple(frames))
 

@@ -32,6 +32,7 @@ class Limits:
     frame_sizes: tuple[int, ...] = ()  # the rows a frame may have; by default exactly frame_rows
     vocab: int = 2**31
     max_draft: int = 16
+    burst: int = 1  # tokens a request that opted out may take in one step
     deadline: int = 4  # steps a finished draft may wait for others before it is replayed with fewer
     max_queued: int | None = None
     prefix_caching: bool = True
@@ -202,11 +203,12 @@ class Scheduler:
         """How many more guesses could be of use."""
         # The replay adds one token of its own, so the last one need not be guessed.
         left = seq.most - len(seq.tokens) - len(seq.draft) - 1
-        return min(left, self.limits.max_draft - len(seq.draft), self.limits.frame_rows - 1)
+        most = min(self.limits.max_draft, self.limits.frame_rows - 1)
+        return min(left, most - len(seq.draft))
 
     def _room_unverified(self, seq: Sequence) -> int:
         """How many tokens it may take at once; one even where it is only to be told that it is done."""
-        return max(1, min(seq.most - len(seq.tokens), self.limits.max_draft))
+        return max(1, min(seq.most - len(seq.tokens), self.limits.burst))
 
     def extend(self, proposals: list[Proposal]) -> None:
         """Append guesses to drafts. What cannot be a guess is dropped, whatever a proposer says."""
@@ -219,24 +221,31 @@ class Scheduler:
                 continue
             if not seq.draft:
                 seq.drafter = proposal.drafter
+            ends = seq.request.sampling.stop_ids
+            before = len(seq.draft)
             for token in proposal.tokens[: max(0, self._room(seq))]:
                 if not 0 <= token < vocab:
                     break
                 seq.draft.append(token)
-            seq.open = proposal.more and self._room(seq) > 0 and bool(seq.draft) and not _ends(seq)
+                if token in ends:  # what would come after it is of no use
+                    break
+            grown = len(seq.draft) > before
+            seq.open = proposal.more and grown and self._room(seq) > 0 and seq.draft[-1] not in ends
 
     def spans(self) -> list[Span]:
         """The next frame, at most `frame_rows` rows. Empty when nothing needs a replay yet."""
         if not self._due():
             return []
         left = frame_rows = self.limits.frame_rows
-        step, spans = self._step, []
+        step, spans = self._step, list[Span]()
         for seq in self._order():
             if left == 0:
                 break
             known = len(seq.tokens) - seq.kv_len
             if seq.open or (known == 1 and not seq.request.verify):
                 continue
+            if spans and seq.draft and left < known + len(seq.draft):
+                continue  # a draft cut short would be thrown away in part; it goes first next time
             rows = self._fit(seq, min(left, known + len(seq.draft)))
             if rows:
                 spans.append(_span(seq, rows, known))
@@ -289,10 +298,10 @@ class Scheduler:
         takes from the device. Should that token end the sequence, the row is dropped when it lands.
         Empty when this cannot be done without preempting or without knowing tokens.
         """
+        if any(_must_land(span) for span in flying):
+            return []
         if not any(seq.request.verify or seq.reading for seq in self._running.values()):
             return []  # nobody left who needs a frame
-        if any(span.sampling.edited and len(span.inputs) >= span.given for span in flying):
-            return []  # its next choice depends on a token the host has yet to see; nobody runs past it
         flown: dict[int, tuple[Span | None, int]] = {}
         row = 0
         for span in flying:
@@ -525,15 +534,17 @@ def _append(seq: Sequence, found: tuple[int, ...]) -> int:
     return len(tokens) - before
 
 
+def _must_land(span: Span) -> bool:
+    """Whether nothing can be planned behind it: how far its guesses hold, or a token the next choice depends
+    on, is yet to be seen."""
+    rows = len(span.inputs)
+    return rows > span.given or (span.sampling.edited and rows >= span.given)
+
+
 def _drop_draft(seq: Sequence) -> None:
     if seq.draft:
         seq.draft.clear()
     seq.drafter, seq.open, seq.ready_since = "", False, None
-
-
-def _ends(seq: Sequence) -> bool:
-    """Whether the last guess would end the sequence: what comes after it is of no use."""
-    return seq.draft[-1] in seq.request.sampling.stop_ids
 
 
 def _arrival(seq: Sequence) -> int:

@@ -39,16 +39,20 @@ class Flight:
     def __init__(self, verifier: Verifier, spans: list[Span]) -> None:
         self.spans = spans
         self._verifier = verifier
-        self._found = verifier.run(spans) if verifier.ahead else None
         self.waited = 0.0  # seconds the host stood waiting for the device
         self._landed: torch.cuda.Event | None = None
-        if verifier.cuda:
+        self._found = self._run() if verifier.ahead else None
+
+    def _run(self) -> _Found:
+        found = self._verifier.run(self.spans)
+        if self._verifier.cuda:
             self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._landed.record()
+        return found
 
     def verdicts(self) -> list[Verdict]:
         """Wait for the frame and judge every span."""
-        found = self._found or self._verifier.run(self.spans)
+        found = self._found or self._run()
         if self._landed is not None:
             began = time.perf_counter()
             self._landed.synchronize()
@@ -131,6 +135,8 @@ class Verifier:
         else:
             keep = None
         raw = runner.frame(batch)
+        if keep is not None and raw.shape[0] != len(keep):  # a model that does not know how to keep rows
+            raw = raw[keep]
         place = range(raw.shape[0]) if keep is None else {row: i for i, row in enumerate(keep)}
         draws = _draws(spans, place)
         rows, nums = _top_rows(spans)

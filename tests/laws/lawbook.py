@@ -218,15 +218,19 @@ def adversary(parts: Parts) -> Adversary:
     return Adversary(parts.vocab)
 
 
+def changed(parts: Parts, **settings: Any) -> Parts:
+    return replace(parts, config=replace(parts.config, **settings))
+
+
 def decode(parts: Parts) -> Decode:
     """Regular decoding."""
-    return MAKERS["decode"](replace(parts, config=replace(parts.config, draft_weights="same")))
+    return MAKERS["decode"](changed(parts, proposer="decode", draft_weights="same"))
 
 
 def cheap(parts: Parts) -> Decode:
     """Regular decoding with four bits a weight: wrong now and then."""
     form = "int4" if parts.runner.device.type == "cpu" else "same"
-    return MAKERS["decode"](replace(parts, config=replace(parts.config, draft_weights=form)))
+    return MAKERS["decode"](changed(parts, proposer="decode", draft_weights=form))
 
 
 def draft_model(parts: Parts) -> DraftModel:
@@ -245,15 +249,14 @@ def with_draft(parts: Parts) -> Parts:
                 tensor.add_((0.01 * noise).to(tensor.dtype))
         return replace(parts.loaded, model=model)
 
-    return replace(parts, config=replace(parts.config, draft_model="draft"), load=load)
+    return replace(changed(parts, proposer="model", draft_model="draft"), load=load)
 
 
 def auto(parts: Parts) -> Auto:
     """Everything at once, with drafters that would pay if the clock is to be believed."""
     cheaper = "int4" if parts.runner.device.type == "cpu" else "auto"
-    parts = with_draft(parts)
-    config = replace(parts.config, draft_weights=cheaper)
-    return MAKERS["auto"](replace(parts, config=config, clock=Fickle()))
+    parts = changed(with_draft(parts), proposer="auto", draft_weights=cheaper)
+    return MAKERS["auto"](replace(parts, clock=Fickle()))
 
 
 class Fickle:

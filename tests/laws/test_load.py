@@ -1,13 +1,15 @@
 """Law 2, load independence: company, order, arrival, limits, preemption and aborts change nothing."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from lawbook import CASES, Case, company, jitter, play, reference, text, warm
 
-from samewise.engine import Engine
+from samewise.engine import MAKERS, Engine
 from samewise.errors import CallerError
 from samewise.testing import preempting, shuffled
+from samewise.types import Sampling
 
 
 def in_order(cases, heard):
@@ -186,3 +188,18 @@ def test_two_engines_over_one_model_agree_or_the_second_is_refused(plain, plain_
     assert play(first, CASES[:5]) == plain_truth[:5]
     assert play(second, CASES[::-1]) == plain_truth[::-1]
     assert play(first, CASES[:5]) == plain_truth[:5]
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_guesses_in_flight_when_asking_stops(plain, rows, seed):
+    """Sequences that repeat themselves wait with their drafts behind a burst of prompts; frames chain."""
+    rng = random.Random(seed)
+    setup = replace(plain, frame_rows=rows)
+    loops = [Case(f"loop-{i}", text(3, i), Sampling(allowed_token_ids=(5, 7)), most=40) for i in range(4)]
+    plains = [Case(f"plain-{i}", text(2 + i, i), warm(i), most=30) for i in range(6)]
+    burst = [Case(f"burst-{i}", text(rng.choice((rows, 2 * rows, 33)), i), most=4) for i in range(6)]
+    cases = [*loops, *plains, *burst]
+    arrivals = [0] * 10 + [rng.randint(4, 30) for _ in burst]
+    engine = setup.engine(MAKERS["auto"], ahead=True, max_num_seqs=20)
+    assert play(engine, cases, arrivals=arrivals) == reference(setup, cases)

@@ -53,20 +53,20 @@ class Ours:
     def __init__(self, name: str, engine: Engine, verified: float = 1.0, rate: float | None = None) -> None:
         self.name, self.engine, self._verified, self._rate = name, engine, verified, rate
         self._random = random.Random(0)
+        self._asked = 0
 
     def run(self, prompts: Prompts, most: int) -> Sample:
         """Answer, as requests arrive: all at once, or so many a second."""
         desk = Desk(self.engine)
         before = self.engine.stats()
-        verified = round(self._verified * len(prompts))
         waiting = list(enumerate(prompts))
         arrivals = self._arrivals(len(prompts))
         answers = []
         began = time.perf_counter()
         while waiting or not self.engine.idle:
             while waiting and arrivals[waiting[0][0]] <= time.perf_counter() - began:
-                i, prompt = waiting.pop(0)
-                params = SamplingParams(temperature=0, max_tokens=most, verify=i < verified, share=False)
+                _, prompt = waiting.pop(0)
+                params = SamplingParams(temperature=0, max_tokens=most, verify=self._verify(), share=False)
                 answers.append(desk.submit(desk.ask(list(prompt), params)))
             desk.step()
         seconds = time.perf_counter() - began
@@ -78,6 +78,11 @@ class Ours:
             _median([m.time_per_output_token for m in metrics]),
             _difference(before, self.engine.stats()),
         )
+
+    def _verify(self) -> bool:
+        """Evenly spread over all requests asked so far, so that small batches get their share too."""
+        self._asked += 1
+        return int(self._asked * self._verified) > int((self._asked - 1) * self._verified)
 
     def _arrivals(self, num: int) -> list[float]:
         if self._rate is None:
@@ -179,7 +184,13 @@ def ours(
     made: list[Contender] = []
     for name in names:
         share = 0.0 if name == "unverified" else verified
-        chosen = replace(config, proposer="none" if name == "unverified" else name)
+        who = {"none" if name == "unverified" else part for part in name.split("+")}
+        chosen = replace(
+            config,
+            proposer="none" if name == "unverified" else name,
+            draft_model=config.draft_model if who & {"model", "auto"} else None,
+            draft_weights=config.draft_weights if who & {"decode", "auto"} else "auto",
+        )
         made.append(Ours(name, Engine(loaded, chosen), share, rate))
     return made
 

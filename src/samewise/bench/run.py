@@ -136,7 +136,7 @@ def _peers(console: Console, mine: Sequence[Contender], config: EngineConfig) ->
     others: list[tuple[str, Callable[[], Contender]]] = [
         ("vllm", lambda: contend.VLLM(str(source.path), str(dtype).removeprefix("torch.")))
     ]
-    files = sorted(Path(source.path).parent.glob("*.gguf")) if engine.device.type == "cpu" else []
+    files = sorted(Path(source.path).glob("*.gguf")) if engine.device.type == "cpu" else []
     if files:
         others.append(("llama_cpp", lambda: contend.LlamaCpp(str(files[0]), engine.max_model_len)))
     for name, make in others:
@@ -152,7 +152,7 @@ def _overhead(console: Console, loaded: Loaded, config: EngineConfig, plan: Plan
     batch = plan.batches[0]
     contenders: list[Contender] = [*contend.ours(loaded, config, ["unverified"], 0.0, None)]
     for rate in plan.inject:
-        engine = Engine(loaded, replace(config, proposer="none"), make_proposer=contend.injecting(rate))
+        engine = Engine(loaded, replace(config, proposer="decode"), make_proposer=contend.injecting(rate))
         contenders.append(Ours(f"{rate:g}", engine))
     first = next(c.engine for c in contenders if isinstance(c, Ours))
     cells = _measure(console, contenders, _prompts(first, plan), replace(plan, batches=(batch,)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from samewise.errors import BadParameter
 from samewise.model.zoo import FrameLinear
 from samewise.run.graph import Captured
 
@@ -22,10 +23,19 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight = linear.weight.detach().float()
-        self.scale = (weight.abs().amax() / LARGEST).clamp(min=1e-12)
-        self.data = (weight / self.scale).to(torch.float8_e4m3fn)
-        self.bias = linear.bias
+        self.outputs, self.inputs = linear.weight.shape
+        self._weight, self.bias = linear.weight, linear.bias
+        device = linear.weight.device
+        self.scale = torch.ones((), device=device)
+        self.data = torch.empty(linear.weight.shape, dtype=torch.float8_e4m3fn, device=device)
+        self.renew()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Take the weights anew, in place: captured passes read these very tensors."""
+        weight = self._weight.detach().float()
+        self.scale.copy_((weight.abs().amax() / LARGEST).clamp(min=1e-12))
+        self.data.copy_((weight / self.scale).to(torch.float8_e4m3fn))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The product, in x's dtype."""
@@ -41,9 +51,12 @@ class Fp8Linear(nn.Module):
 
 
 @torch.inference_mode()
-def use(model: nn.Module) -> list[str]:
-    """Put float8 linears in place of those they are faster than. Returns the shapes that were."""
+def use(model: nn.Module) -> list[Fp8Linear]:
+    """Put float8 linears in place of those they are faster than, and return them."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        raise BadParameter("draft_weights='fp8': this card has no float8 products; use 'same'")
     faster: dict[tuple[int, int], bool] = {}
+    made: list[Fp8Linear] = []
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if not isinstance(child, FrameLinear) or child.weight.dtype == torch.float32:
@@ -54,8 +67,9 @@ def use(model: nn.Module) -> list[str]:
             if (outputs, inputs) not in faster:
                 faster[outputs, inputs] = _faster(child)
             if faster[outputs, inputs]:
-                module._modules[name] = Fp8Linear(child)  # noqa: SLF001 - a twin of its own, as zoo makes them
-    return [f"{outputs}×{inputs}" for (outputs, inputs), yes in faster.items() if yes]
+                made.append(Fp8Linear(child))
+                module._modules[name] = made[-1]  # noqa: SLF001 - a twin of its own, as zoo makes them
+    return made
 
 
 def _faster(linear: FrameLinear) -> bool:

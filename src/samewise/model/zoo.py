@@ -285,8 +285,8 @@ def pack_linears(model: nn.Module, how: Callable[[torch.Tensor], Packed | None] 
         for names in SIBLINGS:
             linears = [getattr(module, name, None) for name in names]
             alike = [linear for linear in linears if type(linear) is FrameLinear]
-            if len(alike) == len(names) and _alike(alike):
-                forms[_group(alike, how)] += 1
+            if len(alike) == len(names) and _alike(alike) and (form := _group(alike, how)):
+                forms[form] += 1
                 done.update(alike)
     for module in model.modules():
         if type(module) is FrameLinear and module not in done:
@@ -300,18 +300,17 @@ def _alike(linears: list[FrameLinear]) -> bool:
 
 
 def _group(linears: list[FrameLinear], how: Callable[[torch.Tensor], Packed | None]) -> str:
-    """Pack siblings as one; the form it took."""
+    """Pack siblings as one; the form it took, or nothing where that would only copy the weights."""
     packed = how(torch.cat([linear.weight.data for linear in linears]))
+    if packed is None or packed.form == str(linears[0].weight.dtype).removeprefix("torch."):
+        return ""
     biases = [linear.bias.data for linear in linears if linear.bias is not None]
     ends = list(accumulate(linear.out_features for linear in linears))
     starts = [0, *ends[:-1]]
-    group = (
-        None if packed is None else Group(packed, torch.cat(biases) if biases else None, frozenset(starts))
-    )
+    group = Group(packed, torch.cat(biases) if biases else None, frozenset(starts))
     for linear, start, stop in zip(linears, starts, ends, strict=True):
-        linear.packed = packed
-        linear.group = None if group is None else (group, start, stop)
-    return "torch" if packed is None else packed.form
+        linear.packed, linear.group = packed, (group, start, stop)
+    return packed.form
 
 
 def stack_siblings(model: nn.Module) -> None:

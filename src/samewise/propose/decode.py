@@ -75,6 +75,14 @@ class Decode:
             for i, ask in enumerate(asks)
         ]
 
+    def warm(self, most: int) -> None:
+        """Capture the passes of up to `most` sequences now, rather than while they wait."""
+        runner = self._runner
+        if runner.device.type == "cuda":
+            sizes = sorted({runner.fast_tray(rows).num_rows for rows in range(1, most + 1)})
+            for size in sizes:
+                runner.fast(pack_fast([], runner.tray(size)), self._path)
+
     def observe(self, verdicts: list[Verdict]) -> None:
         """Nothing to learn."""
 

@@ -16,7 +16,7 @@ from samewise.types import Ask, Proposal, Verdict
 PLACES = 8  # most recent occurrences of a pair that are looked at
 LONGEST = 24  # a match is not followed back further
 OWN_LEAST, SHARED_LEAST = 2, 3  # shortest matches believed
-STORE_TOKENS = 200_000  # kept of earlier answers, per pool, in two halves
+STORE_TOKENS = 200_000  # kept of earlier answers in all; each pool in two halves, the older dropped first
 POOLS = 64  # kept at once; the one unused the longest goes first
 BREAK = -1  # between texts; never a token
 
@@ -136,8 +136,11 @@ class Ngram:
         store = self._pools.setdefault(pool, _Pool(self._limit))
         self._pools.move_to_end(pool)
         store.add(text.tokens[prompt_len:])
-        while len(self._pools) > POOLS:
+        while len(self._pools) > POOLS or (len(self._pools) > 1 and self._stored() > self._limit):
             self._pools.popitem(last=False)
+
+    def _stored(self) -> int:
+        return sum(len(half.tokens) for pool in self._pools.values() for half in pool.halves)
 
     def _text(self, ask: Ask) -> TextIndex:
         text = self._texts.get(ask.seq_id)

@@ -160,7 +160,7 @@ class Runner:
         return self._fast_pass(path, batch)
 
     def _fast_pass(self, path: Path, batch: Batch) -> torch.Tensor:
-        small = self.device.type == "cuda" or batch.num_rows in self.sizes
+        small = self.device.type == "cuda" or (path is self._own and batch.num_rows in self.sizes)
         model = path.compiled if path.compiled is not None and small else path.model
         return self._pass(model, batch, self.guesses)
 
