@@ -30,7 +30,7 @@ class Fp8Linear(nn.Module):
         self.data = torch.empty(linear.weight.shape, dtype=torch.float8_e4m3fn, device=device)
         self.renew()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def renew(self) -> None:
         """Take the weights anew, in place: captured passes read these very tensors."""
         weight = self._weight.detach().float()
