@@ -165,7 +165,9 @@ inline Lanes load_bf16(const uint16_t* p) {
 #endif
 
 // Keep a value in its register: compilers would rather load it again for every use, and loads are scarce.
-#if !defined(SAMEWISE_PORTABLE) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
+#if !defined(SAMEWISE_PORTABLE) && defined(__AVX512F__)
+inline void pin(Part& x) { asm("" : "+v"(x)); }
+#elif !defined(SAMEWISE_PORTABLE) && defined(__AVX2__) && defined(__FMA__)
 inline void pin(Part& x) { asm("" : "+x"(x)); }
 #elif !defined(SAMEWISE_PORTABLE) && defined(__aarch64__)
 inline void pin(Part& x) { asm("" : "+w"(x)); }
