@@ -15,7 +15,7 @@ import random
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain, repeat
 from typing import Any
@@ -92,9 +92,10 @@ def probe(runner: Runner, *, max_model_len: int, operators: int = 0) -> Report:
     reference = plan.reading(alone=True)
     truth = _read(runner, reference, compiled=True)
     count = len(reference.frames)
-    others = [plan.reading(alone=False) for _ in range(READINGS)]
-    if len(runner.sizes) > 1:
-        others.append(plan.in_pieces(_spread(runner.sizes)))
+    if runner.natural:  # one reading in whole frames, one in growing pieces
+        others = [plan.reading(alone=False), plan.in_pieces(_spread(runner.sizes))]
+    else:
+        others = [plan.reading(alone=False) for _ in range(READINGS)]
     for other in others:
         count += len(other.frames)
         if not torch.equal(_bits(truth), _bits(_read(runner, other, compiled=True))):
@@ -106,7 +107,7 @@ class _Plan:
     """Makes readings of the known text out of the runner's pages, from one fixed seed."""
 
     def __init__(self, runner: Runner, max_model_len: int) -> None:
-        self._rows = runner.frame_rows
+        self._rows, self._natural = runner.frame_rows, runner.natural
         self._vocab = runner.arch.vocab
         self._random = random.Random(20)
         self._far = min(FAR, max_model_len) - 1
@@ -123,8 +124,10 @@ class _Plan:
             if not alone and start == 0:  # the first cut anywhere; the rest then follows in few frames
                 least = max(1, min(length, len(self._text) - self._rows))
                 length = min(self._random.randint(least, length), max(1, len(self._text) - 1))
-            before = 0 if alone else self._random.randint(0, self._rows - length)
-            after = 0 if alone else self._rows - length - before
+            # Where frames have their natural size one whole frame will do; then a little company.
+            rows = self._rows if start == 0 or not self._natural else min(self._rows, length + 4)
+            before = 0 if alone else self._random.randint(0, rows - length)
+            after = 0 if alone else rows - length - before
             piece = self._span(self._text[start : start + length], start, self._pages)
             spans = (*self._company(before), piece, *self._company(after))
             frames.append((spans, before, length))
@@ -162,6 +165,10 @@ def _read(runner: Runner, reading: Reading, *, compiled: bool) -> torch.Tensor:
     found = []
     for spans, first, length in reading.frames:
         batch: Batch = pack_frame(list(spans), _tray(runner, spans))
+        if compiled and runner.natural:  # as frames are run there: the head on wanted rows only
+            wanted = torch.arange(first, first + length)
+            found.append(runner.frame(replace(batch, keep=wanted)).float().cpu())
+            continue
         logits = runner.frame(batch) if compiled else runner.eager(batch)
         found.append(logits[first : first + length].float().cpu())  # waits: the tray may be filled again
     return torch.cat(found)

@@ -178,6 +178,8 @@ class Runner:
             input_ids=tokens, position_ids=batch.positions, use_cache=False, rows=batch.rows, **keep
         ).logits
         logits: torch.Tensor = out[0]
+        if batch.keep is not None and logits.shape[0] != len(batch.keep):  # a model that cannot keep rows
+            logits = logits[batch.keep]
         return logits
 
     def _compile(self, model: nn.Module) -> nn.Module:
