@@ -58,7 +58,9 @@ def _engine(loaded, config, make, num_pages, settings):
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def real(request):
     dtype = request.param
-    config = EngineConfig(device="cpu", dtype=dtype, frame_rows=ROWS, max_model_len=256, max_num_seqs=64)
+    config = EngineConfig(
+        device="cpu", dtype=dtype, frame_rows=ROWS, max_model_len=256, max_num_seqs=64, proposer="none"
+    )
     loaded = load(config)
     small = dtype == "bfloat16" and not FULL
     prompts, most = (PROMPTS[:4], 4) if small else (PROMPTS, 5)
@@ -92,6 +94,11 @@ def test_proposers(real, proposer):
     assert engine.scheduler.counts.rolled_back > 0
     if proposer == "jitter":
         assert engine.scheduler.counts.accepted > 0
+
+
+@pytest.mark.parametrize("proposer", ["auto", "decode", "ngram", "ngram+decode"])
+def test_real_proposers(real, proposer):
+    assert play(real.engine(proposer=proposer), real.cases) == real.truth
 
 
 # ---- law 2
