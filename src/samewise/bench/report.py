@@ -111,7 +111,8 @@ def plot(cells: Iterable[Cell], path: Path, title: str) -> None:
             axis.bar(places, [rates.get(task, 0.0) for task in tasks], width, label=name)
         axis.set_xticks([j + 0.4 - width / 2 for j in range(len(tasks))], tasks)
         axis.set_ylabel(f"tokens/s, batch {batch}")
-    axes[0, 0].legend(ncols=4, fontsize="small")
+    axes[0, 0].margins(y=0.2)  # room for the names
+    axes[0, 0].legend(ncols=4, fontsize="small", loc="upper left")
     axes[0, 0].set_title(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
