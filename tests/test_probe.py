@@ -215,3 +215,18 @@ def test_a_model_that_was_refused_leaves_the_next_one_alone() -> None:
     with pytest.raises(GuaranteeLost):
         Engine(planted(ByPlace), CONFIG)
     assert Engine(tiny(), CONFIG).report.frames > 3
+
+
+class BySize(nn.Module):
+    """An activation that ends its vectors elsewhere when there are seven rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.silu(x)
+        return y + 1e-6 if x.shape[1] == 7 else y
+
+
+def test_an_activation_that_feels_the_number_of_rows_is_found() -> None:
+    loaded = tiny()
+    loaded.model.model.layers[1].mlp.act_fn = BySize()
+    with pytest.raises(GuaranteeLost, match=r"layers\.1\.mlp\.act_fn gives other bits at 7 rows than at 64"):
+        Engine(loaded, CONFIG)

@@ -93,6 +93,7 @@ def probe(runner: Runner, *, max_model_len: int, operators: int = 0) -> Report:
     truth = _read(runner, reference, compiled=True)
     count = len(reference.frames)
     if runner.natural:  # one reading in whole frames, one in growing pieces
+        _check_rowwise(runner, plan.reading(alone=False).frames[0][0])
         others = [plan.reading(alone=False), plan.in_pieces(_spread(runner.sizes))]
     else:
         others = [plan.reading(alone=False) for _ in range(READINGS)]
@@ -101,6 +102,44 @@ def probe(runner: Runner, *, max_model_len: int, operators: int = 0) -> Report:
         if not torch.equal(_bits(truth), _bits(_read(runner, other, compiled=True))):
             _accuse(runner, reference, other)
     return Report(sha256(truth.numpy().tobytes()).hexdigest(), count, operators, time.perf_counter() - began)
+
+
+def _check_rowwise(runner: Runner, spans: tuple[Span, ...]) -> None:
+    """Norms and activations at every size a frame may have, on what one whole frame gives them.
+
+    They are the library's, and where one ends its vectors or splits its threads may depend on the size.
+    """
+    given: dict[tuple[Any, ...], tuple[str, nn.Module, torch.Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            x = args[0] if len(args) == 1 and not named else None
+            if isinstance(x, torch.Tensor) and x.dim() >= 3 and x.shape[1] == runner.frame_rows:
+                # As it lies in memory: rows cut from a wider product keep their distance.
+                given.setdefault((type(module), x.shape, x.stride()), (name, module, x))
+
+        return record
+
+    leaves = [
+        (name, module)
+        for name, module in runner.model.named_modules()
+        if not any(True for _ in module.children()) and not isinstance(module, nn.Linear | nn.Embedding)
+    ]
+    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in leaves]
+    try:
+        runner.eager(pack_frame(list(spans), _tray(runner, spans)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    with torch.inference_mode():
+        for name, module, x in given.values():
+            whole = _bits(module(x))
+            for size in runner.sizes:
+                if not torch.equal(_bits(module(x[:, :size])), whole[:, :size]):
+                    raise GuaranteeLost(
+                        f"the operator {name} gives other bits at {size} rows than at {runner.frame_rows}. "
+                        'The engine will not start. Try linear="torch", or another OMP_NUM_THREADS'
+                    )
 
 
 class _Plan:
