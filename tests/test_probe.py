@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from samewise import engine as engine_module
 from samewise import probe as probe_module
@@ -14,7 +15,7 @@ from samewise.config import EngineConfig
 from samewise.engine import Engine
 from samewise.errors import GuaranteeLost
 from samewise.model.attention import LayerKV, Rows
-from samewise.model.zoo import FrameLinear
+from samewise.model.zoo import FrameLinear, Steady
 from samewise.probe import check_linears, probe
 from samewise.testing import tiny, tiny_engine
 
@@ -230,3 +231,29 @@ def test_an_activation_that_feels_the_number_of_rows_is_found() -> None:
     loaded.model.model.layers[1].mlp.act_fn = BySize()
     with pytest.raises(GuaranteeLost, match=r"layers\.1\.mlp\.act_fn gives other bits at 7 rows than at 64"):
         Engine(loaded, CONFIG)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name", ["silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "tanh", "sigmoid", "relu2"]
+)
+@pytest.mark.parametrize("width", [1, 8, 40, 64, 107, 112, 1536, 40000])
+def test_a_steady_activation_does_not_feel_how_many_rows_there_are(
+    name: str, width: int, dtype: torch.dtype
+) -> None:
+    activation = Steady(ACT2FN[name])
+    wide = torch.randn(1, 33, 3 * width, generator=torch.Generator().manual_seed(3)).mul_(3).to(dtype)
+    x = wide[..., width : 2 * width]  # as it is cut from a wider product
+    whole = activation(x)
+    torch.testing.assert_close(whole, ACT2FN[name](x))
+    for rows in (1, 2, 5, 22, 33):
+        for start in (0, 33 - rows):
+            here = slice(start, start + rows)
+            assert torch.equal(activation(x[:, here]), whole[:, here])
+            assert torch.equal(activation(x[:, here].contiguous()), whole[:, here])
+
+
+@pytest.mark.parametrize("width", [8, 107, 120])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_widths_that_are_no_whole_vectors(width: int, dtype: str) -> None:
+    assert tiny_engine(overrides={"intermediate_size": width}, dtype=dtype).report.digest

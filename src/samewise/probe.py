@@ -27,7 +27,7 @@ from samewise import machine
 from samewise.errors import GuaranteeLost
 from samewise.model.attention import PAGE
 from samewise.model.linear import multiply, plain
-from samewise.model.zoo import FrameLinear
+from samewise.model.zoo import FrameLinear, Steady
 from samewise.run.batch import Batch, Tray
 from samewise.run.frame import pack_frame
 from samewise.run.runner import Runner
@@ -120,10 +120,13 @@ def _check_rowwise(runner: Runner, spans: tuple[Span, ...]) -> None:
 
         return record
 
+    wrapped = {module.inner for module in runner.model.modules() if isinstance(module, Steady)}
     leaves = [
         (name, module)
         for name, module in runner.model.named_modules()
-        if not any(True for _ in module.children()) and not isinstance(module, nn.Linear | nn.Embedding)
+        if (isinstance(module, Steady) or not any(True for _ in module.children()))
+        and module not in wrapped
+        and not isinstance(module, nn.Linear | nn.Embedding)
     ]
     handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in leaves]
     try:

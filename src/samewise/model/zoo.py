@@ -274,6 +274,39 @@ class FrameLinear(nn.Linear):
         return F.linear(x, part.weight, part.bias)[..., part.start : part.stop]
 
 
+ACTIVATIONS = frozenset({"torch.nn.modules.activation", "transformers.activations"})
+LANES = 64  # a multiple of the elements any CPU's vector loop takes at once, in any dtype
+GRAIN = 32768  # elements below which torch leaves a loop to one thread
+
+
+class Steady(nn.Module):
+    """An activation under the frame rule: on a CPU no element is ever the rest of a vector or a thread's end.
+
+    torch's vector loops and the scalar loops that finish them differ in the last bit, so what an element
+    becomes would depend on how many rows there are. Here every row is whole vectors, on one thread.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The activation of x [..., R, D]."""
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return self._of(x)
+        width = x.shape[-1]
+        if width % LANES:
+            return self.forward(F.pad(x, (0, -width % LANES)))[..., :width]
+        x = x.contiguous()  # another library may take what lies in one piece
+        if x.numel() <= GRAIN:
+            return self._of(x)
+        return torch.cat([self._of(part) for part in x.split(max(1, GRAIN // width), dim=-2)], dim=-2)
+
+    def _of(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -371,11 +404,15 @@ def _quiet_if_small(source: Source) -> Iterator[None]:
 
 
 def wrap(model: PreTrainedModel) -> PreTrainedModel:
-    """Wrap every linear once and freeze the model."""
+    """Wrap every linear and every activation once and freeze the model."""
     for module in list(model.modules()):
+        if isinstance(module, Steady):
+            continue
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, FrameLinear.around(child))
+            elif type(child).__module__ in ACTIVATIONS:
+                setattr(module, name, Steady(child))
     return model.eval().requires_grad_(requires_grad=False)
 
 
@@ -454,6 +491,7 @@ __all__ = [
     "Group",
     "Part",
     "Seat",
+    "Steady",
     "attend",
     "layer_list",
     "load",
