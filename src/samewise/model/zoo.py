@@ -300,7 +300,7 @@ class Steady(nn.Module):
         x = x.contiguous()  # another library may take what lies in one piece
         if x.numel() <= GRAIN:
             return self._of(x)
-        return torch.cat([self._of(part) for part in x.split(max(1, GRAIN // width), dim=-2)], dim=-2)
+        return torch.cat([self._of(part) for part in torch.split(x, max(1, GRAIN // width), dim=-2)], dim=-2)
 
     def _of(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.inner(x)
