@@ -16,7 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION = ("auto", "native", "torch", "triton")
 LINEAR = ("auto", "native", "torch")
-PROPOSERS = ("auto", "none", "ngram", "decode", "model")
+PROPOSERS = ("auto", "none", "ngram", "decode", "model", "skip")
 DRAFT_WEIGHTS = ("auto", "same", "int8", "int4", "fp8")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -37,6 +37,11 @@ class EngineSettings(TypedDict, total=False):
     draft_tokens: int
     draft_weights: str
     verify_deadline: int
+    search_every: int
+    search_share: float
+    search_rounds: int
+    search_window: int
+    workload: str
     explain: bool
     max_num_seqs: int
     max_queued: int | None
@@ -57,13 +62,19 @@ class EngineConfig:
     linear: which linears; `auto` is torch's own on CUDA, and on CPU `native` where there is a compiler.
     compile: compile each layer; by default on CUDA only.
     frame_rows: rows of a frame, T; 128 on CUDA, on CPU 64 (16 with torch's own linears).
-    proposer: who guesses: `auto`, `none`, `ngram`, `decode`, `model`, or several in turn (`ngram+decode`).
+    proposer: who guesses: `auto`, `none`, `ngram`, `decode`, `model`, `skip`, or several in turn
+        (`ngram+decode`).
         The output does not depend on it.
     draft_model: what `model` guesses with; named like `model`, with the same vocabulary.
     draft_tokens: how many guesses at most before they are replayed.
     draft_weights: what `decode` guesses with: the `same` weights, `int8` or `int4` (CPU), `fp8` (CUDA);
         `auto` is int8 on a CPU where that is less to read, else the same.
     verify_deadline: steps a finished draft may wait for others to share its frame.
+    search_every: `skip` scores a layer set every so many tokens, while it is looking for one,
+    search_share: as long as that takes no more than this share of the time,
+    search_rounds: for at most so many scores,
+    search_window: over so many of the last tokens.
+    workload: a name for what is asked here; layer sets found for it are kept under it.
     explain: say on the log `samewise.auto` why each decision was made.
     max_num_seqs, max_queued: how many requests run together, and how many may wait.
     max_model_len: longest context; by default what the model was made for.
@@ -86,6 +97,11 @@ class EngineConfig:
     draft_tokens: int = 16
     draft_weights: str = "auto"
     verify_deadline: int = 4
+    search_every: int = 16
+    search_share: float = 0.02
+    search_rounds: int = 64
+    search_window: int = 64
+    workload: str = ""
     explain: bool = False
     max_num_seqs: int = 128
     max_queued: int | None = None
@@ -138,6 +154,14 @@ class EngineConfig:
         _whole("draft_tokens", self.draft_tokens, 1, 4096)
         _whole("verify_deadline", self.verify_deadline, 0, 10**6)
         _flag("explain", self.explain)
+        _whole("search_every", self.search_every, 1, 10**9)
+        _whole("search_rounds", self.search_rounds, 1, 10**6)
+        _whole("search_window", self.search_window, 32, 4096)
+        share = self.search_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise BadParameter(f"search_share={share!r}: give a share of the time, above 0 and at most 1")
+        if not isinstance(self.workload, str):
+            raise BadParameter(f"workload={self.workload!r}: give a short text")
 
     @property
     def proposers(self) -> list[str]:

@@ -140,6 +140,35 @@ class Rate:
         return self.hits / self.trials
 
 
+BINS = 12
+
+
+@dataclass(slots=True)
+class Trust:
+    """How often a guess of some confidence is right: what is claimed at first, then what is seen."""
+
+    _bins: list[Rate] = field(
+        default_factory=lambda: [Rate(3.0 * (i + 0.5) / BINS, 3.0, memory=100.0) for i in range(BINS)]
+    )
+
+    def observe(self, confidence: float, *, right: bool) -> None:
+        """One guess."""
+        self._bins[_bin(confidence)].observe(1, int(right))
+
+    def chance(self, confidence: float) -> float:
+        """That a guess of this confidence is right."""
+        return self._bins[_bin(confidence)].value
+
+    def least(self, chance: float) -> float:
+        """The lowest confidence from which on guesses are right that often; 1.0 where none is."""
+        below = [i for i, rate in enumerate(self._bins) if rate.value < chance]
+        return (below[-1] + 1) / BINS if below else 0.0
+
+
+def _bin(confidence: float) -> int:
+    return min(BINS - 1, max(0, int(confidence * BINS)))
+
+
 def expected(rate: float, guesses: int) -> float:
     """Tokens a replay yields on average: the guesses before the first wrong one, and its own."""
     if rate >= 1.0:
@@ -147,4 +176,4 @@ def expected(rate: float, guesses: int) -> float:
     return float((1.0 - rate ** (guesses + 1)) / (1.0 - rate))
 
 
-__all__ = ["Curve", "Frames", "Rate", "expected"]
+__all__ = ["Curve", "Frames", "Rate", "Trust", "expected"]

@@ -50,11 +50,14 @@ from samewise.propose.base import First, Nothing, Proposer
 from samewise.propose.decode import Decode
 from samewise.propose.model import READ_ROWS, DraftModel
 from samewise.propose.ngram import Ngram
+from samewise.propose.rehearse import Rehearsal
+from samewise.propose.search import Search
+from samewise.propose.skip import Skip
 from samewise.run import numerics
 from samewise.run.runner import Runner
 from samewise.sampling import Sampler
 from samewise.schedule import Limits, Scheduler
-from samewise.types import Ask, Delta, Request, Sampling, Span
+from samewise.types import Ask, Delta, LayerSet, Request, Sampling, Span
 from samewise.verify import Flight, Verifier
 
 log = logging.getLogger("samewise")
@@ -76,6 +79,9 @@ class Parts:
     max_model_len: int = 0
     load: Callable[[EngineConfig], Loaded] = load
     ahead: bool = False
+    private: range = range(0)  # pages nobody else uses
+    contract: Callable[[], str] = lambda: ""  # known once the engine is certified
+    reports: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)  # what stats() is to say
     renewals: list[Callable[[], object]] = field(default_factory=list)  # called when weights were replaced
 
     @property
@@ -127,6 +133,59 @@ def _model(parts: Parts) -> DraftModel:
     return DraftModel(own, parts.sampler, num_pages, longest_draft)
 
 
+def _skip_if_possible(parts: Parts) -> list[Proposer]:
+    """`skip`, where the model has layers to leave out and they can be told apart."""
+    try:
+        made = _skip(parts, alone=False)
+    except BadParameter as reason:
+        log.info("auto goes without skip: %s", reason)
+        return []
+    return [made] if made.possible else []
+
+
+class _Sets:
+    """Layer sets that were found, kept in the user's cache by contract and workload."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def _key(self) -> dict[str, str]:
+        return {"contract": self._parts.contract(), "workload": self._parts.config.workload}
+
+    def recall(self) -> LayerSet | None:
+        found = machine.recall("layersets", self._key())
+        try:
+            sets = [frozenset(int(i) for i in found[name]) for name in ("attention", "mlp")]  # type: ignore[index]
+        except (TypeError, KeyError, ValueError):
+            if found is not None:
+                log.warning("ignoring a damaged layer set in the cache: %r", found)
+            return None
+        return LayerSet(*sets)
+
+    def remember(self, skipped: LayerSet, rate: float) -> None:
+        sets = {"attention": sorted(skipped.attention), "mlp": sorted(skipped.mlp), "rate": rate}
+        machine.remember("layersets", self._key(), sets)
+
+
+def _skip(parts: Parts, *, alone: bool = True) -> Skip:
+    """The model itself, with a layer set that finds itself."""
+    config, runner = parts.config, parts.runner
+    views = runner.views()
+    search = Search(views.num_layers, seed=config.seed % 2**32, rounds=config.search_rounds)
+    rehearsal = Rehearsal(runner, parts.sampler, views, parts.private, window=config.search_window)
+    weights = [views.weights(layer) for layer in range(views.num_layers)]
+    linears = sum(m.weight.nbytes for m in runner.model.modules() if isinstance(m, zoo.FrameLinear))
+    rest = max(0.0, linears - sum(attention + mlp for attention, mlp in weights))  # the head, mostly
+    made = Skip(
+        runner, parts.sampler, rehearsal, search, parts.frames, parts.clock, weights, rest,
+        memory=_Sets(parts), every=config.search_every, share=config.search_share, most=config.draft_tokens,
+        chain=parts.chain, alone=alone,
+    )  # fmt: skip
+    parts.reports["skip"] = made.stats
+    parts.renewals.append(made.renew)
+    return made
+
+
 def _auto(parts: Parts) -> Auto:
     """All that could pay here: suffix matches, and a draft model and cheaper decoding if there are."""
     config, runner = parts.config, parts.runner
@@ -136,6 +195,7 @@ def _auto(parts: Parts) -> Auto:
         or cheaper(config.draft_weights, runner.model, runner.device) is not None
     ):
         drafters.append(_decode(parts))
+    drafters += _skip_if_possible(parts)
     return Auto(
         Ngram(), drafters, parts.frames, parts.clock, most=config.draft_tokens, restful=parts.ahead,
         explain=config.explain,
@@ -148,6 +208,7 @@ MAKERS: dict[str, MakeProposer] = {
     "model": _model,
     "ngram": lambda _: Ngram(),
     "none": lambda _: Nothing(),
+    "skip": _skip,
 }
 
 
@@ -189,11 +250,12 @@ class Engine:
             zoo.pack_linears(model)
         operators = check_linears(model, self.frame_rows, self._where() | {"linear": self._linear_name()})
         num_pages = count_pages(config, arch, self.max_model_len, device)
+        private = -(-config.search_window // PAGE)
         self.runner = Runner(
             model,
             arch,
             kernel,
-            num_pages=num_pages,
+            num_pages=num_pages + private,
             sizes=frame_sizes(self.frame_rows, linears=self.linears, compiled=compiled),
             max_rows=config.max_num_seqs,
             max_model_len=self.max_model_len,
@@ -209,9 +271,10 @@ class Engine:
         self.frames = Frames(self.runner.sizes)
         parts = Parts(
             self.runner, self.sampler, arch.vocab, config, self.frames, clock, loaded, self.max_model_len,
-            ahead=self.verifier.ahead,
+            ahead=self.verifier.ahead, private=range(num_pages, num_pages + private),
+            contract=lambda: self.contract.id,
         )  # fmt: skip
-        self._renewals = parts.renewals
+        self._renewals, self._reports = parts.renewals, parts.reports
         self.fast = Decode(self.runner, self.sampler, chain=parts.chain)
         self.proposer = (make_proposer or _maker(config))(parts)
         limits = Limits(
@@ -449,20 +512,25 @@ class Engine:
         counts["acceptance"] = counts["accepted"] / max(1, counts["guessed"])
         counts["recomputed_share"] = counts["rolled_back"] / max(1, counts["guessed"])
         decided = self.proposer.stats() if isinstance(self.proposer, Auto) else {}
-        return counts | {
-            "proposer": self.proposer.name,
-            "auto": decided,
-            "frame_seconds": self.frames.curve.table(),
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "pages": scheduler.limits.num_pages - 1,
-            "pages_available": scheduler.index.num_available,
-            "pages_indexed": scheduler.index.num_indexed,
-            "contract": self.contract.id,
-            "step_seconds": self._stepped,
-            "wait_seconds": self._waited,  # of those, spent waiting for the device
-            "uptime": time.monotonic() - self._began,
-        }
+        reports = {name: report() for name, report in self._reports.items()}
+        return (
+            counts
+            | reports
+            | {
+                "proposer": self.proposer.name,
+                "auto": decided,
+                "frame_seconds": self.frames.curve.table(),
+                "running": scheduler.num_running,
+                "waiting": scheduler.num_waiting,
+                "pages": scheduler.limits.num_pages - 1,
+                "pages_available": scheduler.index.num_available,
+                "pages_indexed": scheduler.index.num_indexed,
+                "contract": self.contract.id,
+                "step_seconds": self._stepped,
+                "wait_seconds": self._waited,  # of those, spent waiting for the device
+                "uptime": time.monotonic() - self._began,
+            }
+        )
 
 
 def build(config: EngineConfig, *, make_proposer: MakeProposer | None = None) -> Engine:

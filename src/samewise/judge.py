@@ -38,7 +38,24 @@ def judge(span: Span, truth: Truth) -> Verdict:
         truth.scores,
         truth.score_tops,
         span.drafter,
+        span.branch,
     )
+
+
+def settle(verdicts: list[Verdict]) -> list[Verdict]:
+    """One verdict per sequence: of branches the longest accepted wins, the first of equals.
+
+    What the others guessed is counted as spent beside it: somebody paid for it.
+    """
+    won: dict[int, Verdict] = {}
+    for verdict in verdicts:
+        best = won.get(verdict.seq_id)
+        if best is None:
+            won[verdict.seq_id] = verdict
+            continue
+        winner, loser = (verdict, best) if len(verdict.tokens) > len(best.tokens) else (best, verdict)
+        won[verdict.seq_id] = winner._replace(spent=best.spent + loser.guessed)
+    return list(won.values())
 
 
 def trust(proposal: Proposal, kv_len: int) -> Verdict:
@@ -49,4 +66,4 @@ def trust(proposal: Proposal, kv_len: int) -> Verdict:
     )
 
 
-__all__ = ["judge", "trust"]
+__all__ = ["judge", "settle", "trust"]

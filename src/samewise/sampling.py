@@ -143,6 +143,22 @@ class Sampler:
             for i, count in enumerate(counts)
         ]
 
+    def rivals(self, logits: Tensor, draws: Sequence[Draw], num: int) -> tuple[Tensor, Tensor]:
+        """The `num` best choices of every row and how surely each is it: [R, num] ids and shares.
+
+        For guesses alone: no bit of it is promised. A share is the softmax of what is compared to choose:
+        the model's probability when greedy, the margin of scaled logits plus noise when sampled.
+        """
+        busy = [draw for draw in draws if not draw.sampling.plain]
+        if self._by_row:
+            scores = logits.clone() if busy else logits
+            for draw in busy:
+                scores[draw.row] = self._row_scores(logits[draw.row : draw.row + 1], draw)
+        else:
+            scores = self._block_scores(logits, busy) if busy else logits
+        best, ids = scores.topk(num)
+        return ids, (best - scores.logsumexp(-1, keepdim=True)).exp().nan_to_num(0.0)
+
     # ── by row: the CPU's way ────────────────────────────────────────────────────────────────────
 
     def _pick_by_row(self, logits: Tensor, busy: Sequence[Draw]) -> Picks:
@@ -158,21 +174,33 @@ class Sampler:
 
     def _pick_row(self, row: Tensor, draw: Draw) -> int:
         """[1, V] -> the token chosen."""
+        return int(self._row_scores(row, draw).numpy().argmax())
+
+    def _row_scores(self, row: Tensor, draw: Draw) -> Tensor:
+        """[1, V] -> what is compared, [V]."""
         sampling = draw.sampling
         if draw.sampling.edited:
             row = self._edited(row, [draw._replace(row=0)])
         if sampling.temperature == 0.0:
-            return int(row[0].numpy().argmax())
+            return row[0]
         gap = (row.amax() - row[0]).div_(max(sampling.temperature, _COLDEST))
         if sampling.filtered:
             gap.masked_fill_(gap > _reach(gap, sampling), math.inf)
-        score = noise.gumbel(torch.tensor([_key(draw)]), self._vocab)[0].sub_(gap)
-        return int(score.numpy().argmax())
+        return noise.gumbel(torch.tensor([_key(draw)]), self._vocab)[0].sub_(gap)
 
     # ── by block: everyone else's ────────────────────────────────────────────────────────────────
 
     def _pick_block(self, logits: Tensor, busy: Sequence[Draw]) -> Tensor:
         """[R, V] -> [R] tokens. Whatever a row did not ask for leaves its bits as they are."""
+        logits, temperature, keys = self._prepared(logits, busy)
+        return self._blocks(logits).choose(logits, temperature, keys)
+
+    def _block_scores(self, logits: Tensor, busy: Sequence[Draw]) -> Tensor:
+        """[R, V] -> what is compared, [R, V]."""
+        return _compared(*self._prepared(logits, busy))
+
+    def _prepared(self, logits: Tensor, busy: Sequence[Draw]) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits after edits and filters, and the temperature and noise key of every row."""
         edited = [draw for draw in busy if draw.sampling.edited]
         if edited:
             logits = self._edited(logits, edited)
@@ -184,7 +212,7 @@ class Sampler:
         temperature[rows, 0] = [_warmth(draw.sampling) for draw in busy]
         keys = np.zeros((num_rows, 2), dtype=np.int64)
         keys[rows] = [_key(draw) for draw in busy]
-        return self._blocks(logits).choose(logits, self._send(temperature), self._send(keys))
+        return logits, self._send(temperature), self._send(keys)
 
     def _filtered(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         """A copy of [R, V] with min-p, top-k and top-p applied to the draws' rows."""
@@ -402,8 +430,12 @@ def _gap(logits: Tensor, temperature: Tensor) -> Tensor:
 
 def _choose(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
     """Plain argmax where temperature [R, 1] is 0, else argmax of scaled logits plus noise."""
+    return _compared(logits, temperature, keys).argmax(-1)
+
+
+def _compared(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
     noisy = noise.gumbel(keys, logits.shape[-1]) - _gap(logits, temperature)
-    return torch.where(temperature > 0, noisy, logits).argmax(-1)
+    return torch.where(temperature > 0, noisy, logits)
 
 
 def _reaches(gap: Tensor, far: Tensor, most: Tensor, share: Tensor) -> Tensor:

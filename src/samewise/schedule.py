@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from samewise.cache.pages import PagePool
 from samewise.cache.prefix import PrefixIndex, chain
 from samewise.errors import BadPrompt, InvariantBroken, QueueFull
-from samewise.types import Ask, Delta, Finish, Proposal, Request, Sequence, Span, Verdict
+from samewise.types import Ask, Branch, Delta, Finish, Proposal, Request, Sequence, Span, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class Tally:
     drafts: int = 0
     guessed: int = 0
     accepted: int = 0
+    branches: int = 0  # that won
 
 
 @dataclass(slots=True)
@@ -230,7 +231,17 @@ class Scheduler:
                 if token in ends:  # what would come after it is of no use
                     break
             grown = len(seq.draft) > before
+            if proposal.branches:
+                seq.branches = tuple(branch for branch in proposal.branches if self._sensible(seq, branch))
             seq.open = proposal.more and grown and self._room(seq) > 0 and seq.draft[-1] not in ends
+
+    def _sensible(self, seq: Sequence, branch: Branch) -> bool:
+        """Whether a branch leaves the draft where it says and ends where a draft may."""
+        at, tokens = branch
+        room = seq.most - len(seq.tokens) - 1
+        most = min(self.limits.max_draft, self.limits.frame_rows - 1, room)
+        inside = bool(tokens) and 0 <= at <= len(seq.draft) and at + len(tokens) <= most
+        return inside and all(0 <= token < self.limits.vocab for token in tokens)
 
     def spans(self) -> list[Span]:
         """The next frame, at most `frame_rows` rows. Empty when nothing needs a replay yet."""
@@ -255,13 +266,61 @@ class Scheduler:
             # Growing an older sequence preempted a younger one that may have been placed already.
             spans = [span for span in spans if span.seq_id in self._running]
             left = frame_rows - sum(len(span.inputs) for span in spans)
-        if spans and self._unverified:
-            riders = self._riders(left)
-            spans += riders
-            left -= len(riders)
         if spans:
+            left = self._fill_up(spans, left)
             self._count_frame(frame_rows - left)
         return spans
+
+    def _fill_up(self, spans: list[Span], left: int) -> int:
+        """Let requests that opted out, then branches, have rows that are left. Returns how many then are."""
+        trunks = list(spans)
+        if self._unverified:
+            spans += self._riders(left)
+            left -= len(spans) - len(trunks)
+        for trunk in trunks:
+            branches = self._branches(trunk, left)
+            spans += branches
+            left -= sum(len(branch.inputs) for branch in branches)
+        return left
+
+    def _branches(self, trunk: Span, left: int) -> list[Span]:
+        """Further spans of a sequence, in pages of their own, while there are rows and idle pages for them.
+
+        Each repeats the known tokens and the trunk up to where it leaves it, so that its KV is canonical and
+        can simply be kept if it wins.
+        """
+        seq = self._running[trunk.seq_id]
+        if not seq.branches or len(trunk.inputs) != seq.given + len(seq.draft):
+            return []
+        page = self.limits.page
+        shared, within = divmod(seq.kv_len, page)
+        found: list[Span] = []
+        for branch in seq.branches:
+            inputs = (*trunk.inputs[: trunk.given + branch.at], *branch.tokens)
+            lent = (
+                self._lend(-(-(seq.kv_len + len(inputs)) // page) - shared) if len(inputs) <= left else None
+            )
+            if lent is None:
+                break
+            seq.lent.append(lent)
+            copy = (seq.pages[shared], lent[0]) if within else None
+            pages = seq.pages[:shared] + lent
+            found.append(
+                trunk._replace(inputs=inputs, pages=pages, branch=len(seq.lent), copy=copy, targets=())
+            )
+            left -= len(inputs)
+        return found
+
+    def _lend(self, num: int) -> array[int] | None:
+        """Idle pages, or None and nothing taken."""
+        pages = array("i")
+        while len(pages) < num:
+            page = self.index.take()
+            if page is None:
+                self.index.release(pages)
+                return None
+            pages.append(page)
+        return pages
 
     def _due(self) -> bool:
         """Whether a frame is worth firing: it is full, a prompt waits, nobody drafts on, or time is up."""
@@ -374,10 +433,12 @@ class Scheduler:
         for seq in self._running.values():
             seq.check()
             held.update(seq.pages)
+            for lent in seq.lent:
+                held.update(lent)
             if len(seq.pages) * self.limits.page < seq.kv_len:
                 raise InvariantBroken(f"request {seq.request.id} has too few pages for its KV")
         for seq in self._waiting:
-            if seq.pages:
+            if seq.pages or seq.lent:
                 raise InvariantBroken(f"request {seq.request.id} waits but holds pages")
         self.index.check(dict(held))
 
@@ -466,9 +527,22 @@ class Scheduler:
         del self._running[seq.request.id]
         self.index.release(seq.pages)
         seq.pages = array("i")
+        self._take_back(seq)
+
+    def _take_back(self, seq: Sequence) -> None:
+        """The pages of branches that are not needed any more."""
+        for lent in seq.lent:
+            self.index.release(lent)
+        seq.lent.clear()
 
     def _commit(self, seq: Sequence, verdict: Verdict) -> Delta:
         found = verdict.tokens
+        if verdict.branch:
+            shared = seq.kv_len // self.limits.page
+            kept = seq.lent.pop(verdict.branch - 1)
+            self.index.release(seq.pages[shared:])
+            seq.pages = seq.pages[:shared] + kept
+        self._take_back(seq)
         num = _append(seq, found)
         seq.kv_len = min(verdict.kv_len, len(seq.tokens) - 1)
         if verdict.scores and seq.score_next is not None:
@@ -491,7 +565,8 @@ class Scheduler:
             )
         return Delta(
             verdict.seq_id, verdict.tokens, verdict.logprobs, verdict.tops, seq.finish, seq.stop_id,
-            verdict.scores, verdict.score_tops, seq.num_cached or 0, verdict.accepted, verdict.guessed,
+            verdict.scores, verdict.score_tops, seq.num_cached or 0, verdict.accepted,
+            verdict.guessed + verdict.spent,
         )  # fmt: skip
 
     def _count_frame(self, rows: int) -> None:
@@ -501,13 +576,15 @@ class Scheduler:
         self.counts.padded_rows += sizes[bisect_left(sizes, rows)] - rows
 
     def _count(self, verdict: Verdict) -> None:
-        self.counts.guessed += verdict.guessed
+        guessed = verdict.guessed + verdict.spent
+        self.counts.guessed += guessed
         self.counts.accepted += verdict.accepted
-        self.counts.rolled_back += verdict.guessed - verdict.accepted
+        self.counts.rolled_back += guessed - verdict.accepted
         tally = self.counts.drafters.setdefault(verdict.drafter, Tally())
         tally.drafts += 1
-        tally.guessed += verdict.guessed
+        tally.guessed += guessed
         tally.accepted += verdict.accepted
+        tally.branches += verdict.branch > 0
 
     def _share(self, seq: Sequence) -> None:
         """Offer full canonical pages to the prefix index."""
@@ -544,7 +621,7 @@ def _must_land(span: Span) -> bool:
 def _drop_draft(seq: Sequence) -> None:
     if seq.draft:
         seq.draft.clear()
-    seq.drafter, seq.open, seq.ready_since = "", False, None
+    seq.drafter, seq.open, seq.ready_since, seq.branches = "", False, None, ()
 
 
 def _arrival(seq: Sequence) -> int:

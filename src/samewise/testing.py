@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from samewise.config import EngineConfig
 from samewise.engine import Engine, MakeProposer, Parts
 from samewise.model import zoo
 from samewise.propose.decode import Decode
-from samewise.types import Ask, Delta, Proposal, Sampling, Verdict
+from samewise.types import Ask, Branch, Delta, LayerSet, Proposal, Sampling, Verdict
 
 T = TypeVar("T")
 
@@ -90,6 +91,35 @@ def tiny(
     model = zoo.wrap(tiny_model(family, seed=seed, dtype=dtype, **overrides))
     eos_ids = frozenset({257}) if eos else frozenset[int]()
     return Loaded(model, arch, {"weights": fingerprint(model)}, byte_tokenizer(), {}, eos_ids)
+
+
+PLANTED = LayerSet(frozenset({5}), frozenset({3, 8}))
+"""The sublayers between first and last that do something in a planted model."""
+
+
+def planted(
+    layers: int = 16, hidden: int = 256, *, keep: LayerSet = PLANTED, faint: float = 1e-3, **overrides: Any
+) -> Loaded:
+    """A deep model in which most sublayers add almost nothing, and those in `keep` and at the ends much.
+
+    The best layer set is known by construction: see `planted_best`.
+    """
+    sizes = {
+        "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 3 * hidden,
+        "num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "head_dim": 32,
+    }  # fmt: skip
+    loaded = tiny("llama", **sizes | overrides)
+    with torch.no_grad():
+        for i, layer in enumerate(loaded.model.model.layers):  # type: ignore[union-attr, arg-type]
+            for out, kept in ((layer.self_attn.o_proj, keep.attention), (layer.mlp.down_proj, keep.mlp)):
+                out.weight.mul_(3.0 if i in kept or i in (0, layers - 1) else faint)
+    return replace(loaded, facts={"weights": fingerprint(loaded.model)})
+
+
+def planted_best(layers: int = 16, keep: LayerSet = PLANTED) -> LayerSet:
+    """What can be left out of a planted model."""
+    middle = frozenset(range(1, layers - 1))
+    return LayerSet(middle - keep.attention, middle - keep.mlp)
 
 
 def tiny_engine(
@@ -205,6 +235,29 @@ class Jitter(_Silent):
         return [Proposal(seq_id, tuple(tokens)) for seq_id, tokens in guesses.items()]
 
 
+class Forked(Jitter):
+    """Drafts like Jitter's, and beside each some that go another way: branches, often with a common start."""
+
+    name = "forked"
+
+    def propose(self, asks: list[Ask]) -> list[Proposal]:
+        """A draft each, and up to three ways it might go instead."""
+        trunks = {p.seq_id: p.tokens for p in super().propose(asks)}
+        others = [super(Forked, self).propose(asks) for _ in range(self._random.randint(0, 3))]
+        branches: dict[int, list[Branch]] = {}
+        for found in others:
+            for seq_id, tokens in ((p.seq_id, p.tokens) for p in found):
+                trunk = trunks[seq_id]
+                same = [a == b for a, b in zip(trunk, tokens, strict=False)]
+                at = same.index(False) if False in same else len(same)
+                if at < len(tokens):
+                    branches.setdefault(seq_id, []).append(Branch(at, tokens[at:]))
+        return [
+            Proposal(seq_id, tokens, drafter=self.name, branches=tuple(branches.get(seq_id, ())))
+            for seq_id, tokens in trunks.items()
+        ]
+
+
 def shuffled(items: Iterable[T], seed: int) -> list[T]:
     """The same items in another order."""
     found = list(items)
@@ -276,11 +329,15 @@ def run(
 
 __all__ = [
     "FAMILIES",
+    "PLANTED",
     "Adversary",
+    "Forked",
     "Jitter",
     "Scripted",
     "Transcript",
     "byte_tokenizer",
+    "planted",
+    "planted_best",
     "preempting",
     "run",
     "shuffled",

@@ -76,6 +76,43 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSet:
+    """Sublayers that a pass leaves out, by the number of their layer. An argument, not a mode."""
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.attention) + len(self.mlp)
+
+    def __str__(self) -> str:
+        told = [
+            f"{name} {_runs(part)}"
+            for name, part in (("attention", self.attention), ("mlp", self.mlp))
+            if part
+        ]
+        return "; ".join(told) or "nothing"
+
+
+def _runs(numbers: frozenset[int]) -> str:
+    """1-4, 7, 9-10."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+class Branch(NamedTuple):
+    """Another way a draft may go on: its first `at` guesses, then these tokens."""
+
+    at: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to be continued. `arrival` orders requests; ids are never reused."""
 
@@ -102,7 +139,8 @@ class Sequence:
 
     `tokens` are the prompt and what was committed. `kv_len` is how far canonical KV reaches: positions
     below it are never written again. Above it lies scratch. `draft` holds guesses not yet replayed; while it
-    is `open` its drafter means to add to it.
+    is `open` its drafter means to add to it. `branches` are alternatives to it, each replayed as one more
+    span in pages that are only lent to it until the frame has spoken.
     """
 
     request: Request
@@ -110,6 +148,8 @@ class Sequence:
     most: int = 0  # it ends when it has this many tokens, if nothing ends it sooner
     draft: list[int] = field(default_factory=list)
     drafter: str = ""
+    branches: tuple[Branch, ...] = ()
+    lent: list[array[int]] = field(default_factory=list)  # private pages of the branches in the frame
     open: bool = False
     ready_since: int | None = None  # the step from which on it waits for a frame
     kv_len: int = 0
@@ -168,7 +208,8 @@ class Ask(NamedTuple):
 class Proposal(NamedTuple):
     """Guesses to be appended to a sequence's draft, and log-probabilities where the proposer has them.
 
-    `more`: the drafter would go on at the next step; until it has, the draft is not replayed.
+    `more`: the drafter would go on at the next step; until it has, the draft is not replayed. `branches` are
+    alternatives to the whole draft, counted from its start.
     """
 
     seq_id: int
@@ -177,6 +218,7 @@ class Proposal(NamedTuple):
     tops: tuple[TopLogprobs, ...] = ()
     drafter: str = ""
     more: bool = False
+    branches: tuple[Branch, ...] = ()
 
 
 class Span(NamedTuple):
@@ -186,7 +228,8 @@ class Span(NamedTuple):
     while a prompt is being read. `tokens` is the sequence's own list, lent for reading until the
     replay returns. `targets` are known tokens whose log-probability is wanted, the first of them
     predicted by row `target_row`. With a `source` the one input is not known here yet: it is what that
-    row of the frame before answers, and the device puts it in.
+    row of the frame before answers, and the device puts it in. A `branch` above 0 is one of several spans of
+    its sequence; before the frame, the page `copy[0]` is copied to `copy[1]`.
     """
 
     seq_id: int
@@ -202,6 +245,8 @@ class Span(NamedTuple):
     target_tops: int = 0
     source: int | None = None
     drafter: str = ""
+    branch: int = 0
+    copy: tuple[int, int] | None = None
 
 
 class Truth(NamedTuple):
@@ -231,6 +276,8 @@ class Verdict(NamedTuple):
     scores: tuple[float, ...] = ()
     score_tops: tuple[TopLogprobs, ...] = ()
     drafter: str = ""
+    branch: int = 0  # whose span it was: 0 is the draft itself
+    spent: int = 0  # guesses of branches that lost
 
 
 class Delta(NamedTuple):
@@ -251,8 +298,10 @@ class Delta(NamedTuple):
 
 __all__ = [
     "Ask",
+    "Branch",
     "Delta",
     "Finish",
+    "LayerSet",
     "Proposal",
     "Request",
     "Sampling",

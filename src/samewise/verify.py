@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from samewise.errors import GuaranteeLost
-from samewise.judge import judge
+from samewise.judge import judge, settle
 from samewise.run.frame import pack_frame
 from samewise.run.graph import Captured
 from samewise.run.runner import Runner
@@ -60,7 +60,8 @@ class Flight:
         answers = found.packed.numpy()
         tokens = answers[0].tolist()
         logprobs = answers[1].view(np.float32).tolist()
-        return _judge_all(self.spans, tokens, logprobs, found)
+        verdicts = _judge_all(self.spans, tokens, logprobs, found)
+        return settle(verdicts) if len({v.seq_id for v in verdicts}) < len(verdicts) else verdicts
 
 
 class Verifier:
@@ -128,6 +129,7 @@ class Verifier:
         """One frame: logits, choices, and whatever else was asked about its rows."""
         sampler, runner = self._sampler, self._runner
         size = sum(len(span.inputs) for span in spans)
+        runner.store.copy([span.copy for span in spans if span.copy is not None])
         batch = pack_frame(spans, runner.frame_tray(size))
         keep = _wanted(spans) if runner.natural else None
         if keep is not None and len(keep) < size:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from samewise.assemble import Loaded
@@ -19,9 +20,11 @@ from samewise.propose.auto import Auto
 from samewise.propose.base import First
 from samewise.propose.decode import Decode
 from samewise.propose.model import DraftModel
+from samewise.propose.search import Best, Prices, Search
+from samewise.propose.skip import Skip
 from samewise.run.runner import kv_page_bytes
-from samewise.testing import Adversary, Jitter, Scripted, Transcript, tiny_config, tiny_engine
-from samewise.types import Ask, Delta, Proposal, Sampling, Verdict
+from samewise.testing import Adversary, Forked, Jitter, Scripted, Transcript, tiny_config, tiny_engine
+from samewise.types import Ask, Delta, LayerSet, Proposal, Sampling, Verdict
 
 PAGE = 16
 GREEDY = Sampling()
@@ -259,6 +262,35 @@ def auto(parts: Parts) -> Auto:
     return MAKERS["auto"](replace(parts, clock=Fickle()))
 
 
+class Restless(Search):
+    """A search that never ends and takes every candidate, whatever it skips: also first and last layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self._free = [(i, kind) for i in range(layers) for kind in (0, 1)]
+        self._before = np.ones(len(self._free)), np.ones(len(self._free))
+        self._know()
+        self.open = True
+
+    def score(self, candidate: LayerSet, rate: float, incumbent: float, trials: int, prices: Prices) -> bool:
+        super().score(candidate, rate, incumbent, trials, prices)
+        self.open, self.best = True, Best(candidate, rate, 1.0)
+        return True
+
+
+def skip(parts: Parts) -> Skip:
+    """Layers left out, another set every few tokens, with a search that may take all the time it wants."""
+    parts = changed(parts, proposer="skip", search_every=1, search_share=1.0)
+    made = MAKERS["skip"](replace(parts, clock=Fickle()))
+    made._search = Restless(made._search.layers)
+    return made
+
+
+def forked(parts: Parts) -> Forked:
+    """Drafts with branches."""
+    return Forked(parts, scale=0.8, num=4)
+
+
 class Fickle:
     """A clock that runs as it likes: pacing may look at it, output may not depend on it."""
 
@@ -279,6 +311,8 @@ PROPOSERS: dict[str, MakeProposer | None] = {
     "ngram": MAKERS["ngram"],
     "model": draft_model,
     "ngram+model": lambda parts: First([MAKERS["ngram"](parts), draft_model(parts)]),
+    "skip": skip,
+    "forked": forked,
     "auto": auto,
 }
 

@@ -45,6 +45,7 @@ LAYERS = {
     "model.rope": 3,
     "params": 3,
     "propose.ngram": 3,
+    "propose.search": 3,
     "run.frame": 3,
     "sampling": 3,
     "model.attention.cpu": 4,  # picks native, or does without
@@ -52,25 +53,28 @@ LAYERS = {
     "propose.auto": 4,
     "schedule": 4,
     "model.folder": 5,
-    "model.fp8": 6,
     "model.zoo": 5,
-    "run.runner": 6,
-    "assemble": 7,
-    "probe": 7,
-    "propose.decode": 7,
-    "propose.model": 7,
-    "verify": 7,
-    "engine": 8,
-    "answers": 9,
-    "testing": 9,
-    "aio": 10,
-    "llm": 10,
-    "bench.contend": 11,
+    "model.fp8": 6,
+    "model.views": 6,
+    "run.runner": 7,
+    "assemble": 8,
+    "probe": 8,
+    "propose.decode": 8,
+    "propose.model": 8,
+    "propose.rehearse": 8,
+    "verify": 8,
+    "propose.skip": 9,
+    "engine": 10,
+    "answers": 11,
+    "testing": 11,
+    "aio": 12,
+    "llm": 12,
+    "bench.contend": 13,
     "bench.workload": 1,
-    "demo": 11,
-    "bench.report": 12,
-    "bench.run": 13,
-    "cli": 14,
+    "demo": 13,
+    "bench.report": 14,
+    "bench.run": 15,
+    "cli": 16,
 }
 PACKAGES = {
     "",
@@ -197,6 +201,10 @@ HEAVY = "print(*[m for m in ('torch', 'transformers', 'numpy', 'triton') if m in
 def test_host_only_modules_do_not_bring_torch_in():
     imports = "; ".join(f"import samewise.{name}" for name in HOST_ONLY)
     assert _fresh(f"import sys; {imports}; {HEAVY}") == []
+
+
+def test_the_search_has_never_heard_of_a_tensor():
+    assert _fresh(f"import sys, samewise.propose.search; {HEAVY}") == ["numpy"]
 
 
 def test_importing_the_package_is_cheap():

@@ -39,6 +39,12 @@ def test_proposers_change_nothing(trial):
         assert 0 < counts.accepted < counts.guessed
     if trial.proposer == "adversary":
         assert counts.rolled_back > 0
+    if trial.proposer == "forked":
+        assert counts.drafters["forked"].branches > 0
+    if trial.proposer == "skip":
+        report = engine.stats()["skip"]
+        assert report["search"]["rounds"] > 3
+        assert counts.drafters["skip"].guessed > 0
 
 
 @pytest.mark.parametrize("scale", [0.0, 5.0])

@@ -38,6 +38,17 @@ class KVStore:
                 f"no memory for {need / 2**30:.1f} GiB of KV cache; lower kv_memory ({error})"
             ) from error
 
+    @torch.inference_mode()
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole pages, (from, to), bit for bit, in the order of what the device is given."""
+        if not pairs:
+            return
+        device = self.layers[0].k.device
+        sources, targets = torch.tensor(pairs, dtype=torch.int64).T.to(device, non_blocking=True)
+        for layer in self.layers:
+            for pages in (layer.k, layer.v):
+                pages.index_copy_(0, targets, pages.index_select(0, sources))
+
     def fill(self, value: float) -> None:
         """Overwrite everything. For tests: a store may hold any junk before it is written."""
         for layer in self.layers:

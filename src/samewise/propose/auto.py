@@ -41,6 +41,16 @@ class Drafter:
     cost: Curve = field(default_factory=Curve)  # seconds of one pass, by number of sequences
     rate: Rate = field(default_factory=lambda: Rate(3.4, 4.0))
     tried: int = -EXPLORE  # the step of its last draft
+    changes: int = 0  # how often it had changed its ways when last looked at
+
+    @property
+    def ready(self) -> bool:
+        """Whether it could draft at all; one that has changed its ways is to be got to know anew."""
+        changes = getattr(self.proposer, "changes", 0)
+        if changes != self.changes:
+            self.changes, self.tried = changes, -EXPLORE * 10**6
+            self.cost, self.rate = Curve(), Rate(3.4, 4.0)
+        return bool(getattr(self.proposer, "ready", True))
 
 
 class Choice(NamedTuple):
@@ -71,6 +81,7 @@ class Auto:
         self._ngram, self._frames, self._clock, self._most = ngram, frames, clock, most
         self._drafters = {drafter.name: Drafter(drafter) for drafter in drafters}
         self._explain = explain
+        self._thinkers = [think for d in drafters if (think := getattr(d, "think", None)) is not None]
         self._by_length = [Rate(0.5 * i / LENGTHS + 1.0, 3.0) for i in range(LENGTHS + 1)]
         self._by_seq: dict[int, dict[str, Rate]] = {}  # a sequence's own record with each drafter
         self._matched: dict[int, int] = {}  # length of the match a sequence's draft came from
@@ -90,6 +101,8 @@ class Auto:
     def propose(self, asks: list[Ask]) -> list[Proposal]:
         """Guesses where they pay."""
         self._step += 1
+        for think in self._thinkers:
+            think(asks)
         fresh = [ask for ask in asks if not ask.draft]
         proposals = self._match(fresh, len(asks))
         served = {proposal.seq_id for proposal in proposals}
@@ -214,6 +227,8 @@ class Auto:
         plain = live / self._frames.cost(live)
         best = Choice(None, 0, 0.0)
         for drafter in self._drafters.values():
+            if not drafter.ready:
+                continue
             if self._worth_a_trial(drafter, live, plain):
                 return Choice(drafter, min(TRIAL, self._most), 0.0)
             if not drafter.cost.known:

@@ -56,7 +56,9 @@ class Decode:
             live = [i for i in range(len(asks)) if lens[i] > ahead]
             sources = [rows[i] for i in live] if ahead else None
             logits = self._logits([asks[i] for i in live], sources, ahead)
-            picks = self._sampler.pick(logits, _draws([asks[i] for i in live], ahead))
+            draws = _draws([asks[i] for i in live], ahead)
+            picks = self._sampler.pick(logits, draws)
+            self._look([asks[i] for i in live], logits, draws)
             for i, top in zip(live, self._tops(logits, [asks[i] for i in live]), strict=True):
                 tops[i] += top
             if max(lens) > ahead + 1:
@@ -74,6 +76,9 @@ class Decode:
             Proposal(ask.seq_id, tuple(tokens[i]), tuple(logprobs[i]), tops[i], self.name, more=True)
             for i, ask in enumerate(asks)
         ]
+
+    def _look(self, asks: list[Ask], logits: torch.Tensor, draws: list[Draw]) -> None:
+        """Whoever wants to know more of a pass than its tokens looks here."""
 
     def warm(self, most: int) -> None:
         """Capture the passes of up to `most` sequences now, rather than while they wait."""

@@ -17,11 +17,13 @@ from torch import nn
 from samewise.cache.store import KVStore, page_bytes
 from samewise.errors import GuaranteeLost
 from samewise.model.attention import PAGE, Kernel
+from samewise.model.views import Views
 from samewise.model.zoo import Arch, layer_list, seat, with_layers
 from samewise.run.batch import Batch, Tray
 from samewise.run.frame import pack_frame
 from samewise.run.graph import Captured
 from samewise.run.numerics import inductor_options
+from samewise.types import LayerSet
 
 CHAIN = 8  # fast passes that may be under way at once
 FAST_SIZES = tuple(4**i for i in range(9))  # rows of a fast pass where each size costs a capture
@@ -91,6 +93,7 @@ class Runner:
         self.guesses = torch.zeros(max(rows, FAST_SIZES[-1]), dtype=torch.int32, device=device)
         """What the last fast pass answered, for the next one of a chain."""
         self.compiled = compile
+        self._compiled: dict[nn.Module, Any] = {}  # by the layer it was made of
         self._canonical = self._compile(self.model) if compile else self.model
         self._own = Path(self.model, self._canonical if compile else None)
         self._graphs: dict[int, Captured[torch.Tensor]] = {}
@@ -106,6 +109,11 @@ class Runner:
             size = num_rows * self._max_pages
             self._trays[num_rows] = Tray(num_rows, size, self._workspace, self.device, CHAIN + 1)
         return self._trays[num_rows]
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of one token's KV in an average layer."""
+        return kv_page_bytes(self.arch, self.dtype) / PAGE / len(self.arch.layers)
 
     @property
     def natural(self) -> bool:
@@ -164,6 +172,22 @@ class Runner:
         model = path.compiled if path.compiled is not None and small else path.model
         return self._pass(model, batch, self.guesses)
 
+    @torch.inference_mode()
+    def look(self, batch: Batch, path: Path) -> torch.Tensor:
+        """Logits of a pass that is neither compiled nor captured: for trying a path once."""
+        return self._pass(path.model, batch, self.guesses)
+
+    def views(self) -> Views:
+        """The model's layers, with any of their sublayers left out."""
+        return Views(self.model, self.arch, lambda: self.eager(pack_frame([], self.tray(1))))
+
+    def skipping(self, views: Views, skipped: LayerSet) -> Path:
+        """The way that leaves these sublayers out."""
+        compiled = self.compiled and self.device.type == "cuda"
+        return Path(
+            views.without(skipped), views.without(skipped, self._compiled_layer) if compiled else None
+        )
+
     def path(self, model: nn.Module) -> Path:
         """Another way to the same KV: modules of the same shape with other weights, for guesses alone."""
         seat(model, self.arch, self.kernel, self.store.layers)
@@ -185,13 +209,15 @@ class Runner:
     def _compile(self, model: nn.Module) -> nn.Module:
         """A shell whose layers are compiled: whole graph, static shapes, nothing chosen by timing."""
         name, layers = layer_list(model, self.arch)
-        from samewise.run.dedupe import Dedupe  # brings the compiler in
+        return with_layers(model, name, [self._compiled_layer(layer) for layer in layers])
 
-        options = inductor_options() | {"post_grad_custom_pre_pass": Dedupe()}
-        compiled: list[Any] = [
-            torch.compile(layer, fullgraph=True, dynamic=False, options=options) for layer in layers
-        ]
-        return with_layers(model, name, compiled)
+    def _compiled_layer(self, layer: nn.Module) -> Any:
+        if layer not in self._compiled:
+            from samewise.run.dedupe import Dedupe  # brings the compiler in
+
+            options = inductor_options() | {"post_grad_custom_pre_pass": Dedupe()}
+            self._compiled[layer] = torch.compile(layer, fullgraph=True, dynamic=False, options=options)
+        return self._compiled[layer]
 
     @torch.inference_mode()
     def _warm(self) -> None:

@@ -1,0 +1,171 @@
+"""How well a layer set would have guessed what was really said: one parallel pass over known text.
+
+Teacher-forced: every position is given the committed tokens before it, and asked for the next one. Pieces
+come from sequences that are live, at the positions and over the canonical KV they have, and from recent
+answers, read anew. The pass writes private pages alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from samewise.model.attention import PAGE
+from samewise.model.views import Views
+from samewise.run.frame import pack_frame
+from samewise.run.runner import Path, Runner
+from samewise.sampling import Draw, Sampler
+from samewise.types import Ask, LayerSet, Sampling, Span
+
+LENGTH = 2 * PAGE  # rows of a piece at most
+RECENT = 8  # answers that are remembered
+KEPT = 6  # paths through the model that are kept for another look
+
+
+class Piece(NamedTuple):
+    """A run of known text and which of its rows are asked what comes next."""
+
+    span: Span  # in private pages from its start on
+    first: int  # its first row that is asked
+    targets: tuple[int, ...]  # what comes next, for that row and those after it
+
+
+class Rehearsal:
+    """Scores layer sets on text that was committed lately. Owns the private pages."""
+
+    def __init__(self, runner: Runner, sampler: Sampler, views: Views, pages: range, *, window: int) -> None:
+        self._runner, self._sampler, self._views = runner, sampler, views
+        self._pages, self._window = pages, min(window, len(pages) * PAGE)
+        self._recent: deque[tuple[int, ...]] = deque(maxlen=RECENT)
+        self._whole = Path(runner.model, None)
+        self._paths: dict[LayerSet, Path] = {}
+
+    def remember(self, tokens: list[int], prompt_len: int) -> None:
+        """An answer has ended; its last tokens may be rehearsed later."""
+        if len(tokens) - prompt_len >= LENGTH:
+            self._recent.append(tuple(tokens[-LENGTH:]))
+
+    def path(self, skipped: LayerSet) -> Path:
+        """The way through the model that leaves these sublayers out. The latest few are kept."""
+        path = self._paths.pop(skipped, None) or self._runner.skipping(self._views, skipped)
+        self._paths[skipped] = path
+        while len(self._paths) > KEPT:
+            del self._paths[next(iter(self._paths))]
+        return path
+
+    # ---- which text
+
+    def gather(self, asks: list[Ask]) -> list[Piece]:
+        """Pieces of what was committed last, live sequences first, as many rows as the window has."""
+        pieces: list[Piece] = []
+        left, free = self._window, list(self._pages)
+        for ask in asks:
+            piece = _live(ask, min(left, LENGTH), free)
+            if piece is not None:
+                pieces.append(piece)
+                left -= len(piece.span.inputs)
+        texts = [text for text in reversed(self._recent) if len(text) <= left]
+        fresh = [_again(text, free) for text in texts[: min(left // LENGTH, len(free) * PAGE // LENGTH)]]
+        return pieces + self._answered(fresh)
+
+    def _answered(self, pieces: list[Piece]) -> list[Piece]:
+        """Recent answers stand without what came before: what the whole model says there is the truth."""
+        if not pieces:
+            return []
+        said = iter(self._says(pieces, self._whole))
+        return [piece._replace(targets=tuple(next(said) for _ in piece.targets)) for piece in pieces]
+
+    # ---- how well
+
+    def agreement(self, pieces: list[Piece], skipped: LayerSet) -> tuple[int, int]:
+        """(right, asked): how often the model without these sublayers says what came next."""
+        targets = [token for piece in pieces for token in piece.targets]
+        said = self._says(pieces, self.path(skipped))
+        return sum(a == b for a, b in zip(said, targets, strict=True)), len(targets)
+
+    @torch.inference_mode()
+    def shares(self, pieces: list[Piece]) -> list[tuple[float, float]]:
+        """How much each layer's attention and MLP add to the residual stream, as a share of it."""
+        found: dict[nn.Module, float] = {}
+        stream: list[torch.Tensor] = []
+        handles = []
+
+        def enter(_: nn.Module, args: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
+            stream[:] = [args[0] if args else named["hidden_states"]]
+
+        def leave(module: nn.Module, _: object, out: object) -> None:
+            added = out[0] if isinstance(out, tuple) else out
+            assert isinstance(added, torch.Tensor)
+            whole = stream[0].float().norm(dim=-1).clamp_min(1e-12)
+            found[module] = float((added.float().norm(dim=-1) / whole).mean())
+
+        for layer, parts in self._views.layers():
+            handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+            handles += [part.register_forward_hook(leave) for part in parts]
+        try:
+            self._look(pieces, self._whole)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [(found[attention], found[mlp]) for _, (attention, mlp) in self._views.layers()]
+
+    @torch.inference_mode()
+    def _says(self, pieces: list[Piece], path: Path) -> list[int]:
+        logits = self._look(pieces, path).float()
+        draws: list[Draw] = []
+        row = 0
+        for piece in pieces:
+            span, sampling = piece.span, piece.span.sampling
+            for place in range(piece.first, len(span.inputs)):
+                if not sampling.plain:
+                    position = span.start + place + 1
+                    before = span.tokens[span.prompt_len : position] if sampling.edited else []
+                    draws.append(Draw(row, sampling, span.tokens[: span.prompt_len], before, position))
+                row += 1
+        said: list[int] = self._sampler.pick(logits, draws).tokens.tolist()
+        return said
+
+    def _look(self, pieces: list[Piece], path: Path) -> torch.Tensor:
+        """Logits of the rows that are asked, in order."""
+        spans = [piece.span for piece in pieces]
+        rows = sum(len(span.inputs) for span in spans)
+        on_cpu = self._runner.device.type == "cpu"  # elsewhere padding is cheaper than staging for every size
+        batch = pack_frame(spans, self._runner.tray(rows if on_cpu else self._window))
+        keep, first = list[int](), 0
+        for piece in pieces:
+            keep += range(first + piece.first, first + len(piece.span.inputs))
+            first += len(piece.span.inputs)
+        wanted = torch.tensor(keep, dtype=torch.int64, device=self._runner.device)
+        return self._runner.look(replace(batch, keep=wanted), path)
+
+
+def _live(ask: Ask, rows: int, free: list[int]) -> Piece | None:
+    """The end of a live sequence, from a page border on; its own pages before that, private ones after."""
+    end = len(ask.tokens) - 1  # the last token is what the last row is asked
+    start = -(-max(end - rows, 0) // PAGE) * PAGE
+    rows = end - start
+    first = max(0, ask.prompt_len - 1 - start)  # what the prompt goes on with, nobody said
+    need = -(-rows // PAGE)
+    if rows - first < PAGE // 2 or need > len(free):
+        return None
+    mine = array("i", [free.pop() for _ in range(need)])
+    inputs, targets = tuple(ask.tokens[start:end]), tuple(ask.tokens[start + first + 1 : end + 1])
+    pages = ask.pages[: start // PAGE] + mine
+    span = Span(ask.seq_id, start, inputs, rows, pages, ask.sampling, ask.tokens, ask.prompt_len)
+    return Piece(span, first, targets)
+
+
+def _again(text: tuple[int, ...], free: list[int]) -> Piece:
+    """A recent answer's end, read as if it began there."""
+    pages = array("i", [free.pop() for _ in range(-(-len(text) // PAGE))])
+    span = Span(-1, 0, text, len(text), pages, Sampling(), list(text), 1)
+    first = len(text) // 2  # some of it is needed to know what it is about
+    return Piece(span, first, text[first:])
+
+
+__all__ = ["Piece", "Rehearsal"]
