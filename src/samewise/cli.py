@@ -49,7 +49,8 @@ TopP = Annotated[float, typer.Option("--top-p", help="Nucleus.")]
 TopK = Annotated[int, typer.Option("--top-k", help="0: all.")]
 Seed = Annotated[Optional[int], typer.Option(help="Same seed, same text.")]
 Proposer = Annotated[
-    Optional[str], typer.Option("--proposer", help="auto, none, ngram, decode, model, or e.g. ngram+model.")
+    Optional[str],
+    typer.Option("--proposer", help="auto, none, ngram, decode, model, skip, or e.g. ngram+skip."),
 ]
 DraftModel = Annotated[Optional[str], typer.Option("--draft-model", help="What `model` guesses with.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Say on stderr why `auto` guesses or does not.")]
@@ -237,7 +238,8 @@ def probe(
 def bench(
     model: Model = "smollm2",
     proposers: Annotated[
-        str, typer.Option(help="Comma-separated: auto, none, ngram, decode, model, ngram+decode, unverified.")
+        str,
+        typer.Option(help="Comma-separated: auto, none, ngram, decode, model, skip, ngram+skip, unverified."),
     ] = "none,ngram,auto",
     batches: Annotated[str, typer.Option("--batch", help="Requests at once, comma-separated.")] = "1,8",
     repeats: Annotated[int, typer.Option(help="Interleaved runs of everything.", min=1)] = 3,
@@ -253,6 +255,10 @@ def bench(
     inject: Annotated[
         str, typer.Option(help="Mismatch rates, e.g. 0,0.01,0.1: draws what rolling back costs.")
     ] = "",
+    timeline: Annotated[
+        bool, typer.Option(help="`skip` over one task after the other: draws its phases.")
+    ] = False,
+    search_share: Annotated[float, typer.Option(help="Of the time, that `skip` may search.")] = 0.02,
     peers: Annotated[
         bool, typer.Option(help="Compare with transformers, and vLLM and llama.cpp if there.")
     ] = True,
@@ -282,6 +288,7 @@ def bench(
         "model": model, "device": device, "dtype": dtype, "linear": linear, "frame_rows": frame_rows,
         "compile": compile_layers, "max_model_len": max_model_len, "kv_memory": kv_memory,
         "draft_model": draft_model, "draft_weights": draft_weights, "draft_tokens": draft_tokens,
+        "search_share": search_share,
     }  # fmt: skip
     config = EngineConfig.of(**{name: value for name, value in settings.items() if value is not None})
     sizes, rates = _numbers("batch", batches), _numbers("inject", inject)
@@ -293,7 +300,7 @@ def bench(
         raise typer.BadParameter(f"--rate {rate}: give more than 0 requests a second")
     plan = Plan(
         _names(proposers), tuple(int(size) for size in sizes), repeats, max_tokens, verified,
-        workload, _names(tasks), limit or None, synthetic, rate, peers, rates, out,
+        workload, _names(tasks), limit or None, synthetic, rate, peers, rates, timeline, out,
     )  # fmt: skip
     typer.echo(as_line(measure(Console(), config, plan)))
 

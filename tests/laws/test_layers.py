@@ -73,8 +73,9 @@ LAYERS = {
     "bench.workload": 1,
     "demo": 13,
     "bench.report": 14,
-    "bench.run": 15,
-    "cli": 16,
+    "bench.timeline": 15,
+    "bench.run": 16,
+    "cli": 17,
 }
 PACKAGES = {
     "",

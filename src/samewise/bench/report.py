@@ -100,8 +100,8 @@ def plot(cells: Iterable[Cell], path: Path, title: str) -> None:
     found = list(cells)
     names = list(dict.fromkeys(cell.contender for cell in found))
     batches = list(dict.fromkeys(cell.batch for cell in found))
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(len(batches), 1, figsize=(10, 3.2 * len(batches)), squeeze=False)
+    plt = pyplot()
+    figure, axes = plt.subplots(len(batches), 1, figsize=(10, 3.2 * len(batches)), squeeze=False)
     for axis, batch in zip(axes[:, 0], batches, strict=True):
         tasks = list(dict.fromkeys(cell.task for cell in found if cell.batch == batch))
         width = 0.8 / len(names)
@@ -116,13 +116,13 @@ def plot(cells: Iterable[Cell], path: Path, title: str) -> None:
     axes[0, 0].set_title(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def plot_overhead(points: list[tuple[float, float, float]], path: Path, title: str) -> None:
     """Throughput relative to unverified decoding, and the share of guesses thrown away, by mismatch rate."""
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(7, 4))
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(7, 4))
     rates = [100 * rate for rate, _, _ in points]
     axis.plot(rates, [relative for _, relative, _ in points], "o-", label="throughput / unverified")
     axis.plot(rates, [lost for _, _, lost in points], "s--", label="guesses recomputed")
@@ -132,10 +132,11 @@ def plot_overhead(points: list[tuple[float, float, float]], path: Path, title: s
     axis.set_title(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Matplotlib without a screen; MachineError where it is not there."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -152,4 +153,4 @@ def _said(cell: Cell | None, base: float | None) -> str:
     return f"{cell.rate:.1f}" + (f" ({cell.rate / base:.2f})" if base else "")
 
 
-__all__ = ["Cell", "mean_rate", "plot", "plot_overhead", "speculation", "table"]
+__all__ = ["Cell", "mean_rate", "plot", "plot_overhead", "pyplot", "speculation", "table"]

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from samewise.answers import Desk
 from samewise.assemble import Loaded, load
-from samewise.bench import contend, report, workload
+from samewise.bench import contend, report, timeline, workload
 from samewise.bench.contend import Contender, Ours, Sample
 from samewise.bench.report import Cell
 from samewise.config import EngineConfig
@@ -25,6 +25,7 @@ from samewise.engine import Engine
 from samewise.errors import MachineError
 from samewise.model import weights, zoo
 from samewise.params import SamplingParams
+from samewise.types import LayerSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Plan:
     rate: float | None = None  # requests per second; None: all at once
     peers: bool = True
     inject: tuple[float, ...] = ()
+    timeline: bool = False
     out: Path = field(default_factory=lambda: Path("bench-out"))
 
 
@@ -53,6 +55,8 @@ def bench(console: Console, config: EngineConfig, plan: Plan) -> dict[str, Any]:
     plan.out.mkdir(parents=True, exist_ok=True)
     if plan.inject:
         return _overhead(console, loaded, config, plan)
+    if plan.timeline:
+        return _timeline(console, loaded, config, plan)
     with console.status("starting engines and peers …"):
         contenders = contend.ours(loaded, config, plan.proposers, plan.verified, plan.rate)
         contenders += list(_peers(console, contenders, config)) if plan.peers else []
@@ -169,6 +173,25 @@ def _overhead(console: Console, loaded: Loaded, config: EngineConfig, plan: Plan
     _draw(console, picture, lambda: report.plot_overhead(points, picture, title))
     curve = [{"mismatch_rate": r, "relative_throughput": t, "recomputed_share": s} for r, t, s in points]
     return _last(config, plan, _ceiling(first), first) | {"overhead": curve}
+
+
+def _timeline(console: Console, loaded: Loaded, config: EngineConfig, plan: Plan) -> dict[str, Any]:
+    """`skip` by itself over the tasks one after the other: its phases, as SWIFT draws them."""
+    engine = Engine(loaded, replace(config, proposer="skip"))
+    with console.status("answering task after task …"):
+        line = timeline.record(engine, _prompts(engine, plan), plan.batches[0], plan.max_tokens)
+    for event in line.events:
+        chosen = LayerSet(frozenset(event["set"]["attention"]), frozenset(event["set"]["mlp"]))
+        console.print(
+            f"{event['tokens']:6d} tokens  {event['event']:<10}  right {event['rate']:.0%}, "
+            f"{event['score']:.1f} tokens/s promised, without {chosen}"
+        )
+    console.print(f"search: {line.search['rounds']} rounds, {line.search['share']:.1%} of the time")
+    picture = plan.out / "timeline.png"
+    layers = len(loaded.arch.layers)
+    title = f"{config.model}, {_dtype(engine)}, {_cpu()}, batch {plan.batches[0]}"
+    _draw(console, picture, lambda: timeline.plot(line, picture, title, layers))
+    return _last(config, plan, _ceiling(engine), engine) | {"timeline": line.as_json()}
 
 
 def _draw(console: Console, path: Path, draw: Callable[[], None]) -> None:

@@ -24,7 +24,6 @@ from samewise.types import LayerSet
 Vector = npt.NDArray[np.float64]
 
 LOSS, DOUBT = 0.15, 0.3  # what a sublayer of which nothing is known is believed to lose, and how surely
-FADE = 0.3  # what is still believed of old scores when the text has changed
 BETTER = 1.01  # a challenger must promise this much more: scores are estimates
 
 
@@ -116,10 +115,8 @@ class Search:
         return won
 
     def reopen(self) -> None:
-        """The text has changed: scores of before are only half believed."""
-        loss, sureness = self._before
-        self._precision = FADE * self._precision + (1 - FADE) * np.diag(sureness)
-        self._weighted = FADE * self._weighted + (1 - FADE) * sureness * loss
+        """The text has changed: scores of before were of another, and are forgotten. Inform it anew."""
+        self._know()
         self.round = self.stale = 0
         self.open = bool(self._free)
 

@@ -20,7 +20,7 @@ import torch
 from samewise.costs import Curve, Frames, Rate, Trust
 from samewise.propose.decode import Decode
 from samewise.propose.rehearse import Piece, Rehearsal
-from samewise.propose.search import Prices, Search
+from samewise.propose.search import Best, Prices, Search
 from samewise.run.frame import pack_fast
 from samewise.run.runner import Runner
 from samewise.sampling import Draw, Sampler
@@ -30,6 +30,7 @@ log = logging.getLogger("samewise.skip")
 
 LEAST = 24  # tokens a set must be scored on
 RIVALS = 3  # alternatives looked at where a guess is unsure
+BRANCHES = 4  # of which a draft may have at once
 UNSURE = 0.8  # below this chance a guess has alternatives worth a thought
 FAITH = 0.9  # a draft is broken off for want of chance above this at the latest
 FALL = 0.15  # how much less often first guesses may be right before the search is opened again
@@ -78,6 +79,7 @@ class _Draft:
     changes: int  # the set they were made with
     confidences: list[float] = field(default_factory=list)
     reach: float = 1.0  # the chance that all of them are right
+    rivals: list[tuple[float, int, int, float]] = field(default_factory=list)  # gain, place, token, share
     branches: tuple[tuple[Branch, float], ...] = ()  # and how sure each alternative looked
     sampled: bool = False
 
@@ -171,7 +173,7 @@ class Skip(Decode):
         live = len(asks)
         pace = live / max(self._frames.cost(live), 1e-9)
         rows = live + sum(len(ask.draft) + 1 for ask in asks)
-        a_pass = self._seconds(self._search.best.skipped, live) / live
+        a_pass = self._full.at(live) * self._left(self._search.best.skipped) / live
         bar = min(FAITH, (a_pass + self._frames.cost(rows + 1) - self._frames.cost(rows)) * pace)
         proposals = []
         for ask, proposal in zip(asks, found, strict=True):
@@ -184,13 +186,14 @@ class Skip(Decode):
                 draft.confidences.append(sure)
                 draft.reach *= chance
                 kept += 1
+                if chance < UNSURE:
+                    others = [(t, s) for t, s in zip(ids, shares, strict=True) if t != token][:RIVALS]
+                    draft.rivals += [(before * self._rival.chance(s), -place, t, s) for t, s in others]
                 if draft.reach * self._typical < bar:
                     goes_on = False
-                    if chance < UNSURE:
-                        others = [(t, s) for t, s in zip(ids, shares, strict=True) if t != token]
-                        draft.branches = self._alternatives(others, place, before, rows, pace)
-                        rows += sum(branch.at + 2 for branch, _ in draft.branches)
                     break
+            draft.branches = self._alternatives(draft, rows, pace)
+            rows += sum(branch.at + 2 for branch, _ in draft.branches)
             proposals.append(
                 proposal._replace(
                     tokens=proposal.tokens[:kept],
@@ -202,19 +205,15 @@ class Skip(Decode):
             )
         return proposals
 
-    def _alternatives(
-        self, others: list[tuple[int, float]], place: int, reach: float, rows: int, pace: float
-    ) -> tuple[tuple[Branch, float], ...]:
-        """Branches whose rows cost less than the token they may bring is worth."""
+    def _alternatives(self, draft: _Draft, rows: int, pace: float) -> tuple[tuple[Branch, float], ...]:
+        """Branches whose rows cost less than the token they may bring is worth, the likeliest first."""
         chosen: list[tuple[Branch, float]] = []
-        for token, share in others[:RIVALS]:
-            price = self._frames.cost(rows + place + 2) - self._frames.cost(rows)
-            gain = reach * self._rival.chance(share)
+        for gain, back, token, share in sorted(draft.rivals, reverse=True)[:BRANCHES]:
+            price = self._frames.cost(rows - back + 2) - self._frames.cost(rows)
             if gain < max(0.02, price * pace):
-                break
-            chosen.append((Branch(place, (token,)), share))
-            rows += place + 2
-        self._branched += len(chosen)
+                continue
+            chosen.append((Branch(-back, (token,)), share))
+            rows += 2 - back
         return tuple(chosen)
 
     @property
@@ -234,6 +233,7 @@ class Skip(Decode):
             if draft is None or not verdict.guessed:
                 continue
             won = verdict.branch
+            self._branched += len(draft.branches)
             held = draft.branches[won - 1][0].at if 0 < won <= len(draft.branches) else verdict.accepted
             for place, sure in enumerate(draft.confidences[: held + 1]):
                 self._trust[draft.sampled].observe(sure, right=place < held)
@@ -246,6 +246,7 @@ class Skip(Decode):
         if fallen and not self._search.open and self.ready:
             self._search.best.rate = self._first.value
             self._search.reopen()
+            self._informed = False
             self._note("optimise")
 
     def forget(self, seq_id: int) -> None:
@@ -286,6 +287,12 @@ class Skip(Decode):
         if self._events[-1].event != "accumulate":
             self._search.reopen()
             self._note("accumulate")
+
+    def settle(self, skipped: LayerSet, rate: float) -> None:
+        """Draft with this set, which somebody knows to be good, and search no more until it proves otherwise."""
+        self._search.best, self._search.open = Best(skipped, rate), False
+        self._use(skipped)
+        self._note("accelerate")
 
     # ---- searching
 
@@ -339,7 +346,7 @@ class Skip(Decode):
         """What one look at the hidden states tells, and what an earlier process found."""
         self._informed = True
         self._search.inform(self._rehearsal.shares(pieces))
-        found = self._memory.recall() if self._memory is not None else None
+        found = self._memory.recall() if self._memory is not None and not self.ready else None
         if found is not None and self._search.start_from(found):
             self._use(found)
 
@@ -396,9 +403,6 @@ class Skip(Decode):
         out += sum(self._weights[i][1] for i in skipped.mlp)
         total = self._rest + sum(a + m + kv for a, m in self._weights)
         return max(1e-3, 1.0 - out / total)
-
-    def _seconds(self, skipped: LayerSet, live: int) -> float:
-        return self._full.at(live) * self._left(skipped)
 
     def _book(self, live: int, seconds: float) -> None:
         """A pass without some sublayers tells what the whole would take."""
