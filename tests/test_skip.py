@@ -12,7 +12,7 @@ from samewise.engine import Engine
 from samewise.errors import BadParameter
 from samewise.propose.skip import Skip
 from samewise.run.frame import pack_frame
-from samewise.testing import FAMILIES, planted, planted_best, tiny, tiny_engine
+from samewise.testing import FAMILIES, planted, planted_best, tiny, tiny_engine, two_topics
 from samewise.types import LayerSet, Sampling
 
 LAYERS = 12
@@ -179,6 +179,22 @@ def test_a_change_of_topic_opens_the_search_again():
     assert "optimise" in kinds[kinds.index("accelerate") :]
     assert engine.stats()["skip"]["matchness"] > 0.9
     assert not skip._search.best.skipped.mlp - BEST.mlp
+
+
+def test_two_topics_and_back():
+    engine = engine_of(two_topics(), search_rounds=10)
+    left_out = []
+    for seed, (low, high) in enumerate(((0, 160), (160, 320), (0, 160))):
+        sampling = Sampling(temperature=0.7, seed=seed, allowed_token_ids=tuple(range(low, high)))
+        rng = random.Random(seed)
+        engine.add([rng.randrange(low, high) for _ in range(16)], sampling, max_tokens=380)
+        while not engine.idle:
+            engine.step()
+        mlps = engine.stats()["skip"]["set"]["mlp"]
+        left_out.append((3 in mlps, 8 in mlps))
+    assert left_out == [(False, True), (True, False), (False, True)]
+    kinds = [event["event"] for event in engine.stats()["skip"]["timeline"]]
+    assert kinds.count("accelerate") == 3
 
 
 def test_recent_answers_are_rehearsed_when_live_ones_are_too_short():

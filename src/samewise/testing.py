@@ -116,6 +116,32 @@ def planted(
     return replace(loaded, facts={"weights": fingerprint(loaded.model)})
 
 
+def two_topics(layers: int = 12, hidden: int = 128, **overrides: Any) -> Loaded:
+    """A planted model with two topics: the lower half of the vocabulary, and the upper.
+
+    The MLP of layer 3 works on the first topic alone, that of layer 8 on the second: what can be left out
+    changes with what is talked about. One channel of the residual stream carries the topic.
+    """
+    loaded = planted(layers, hidden, keep=LayerSet(frozenset({5}), frozenset({3, 8})), **overrides)
+    model: Any = loaded.model
+    with torch.no_grad():
+        sign = torch.ones(model.lm_head.weight.shape[0])
+        sign[len(sign) // 2 :] = -1.0
+        for layer in model.model.layers:  # nobody changes the channel
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        model.model.embed_tokens.weight[:, 0] = 8.0 * sign
+        model.lm_head.weight[:, 0] = sign
+        model.model.layers[0].self_attn.o_proj.weight.mul_(0.05)  # or it would drown the channel
+        model.model.layers[0].mlp.down_proj.weight.mul_(0.02)
+        for place, way in ((3, 1.0), (8, -1.0)):
+            layer = model.model.layers[place]
+            layer.post_attention_layernorm.weight[0] = 1.0
+            layer.mlp.gate_proj.weight[:, 0] = 4.0 * way
+            layer.mlp.down_proj.weight.div_(4.0)
+    return replace(loaded, facts={"weights": fingerprint(loaded.model)})
+
+
 def planted_best(layers: int = 16, keep: LayerSet = PLANTED) -> LayerSet:
     """What can be left out of a planted model."""
     middle = frozenset(range(1, layers - 1))
@@ -345,4 +371,5 @@ __all__ = [
     "tiny_config",
     "tiny_engine",
     "tiny_model",
+    "two_topics",
 ]

@@ -54,17 +54,26 @@ class Timeline:
         }  # fmt: skip
 
 
-def record(engine: Engine, asked: dict[str, list[list[int]]], batch: int, most: int) -> Timeline:
-    """Answer the tasks one after the other, `batch` questions at a time, and take notes."""
+def record(
+    engine: Engine,
+    asked: dict[str, list[list[int]]],
+    batch: int,
+    most: int,
+    params: dict[str, SamplingParams] | None = None,
+) -> Timeline:
+    """Answer the tasks one after the other, `batch` questions at a time, and take notes.
+
+    Greedily, unless `params` says otherwise of a task.
+    """
     desk, line = Desk(engine), Timeline()
     last, since = _counters(engine), time.perf_counter()
     began = since
-    params = SamplingParams(temperature=0, max_tokens=most, share=False)
+    greedy = SamplingParams(temperature=0, max_tokens=most, share=False)
     for task, prompts in asked.items():
         line.topics.append((int(_counters(engine)["tokens"]), task))
         for i in range(0, len(prompts), batch):
             for prompt in prompts[i : i + batch]:
-                desk.submit(desk.ask(prompt, params))
+                desk.submit(desk.ask(prompt, (params or {}).get(task, greedy)))
             while not engine.idle:
                 desk.step()
                 now = _counters(engine)

@@ -289,7 +289,7 @@ class Skip(Decode):
             self._note("accumulate")
 
     def settle(self, skipped: LayerSet, rate: float) -> None:
-        """Draft with this set, which somebody knows to be good, and search no more until it proves otherwise."""
+        """Draft with this set, which somebody knows to be good; search only if it proves otherwise."""
         self._search.best, self._search.open = Best(skipped, rate), False
         self._use(skipped)
         self._note("accelerate")
