@@ -81,7 +81,7 @@ class Grammars:
             raise BadParameter(f"the {grammar.kind} grammar cannot be used: {_first_lines(made.get_error())}")
         if not int.from_bytes(mask, "little") & ~_bits(self._trie.eos_tokens):
             raise BadParameter(
-                f"the {grammar.kind} grammar admits nothing but the empty text, or nothing this model can spell"
+                f"the {grammar.kind} grammar admits only the empty text, or nothing this model can spell"
             )
         return made
 
@@ -160,7 +160,7 @@ class Walk:
         return len(path)
 
     def _come_back(self, gone: int) -> None:
-        """Stand behind the committed tokens again. A guess that was too much for llguidance leaves no trace."""
+        """Stand behind the committed tokens again. A guess too much for llguidance leaves no trace either."""
         if not self._matcher.is_error():
             self._matcher.rollback(gone)
             return
@@ -203,7 +203,7 @@ def _source(grammar: Grammar) -> str:
 
 def _first_lines(message: str) -> str:
     """The part of an error that was written for people."""
-    return message.split("\n<state>")[0].strip()[:400]
+    return message.split("\n<state>", maxsplit=1)[0].strip()[:400]
 
 
 __all__ = ["KEPT", "WHITESPACE", "Grammar", "Grammars", "Walk", "version"]

@@ -2,9 +2,9 @@
 
 One rule for greedy and sampled: argmax(processed logits / temperature + Gumbel(seed, index, position,
 token id)); temperature 0 is plain argmax; equal scores go to the lowest id. Processing, in order:
-repetition, frequency and presence penalties, logit bias, allowed ids, grammar, bad words, min_tokens; then, on
-logits divided by temperature, min-p, top-k and top-p. Log-probabilities are the model's own, before any
-of this.
+repetition, frequency and presence penalties, logit bias, allowed ids, grammar, bad words, min_tokens;
+then, on logits divided by temperature, min-p, top-k and top-p. Log-probabilities are the model's own,
+before any of this.
 
 The frame rule: what a row gets depends on its own logits and its own `Draw`, bit for bit, never on
 its place or its company. Two ways to keep it:

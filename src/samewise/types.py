@@ -33,7 +33,7 @@ GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "lark")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must look like: a kind and its text. Says nothing of tokens; `grammar.py` compiles it."""
+    """What an answer must look like: a kind and its text. Knows no tokens; `grammar.py` compiles it."""
 
     kind: str
     text: str = ""
