@@ -218,7 +218,7 @@ def test_guesses_that_are_no_tokens_do_not_fit():
     for odd in (-1, VOCAB, 2**40, 300, 256):
         assert here.fits([a], (a, odd, a)) == 1
         assert here.masks((a, odd, a))[2:] == [None, None]
-    assert here.fits([odd], (a,)) == 0
+        assert here.fits([odd], (a,)) == 0
 
 
 def test_json_never_idles_in_white_space():
@@ -293,19 +293,36 @@ class Faulty:
         del self.path[len(self.path) - num :]
 
     def compute_bitmask(self):
-        return b"\xff"
+        return b"\xff\xff"
 
 
 def test_a_guess_that_is_too_much_leaves_no_trace():
     from samewise.grammar import Walk
 
-    here = Walk(Faulty({(1, 2)}), 8, frozenset({7}), frozenset({7}))
-    assert here.masks((1, 2, 3)) == [b"\x7f", b"\x7f", None, None]
+    class Trie:
+        eos_tokens = (7,)
+
+    here = Walk(Faulty({(1, 2)}), Trie(), frozenset({7}))
+    assert here.masks((1, 2, 3)) == [b"\x7f\xff", b"\x7f\xff", None, None]
     assert here.take(1) is None
-    assert here.mask(()) == b"\x7f"
+    assert here.mask(()) == b"\x7f\xff"
     assert here.mask((2,)) is None
-    assert here.mask((3,)) == b"\x7f"
+    assert here.mask((3,)) == b"\x7f\xff"
     assert here.take(2) is Finish.ABORT
+
+
+def test_text_that_reads_like_a_special_token_is_spelt():
+    for grammar in (
+        Grammar.regex("a<s>b"),
+        Grammar.lark('start: "<pad>" /x/'),
+        Grammar.json_schema({"const": "</s>"}),
+    ):
+        here, spelt = GRAMMARS.guide(grammar, ENDS), []
+        while (mask := here.mask(())) is not None:
+            spelt.append(allowed(mask)[0])
+            here.take(spelt[-1])
+        assert TOKENIZER.decode(spelt) in ("a<s>b", "<pad>x", '"</s>"')
+        assert max(spelt) < 256
 
 
 # ---- the sampler
