@@ -184,7 +184,7 @@ class Walk:
         """
         last = len(mask.rstrip(b"\0")) - 1
         token = 8 * last + mask[last].bit_length() - 1
-        if mask[last].bit_count() > 1 or token in self._ends or self._matcher.validate_tokens([token]):
+        if mask[last].bit_count() > 1 or self._matcher.validate_tokens([token]):
             return mask
         forced: bytes = self._matcher.compute_ff_bytes()
         words = [self._trie.greedy_tokenize(forced[:size].decode("utf-8", "ignore")) for size in range(1, 17)]
