@@ -66,6 +66,9 @@ LAYERS = {
     "testing": 9,
     "aio": 10,
     "llm": 10,
+    "serve.formats": 2,
+    "serve.tools": 2,
+    "serve.toolbox": 3,
     "bench.contend": 11,
     "bench.workload": 1,
     "demo": 11,
@@ -80,6 +83,7 @@ PACKAGES = {
     "model",
     "propose",
     "run",
+    "serve",
 }  # rooms: they say what is in them, and import nothing
 
 HOST_ONLY = (
@@ -101,6 +105,9 @@ HOST_ONLY = (
     "costs",
     "bench.workload",
     "outputs",
+    "serve.formats",
+    "serve.tools",
+    "serve.toolbox",
 )
 
 
