@@ -10,7 +10,7 @@ from typing import Any
 from samewise.errors import BadParameter
 from samewise.types import Grammar
 
-_KEYS = {  # type: the other keys it may have
+_KEYS = {  # the other keys each type may have
     "text": (),
     "json_object": (),
     "json_schema": ("json_schema",),
@@ -32,7 +32,7 @@ def grammar_of(response_format: dict[str, Any] | None) -> Grammar | None:
     if not isinstance(response_format, dict):
         raise _bad(response_format, 'give an object, such as {"type": "json_object"}')
     kind = response_format.get("type")
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise _bad(kind, f"known types are {', '.join(_KEYS)}")
     _refuse_others(response_format, ("type", *_KEYS[kind]), kind)
     if kind == "json_schema":

@@ -115,7 +115,7 @@ class ToolStream:
         return out
 
     def flush(self) -> list[dict[str, Any]]:
-        """No more text: returns what was held back. A call that broke off before its name was known is none."""
+        """No more text: returns what was held back. A call that broke off before its name was none."""
         if self._state not in (self._arguments, self._leaving, self._closing, self._done):
             self._say(self._opening + self._text)
         if not self.calls and self._space:
