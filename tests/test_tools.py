@@ -87,9 +87,8 @@ FOUND = [
     (Family.HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', None, (F,)),
     (
         Family.HERMES,
-        'I look.\n\n<tool_call>{"name":"f","arguments":{"a": 1}}</tool_call>\n'
-        + '<tool_call>{"name":"g","arguments":{}}</tool_call>\n',
-        "I look.",
+        'So.\n<tool_call>{"name":"f","arguments":{"a": 1}}</tool_call>\n<tool_call>{"name":"g"}</tool_call>',
+        "So.",
         (F, ToolCall("g", "{}")),
     ),
     (Family.HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', None, (F,)),
@@ -189,8 +188,8 @@ def test_every_cut_says_the_same(family, text, content, calls):
 
 
 PIECES = [
-    "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '{"a": [1, "}"]}', "}", "[", "]", "null",
-    "[TOOL_CALLS]", "f[ARGS]", "<|python_tag|>", "{}", ", ", "\n", " so ", '"', "\\", "<", ";",
+    "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '{"a": [1, "}"]}', "}", "[", "]",
+    "null", "[TOOL_CALLS]", "f[ARGS]", "<|python_tag|>", "{}", ", ", "\n", " so ", '"', "\\", "<", ";",
 ]  # fmt: skip
 
 
