@@ -201,6 +201,17 @@ def test_end_of_text_is_let_through_exactly_where_the_grammar_accepts(grammar, t
     assert walk(grammar, text).take(EOS) is (Finish.STOP if ends else Finish.ABORT)
 
 
+def test_a_special_token_that_was_told_to_stop_is_an_end_of_text():
+    (a,) = ids("a")
+    here = GRAMMARS.guide(SAMPLES["regex"], frozenset({256, a}))
+    assert allowed(here.mask(())) == [a]
+    assert here.fits([], (256,)) == 0
+    assert here.take(a) is None
+    assert [token for token in allowed(here.mask(())) if token > 255] == [256]
+    assert here.fits([], (256,)) == 1
+    assert here.take(256) is Finish.STOP
+
+
 @pytest.mark.parametrize(("name", "text"), [("regex", "aab"), ("object", '{"a":1}'), ("lark", "<xy>")])
 def test_nothing_more_to_say_ends_it(name, text):
     *before, last = ids(text)
@@ -266,6 +277,13 @@ def test_any_thread_may_ask():
     assert len(set(found)) == len(SAMPLES)
 
 
+def test_a_grammar_that_is_known_waits_for_no_other():
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    grammars.check(SAMPLES["regex"])
+    with grammars._compiling:  # another thread is busy with something large
+        assert grammars.guide(SAMPLES["regex"], ENDS).mask(()) is not None
+
+
 class Faulty:
     """A matcher that gives up on some texts, as llguidance does on ones that are too complex."""
 
@@ -301,6 +319,9 @@ def test_a_guess_that_is_too_much_leaves_no_trace():
 
     class Trie:
         eos_tokens = (7,)
+
+        def is_special_token(self, token):
+            return False
 
     here = Walk(Faulty({(1, 2)}), Trie(), frozenset({7}))
     assert here.masks((1, 2, 3)) == [b"\x7f\xff", b"\x7f\xff", None, None]

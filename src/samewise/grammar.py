@@ -44,6 +44,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab: int, eos_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, sorted(eos_ids)
         self._lock = threading.Lock()
+        self._compiling = threading.Lock()  # its own: a grammar that is known waits for no other
         self._trie: Any = None  # the tokenizer as llguidance has it; takes a second to make
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()  # the latest used last
 
@@ -57,14 +58,23 @@ class Grammars:
 
     def _start(self, grammar: Grammar) -> Any:
         """A matcher at the beginning, which nobody else has."""
-        with self._lock:
-            found = self._compiled.get(grammar)
-            if found is None:
-                found = self._compiled[grammar] = self._compile(grammar)
+        found = self._find(grammar)
+        if found is None:
+            with self._compiling:
+                made = self._compile(grammar)
+            with self._lock:
+                self._compiled[grammar] = made
                 if len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
+                found = made.deep_copy()
+        return found
+
+    def _find(self, grammar: Grammar) -> Any:
+        with self._lock:
+            if grammar not in self._compiled:
+                return None
             self._compiled.move_to_end(grammar)
-            return found.deep_copy()
+            return self._compiled[grammar].deep_copy()
 
     def _compile(self, grammar: Grammar) -> Any:
         try:
@@ -103,9 +113,12 @@ class Walk:
 
     def __init__(self, start: Any, trie: Any, stop_ids: frozenset[int]) -> None:
         self._start, self._matcher, self._trie = start, start.deep_copy(), trie
-        self._ends = ends = frozenset(trie.eos_tokens)
-        self._early = ~_bits(ends)  # where the text may not end yet, no end is let through
-        self._never = ~_bits(ends - stop_ids)  # and those that were told to end nothing never are
+        own = frozenset(trie.eos_tokens)
+        more = frozenset(token for token in stop_ids - own if trie.is_special_token(token))
+        self._ends = own | more  # a special token that was told to end the text is an end of text too
+        self._early = ~_bits(self._ends)  # where the text may not end yet, no end is let through
+        self._never = ~_bits(own - stop_ids)  # and those that were told to end nothing never are
+        self._more = _bits(more)
         self._taken: list[int] = []
         self._known: dict[tuple[int, ...], bytes | None] = {}  # masks behind what is committed, by guesses
         self._lost = False  # llguidance gave up on this text
@@ -173,9 +186,9 @@ class Walk:
             return None
         if mask.count(0) == len(mask) - 1:
             mask = self._spelt(mask)
-        keep = self._never if matcher.is_accepting() else self._early
-        if keep != -1:
-            mask = (int.from_bytes(mask, "little") & keep).to_bytes(len(mask), "little")
+        keep, more = (self._never, self._more) if matcher.is_accepting() else (self._early, 0)
+        if keep != -1 or more:
+            mask = (int.from_bytes(mask, "little") & keep | more).to_bytes(len(mask), "little")
         return mask if any(mask) else None
 
     def _spelt(self, mask: bytes) -> bytes:

@@ -83,8 +83,8 @@ _CLOSE = "</tool_call>"
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)', re.DOTALL
 )
-_NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\][\w\-]*)?\s*(?:\[ARGS\])?\s*(?=\{)")
-_NAMED_YET = re.compile(r"\s*[\w.\-]*\s*(?:\[[A-Z_]*\]?[\w\-]*)?\s*(?:\[[A-Z]*\]?)?\s*")
+_NAMED = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][\w\-]*)?(?:\[ARGS\])?\s*(?=\{)")
+_NAMED_YET = re.compile(r"[\w.\-]*(?:\[[A-Z_]*\]?[\w\-]*)?(?:\[[A-Z]*\]?)?\s*")
 
 
 class ToolStream:
@@ -180,7 +180,8 @@ class ToolStream:
             return self._enter()
         if text[0] == "{":
             return self._enter()
-        self._state = self._naming
+        self._opening += self._text[: len(self._text) - len(text)]
+        self._text, self._state = text, self._naming
         return True
 
     def _naming(self) -> bool:
