@@ -2,12 +2,14 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from samewise.config import EngineConfig
 from samewise.engine import Engine
 from samewise.errors import BadParameter
 from samewise.grammar import Grammars
@@ -15,7 +17,7 @@ from samewise.llm import LLM
 from samewise.params import SamplingParams
 from samewise.serve.toolbox import MOST, special_tokens, toolbox_of
 from samewise.serve.tools import Family, ToolCall, ToolStream, call_ids, family_of, parse_tool_calls
-from samewise.testing import byte_tokenizer, tiny_engine
+from samewise.testing import byte_tokenizer, tiny, tiny_engine
 from samewise.types import Grammar
 
 HERMES = (
@@ -399,6 +401,28 @@ def test_a_random_model_calls_what_it_must(engine, family):
         delta for chunk in llm.stream("What is the weather?", params) for delta in stream.push(chunk.text)
     ]
     assert told([*deltas, *stream.flush()])[1][0][1:] == list(call)
+
+
+@pytest.fixture(scope="module")
+def marked() -> Engine:
+    loaded = replace(tiny(eos=True), tokenizer=MARKED)
+    config = EngineConfig(model="tiny", device="cpu", kv_memory=2**22, proposer="ngram")
+    return Engine(loaded, config)
+
+
+@pytest.mark.parametrize("family", [Family.HERMES, Family.MISTRAL_ARGS])
+@pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
+def test_markers_that_are_tokens_come_as_tokens(marked, family, choice):
+    llm, special = LLM.over(marked), special_tokens(MARKED)
+    found = toolbox_of([CLOCK, WEATHER], choice, template=TEMPLATES[family], special=special)
+    params = SamplingParams(max_tokens=400, seed=3, grammar=found.grammar, skip_special_tokens=False)
+    answer = llm.generate("What is the weather?", params, use_tqdm=False)[0].outputs[0]
+    opening = "<tool_call>" if family is Family.HERMES else "[TOOL_CALLS]"
+    assert answer.token_ids[0] == special[opening]
+    content, calls = parse_tool_calls(family, answer.text)
+    assert content is None
+    assert {call.name for call in calls} <= {"clock", "get_weather"}
+    assert all(isinstance(json.loads(call.arguments), dict) for call in calls[:-1])
 
 
 def test_tools_reach_the_chat_template(engine):
