@@ -135,7 +135,8 @@ class Answer:
         stopped = delta.finish is Finish.STOP
         for i, token in enumerate(delta.tokens if stream else ()):
             assert stream is not None
-            if stopped and i == len(delta.tokens) - 1 and not params.include_stop_str_in_output:
+            last = stopped and delta.stop_id is not None and i == len(delta.tokens) - 1
+            if last and not params.include_stop_str_in_output:
                 break  # the token that ends the text is not part of the text
             piece, match = stream.push(token)
             text += piece
@@ -250,6 +251,8 @@ class Desk:
         self.engine.scheduler.refuse_misfit(len(ids), most)
         if params.stops and self.tokenizer is None:
             raise BadParameter(f"stop={params.stop!r}: this model has no tokenizer; use stop_token_ids")
+        if params.grammar is not None:
+            self.engine.grammars.check(params.grammar)
         seed = params.seed if params.seed is not None else derive_seed(self.engine.config.seed, ids, 0)
         self._sampling(params, seed, 0)
         return Asked(text, ids, params, most, seed)
@@ -353,7 +356,8 @@ class Desk:
         if not messages:
             raise BadPrompt("the conversation is empty; give at least one message")
         for message in messages:
-            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            said = isinstance(message, Mapping) and ("content" in message or "tool_calls" in message)
+            if not said or "role" not in message:
                 raise BadPrompt(f"a message is a mapping with 'role' and 'content', not {message!r}")
         import jinja2
 
@@ -362,7 +366,7 @@ class Desk:
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                chat_template=pin_clock(self.tokenizer.get_chat_template(), self.engine.config.date),
+                chat_template=pin_clock(self.template(tools=template.get("tools")), self.engine.config.date),
                 **template,
             )
         except jinja2.exceptions.UndefinedError as error:
@@ -372,6 +376,10 @@ class Desk:
         except (jinja2.exceptions.TemplateError, TypeError, KeyError) as error:
             raise BadPrompt(f"the chat template refused the conversation: {error}") from error
         return self.encode(text, add_special_tokens=False)
+
+    def template(self, tools: Any = None) -> str:
+        """The model's chat template; some have another one for conversations with tools."""
+        return str(self.tokenizer.get_chat_template(tools=tools))
 
     # ---- out
 

@@ -25,6 +25,7 @@ LAYERS = {
     "cache.pages": 2,
     "contract": 2,
     "costs": 2,
+    "grammar": 2,
     "judge": 2,
     "noise": 2,
     "outputs": 2,
@@ -54,6 +55,9 @@ LAYERS = {
     "schedule": 4,
     "model.folder": 5,
     "model.zoo": 5,
+    "serve.formats": 2,
+    "serve.tools": 2,
+    "serve.toolbox": 3,
     "model.fp8": 6,
     "model.views": 6,
     "run.runner": 7,
@@ -84,6 +88,7 @@ PACKAGES = {
     "model",
     "propose",
     "run",
+    "serve",
 }  # rooms: they say what is in them, and import nothing
 
 HOST_ONLY = (
@@ -91,6 +96,7 @@ HOST_ONLY = (
     "types",
     "config",
     "machine",
+    "grammar",
     "judge",
     "text",
     "contract",
@@ -104,6 +110,9 @@ HOST_ONLY = (
     "costs",
     "bench.workload",
     "outputs",
+    "serve.formats",
+    "serve.tools",
+    "serve.toolbox",
 )
 
 
