@@ -65,6 +65,12 @@ LAYERS = {
     "testing": 9,
     "aio": 10,
     "llm": 10,
+    "serve.errors": 1,
+    "serve.bodies": 1,
+    "serve.parsed": 4,
+    "serve.messages": 2,
+    "serve.replies": 5,
+    "serve.protocol": 6,
     "bench.contend": 11,
     "bench.workload": 1,
     "demo": 11,
@@ -79,6 +85,7 @@ PACKAGES = {
     "model",
     "propose",
     "run",
+    "serve",
 }  # rooms: they say what is in them, and import nothing
 
 HOST_ONLY = (
@@ -99,6 +106,12 @@ HOST_ONLY = (
     "costs",
     "bench.workload",
     "outputs",
+    "serve.errors",
+    "serve.bodies",
+    "serve.parsed",
+    "serve.messages",
+    "serve.replies",
+    "serve.protocol",
 )
 
 
