@@ -388,6 +388,7 @@ class Engine:
         salt: bytes = b"",
         leader: int | None = None,
         share: bool = True,
+        speculate: bool = True,
     ) -> int:
         """Queue a request and return its id. Refuses what could never run, and loses nothing by it."""
         self._refuse_uncertified()
@@ -395,7 +396,7 @@ class Engine:
         self.refuse_unknown(tokens)
         request = Request(
             self._next_id, tokens, sampling, max_tokens, verify, prompt_logprobs, score_from, salt, leader,
-            share,
+            share, speculate,
         )  # fmt: skip
         guide = None if sampling.grammar is None else self.grammars.guide(sampling.grammar, sampling.stop_ids)
         self.scheduler.add(request, guide)
