@@ -29,6 +29,7 @@ LAYERS = {
     "noise": 2,
     "outputs": 2,
     "propose.base": 2,
+    "recent": 2,
     "run.batch": 2,
     "run.dedupe": 2,
     "run.graph": 2,
@@ -65,6 +66,7 @@ LAYERS = {
     "testing": 9,
     "aio": 10,
     "llm": 10,
+    "serve.live": 3,
     "bench.contend": 11,
     "bench.workload": 1,
     "demo": 11,
@@ -79,6 +81,7 @@ PACKAGES = {
     "model",
     "propose",
     "run",
+    "serve",
 }  # rooms: they say what is in them, and import nothing
 
 HOST_ONLY = (
@@ -99,6 +102,7 @@ HOST_ONLY = (
     "costs",
     "bench.workload",
     "outputs",
+    "recent",
 )
 
 
