@@ -67,6 +67,12 @@ LAYERS = {
     "aio": 10,
     "llm": 10,
     "serve.live": 3,
+    "serve.errors": 1,
+    "serve.bodies": 1,
+    "serve.parsed": 4,
+    "serve.messages": 2,
+    "serve.replies": 5,
+    "serve.protocol": 6,
     "bench.contend": 11,
     "bench.workload": 1,
     "demo": 11,
@@ -103,6 +109,12 @@ HOST_ONLY = (
     "bench.workload",
     "outputs",
     "recent",
+    "serve.errors",
+    "serve.bodies",
+    "serve.parsed",
+    "serve.messages",
+    "serve.replies",
+    "serve.protocol",
 )
 
 

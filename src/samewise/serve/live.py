@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from samewise.errors import MachineError
+from samewise.errors import SamewiseError
 from samewise.recent import KEPT, Use
 
 EVERY = 0.25
@@ -182,12 +182,12 @@ class Feed:
                     self._sample = sample
                     self._wake()
                 await asyncio.sleep(self._every)
-        except MachineError as error:  # the engine is gone; its watchers are told why
+        except SamewiseError as error:  # the engine is gone, or not there yet; its watchers are told
             self._end(str(error))
 
     def _join(self) -> None:
         self._listeners += 1
-        if self._sampler is None and not self._closed:
+        if (self._sampler is None or self._sampler.done()) and not self._closed:
             self._over = self._sample = None
             self._frames.clear()
             self._sampler = asyncio.get_running_loop().create_task(self._run(), name="samewise-live")
