@@ -67,7 +67,7 @@ function showTally(view, answer, why) {
   if (found.guessed) {
     parts.push([`${number(found.guessed)} guessed`]);
     parts.push([make("span", { class: "good" }, `✓ ${number(found.accepted)} accepted`)]);
-    parts.push([make("span", { class: "bad" }, `↺ ${number(found.back)} rolled back`)]);
+    parts.push([make("span", { class: found.back ? "bad" : undefined }, `↺ ${number(found.back)} rolled back`)]);
   } else if (found.tokens) parts.push(["nothing guessed"]);
   if (found.rate !== null) parts.push([`${number(found.rate, found.rate < 10 ? 1 : 0)} tokens/s`]);
   if (answer.seed !== null) parts.push([`seed ${answer.seed}`]);

@@ -21,7 +21,6 @@ export function begin() {
 
 export function show(snapshot) {
   status(snapshot.running ? "busy" : "idle", load(snapshot));
-  $("load").textContent = load(snapshot);
   strip.add(snapshot.frames ?? []);
   key();
   speed(snapshot.tokens_per_second ?? 0);
@@ -51,6 +50,8 @@ function key() {
   const total = { prompt: 0, known: 0, guess: 0, padding: 0 };
   for (const frame of shown) for (const kind of Object.keys(total)) total[kind] += frame[kind];
   const all = Object.values(total).reduce((a, b) => a + b, 0);
+  const committed = shown.reduce((sum, frame) => sum + frame.committed, 0);
+  $("yield").textContent = shown.length ? `${number(committed / shown.length, 1)} tokens per frame` : "";
   const share = (kind) => (all ? `${Math.round(100 * total[kind] / all)}%` : "–");
   for (const item of $("key").children) item.querySelector("b").textContent = share(item.dataset.kind);
   $("strip").setAttribute("aria-label", all
@@ -91,9 +92,9 @@ function proposers(found) {
   const rows = Object.entries(found).filter(([name, one]) => name !== "none" || one.tokens_per_second || Object.keys(found).length === 1);
   if (!rows.length) return;
   $("proposers").replaceChildren(...rows.map(([name, one]) => make("tr", {},
-    make("th", { scope: "row" }, name === "none" ? "none (no guess)" : name),
-    make("td", {}, one.rate === null ? "–" : make("span", { class: "meter" }, bar(one.rate), ` ${Math.round(100 * one.rate)}%`)),
-    make("td", { class: "num" }, one.guessed ? `${number(one.accepted)} / ${number(one.guessed)}` : "–"),
+    make("th", { scope: "row" }, name === "none" ? "no guess" : name),
+    make("td", {}, one.rate === null ? "–" : make("span", { class: "meter" }, bar(one.rate),
+      make("b", {}, `${Math.round(100 * one.rate)}%`), make("small", {}, `${number(one.accepted)} of ${number(one.guessed)}`))),
     make("td", { class: "num" }, number(one.tokens_per_second ?? 0, 1)))));
 }
 

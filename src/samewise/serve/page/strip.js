@@ -1,7 +1,7 @@
 // The strip of frames: a bar for each, its rows above a line by who used them, its tokens below.
 
 const KINDS = ["known", "prompt", "guess", "padding"];
-const WIDTH = 7;
+const WIDTH = 5;
 const GAP = 2;
 const KEPT = 400;
 
@@ -93,6 +93,13 @@ export class Strip {
     });
     pen.fillStyle = colour("line-strong");
     pen.fillRect(0, base, width, 1);
+    if (!shown.length) return;
+    pen.font = `11px ${style.fontFamily}`;
+    const label = `${rows} rows`;
+    pen.fillStyle = colour("card");
+    pen.fillRect(0, 0, pen.measureText(label).width + 6, 15);
+    pen.fillStyle = colour("ink-soft");
+    pen.fillText(label, 0, 11);
   }
 }
 

@@ -77,7 +77,7 @@ async function send(text) {
   say("Answering.");
   await stream(answer, view);
   if (answer.text) turns = [...answer.request.messages, { role: "assistant", content: answer.text }];
-  field.focus();
+  rest(field);
 }
 
 async function stream(answer, view) {
@@ -103,7 +103,8 @@ async function stream(answer, view) {
   running = null;
   busy(false);
   finish(view, answer, why);
-  if (why) view.root.querySelectorAll(".whole").forEach((button) => { button.disabled = true; });
+  if (why) view.root.querySelector(".again").dataset.partial = "";
+  quiet(false);
   receiptReady(view, answer);
   toEnd();
   const found = tally(answer);
@@ -117,19 +118,29 @@ function busy(on) {
   $("send").hidden = on;
   $("stop").hidden = !on;
   $("fresh").hidden = on;
-  for (const button of document.querySelectorAll(".again")) button.disabled = on;
+  quiet(on);
+}
+
+// While something is being asked nothing else is asked again. A part of an answer cannot be compared.
+function quiet(on) {
+  for (const button of document.querySelectorAll(".again")) button.disabled = on || "partial" in button.dataset;
+}
+
+// Focus is put where it is useful only when it would otherwise be nowhere.
+function rest(place) {
+  if (!document.activeElement || document.activeElement === document.body) place.focus({ preventScroll: true });
 }
 
 function actions(answer, view) {
-  const again = make("button", { type: "button", class: "again whole" }, "Ask again in a crowd");
+  const again = make("button", { type: "button", class: "again" }, "Ask again in a crowd");
   again.addEventListener("click", async () => {
-    document.querySelectorAll(".again").forEach((button) => { button.disabled = true; });
+    quiet(true);
     await askInCrowd(answer, view().below);
-    document.querySelectorAll(".again").forEach((button) => { button.disabled = false; });
+    quiet(false);
     view().below.scrollIntoView({ block: "nearest" });
-    again.focus();
+    rest(again);
   });
-  const receipt = make("button", { type: "button", class: "receipt whole", disabled: true, title: "this server gives no receipts" }, "Download receipt");
+  const receipt = make("button", { type: "button", class: "receipt", disabled: true, title: "this server gives no receipts" }, "Download receipt");
   receipt.addEventListener("click", () => download(answer));
   const copy = make("button", { type: "button" }, "Copy");
   copy.addEventListener("click", async () => {
