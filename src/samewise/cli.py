@@ -1,4 +1,4 @@
-"""The command line: demo, generate, chat, probe, bench."""
+"""The command line: demo, generate, chat, serve, probe, bench."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.text import Text
 import samewise
 from samewise import machine
 from samewise.errors import CallerError, SamewiseError
+from samewise.serve.command import serve
 
 if TYPE_CHECKING:
     from samewise.llm import LLM
@@ -199,6 +200,9 @@ def chat(
                 console.print(f"[bold red]samewise:[/] {escape(str(error))} [dim](/new starts over)[/]")
             else:
                 messages += [asked, {"role": "assistant", "content": said}]
+
+
+app.command()(serve)
 
 
 @app.command()
