@@ -82,6 +82,7 @@ LAYERS = {
     "serve.schema": 5,
     "serve.worker": 11,
     "serve.metrics": 12,
+    "serve.site": 12,
     "serve.app": 13,
     "bench.contend": 11,
     "bench.workload": 1,
@@ -126,6 +127,7 @@ HOST_ONLY = (
     "serve.replies",
     "serve.protocol",
     "serve.settings",
+    "serve.live",
     "serve.logs",
 )
 

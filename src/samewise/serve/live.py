@@ -11,7 +11,8 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 from samewise.errors import SamewiseError
@@ -141,7 +142,7 @@ class Feed:
         self._closed = True
         self._end("the server is shutting down")
 
-    async def snapshots(self) -> AsyncIterator[Json | None]:
+    async def snapshots(self) -> AsyncGenerator[Json | None]:
         """What is new, whenever something is; None after a long silence. Ends when the engine does."""
         self._join()
         try:
@@ -159,13 +160,14 @@ class Feed:
         finally:
             self._leave()
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """The same as server-sent events."""
-        async for snapshot in self.snapshots():
-            if snapshot is None:
-                yield b": still here\n\n"
-            else:
-                yield b"data: " + json.dumps(snapshot, separators=(",", ":")).encode() + b"\n\n"
+        async with aclosing(self.snapshots()) as snapshots:
+            async for snapshot in snapshots:
+                if snapshot is None:
+                    yield b": still here\n\n"
+                else:
+                    yield b"data: " + json.dumps(snapshot, separators=(",", ":")).encode() + b"\n\n"
 
     # ---- inside
 
