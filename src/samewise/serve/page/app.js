@@ -40,4 +40,4 @@ room.begin();
 talk.begin();
 watch(room.show, room.lost);
 nameModel();
-$("question").focus();
+if (!matchMedia("(pointer: coarse)").matches) $("question").focus(); // there a keyboard would cover the page

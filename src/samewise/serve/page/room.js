@@ -12,6 +12,7 @@ export function begin() {
     $("frame-readout").textContent = describe(frame);
     if (aloud) $("frame-said").textContent = `Frame ${frame.number}: ${describe(frame)}`;
   });
+  new ResizeObserver(key).observe($("strip"));
   $("copy-contract").hidden = !navigator.clipboard;
   $("copy-contract").addEventListener("click", async () => {
     await navigator.clipboard.writeText(contract);

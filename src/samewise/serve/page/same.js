@@ -84,15 +84,15 @@ function verdict(first, again, difference) {
 
 function table(first, again, seen) {
   const row = (name, one, other, code) => make("tr", {}, make("th", { scope: "row" }, name),
-    ...[one, other].map((value) => make("td", {}, code ? make("code", { title: value }, value.slice(0, 16)) : value)));
+    ...[one, other].map((value) => make("td", {}, code ? make("code", { title: `SHA-256 ${value}` }, value.slice(0, 12)) : value)));
   const seconds = (answer) => `${number((answer.ended - answer.began) / 1000, 1)} s`;
   const others = seen.problem ? `none: ${seen.problem}` : `${COMPANY} others, ${plural(seen.tokens, "token")}`;
   return make("div", { class: "scroll" }, make("table", {},
     make("caption", { class: "unseen" }, "The two answers compared"),
     make("thead", {}, make("tr", {}, make("td"), make("th", { scope: "col" }, "first"), make("th", { scope: "col" }, "in the crowd"))),
     make("tbody", {},
-      row("token ids, SHA-256", ofIds(first.ids), ofIds(again.ids), true),
-      row("log-probability bits, SHA-256", ofFloats(first.logprobs), ofFloats(again.logprobs), true),
+      row("digest of token ids", ofIds(first.ids), ofIds(again.ids), true),
+      row("digest of the bits", ofFloats(first.logprobs), ofFloats(again.logprobs), true),
       row("company", "whoever was there", others),
       row("time", seconds(first), seconds(again)))));
 }

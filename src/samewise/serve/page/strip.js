@@ -28,7 +28,7 @@ export class Strip {
   }
 
   get fitting() {
-    return Math.max(1, Math.floor(this.canvas.clientWidth / (WIDTH + GAP)));
+    return Math.max(1, Math.floor((this.canvas.clientWidth || 320) / (WIDTH + GAP))); // also where it is not in sight
   }
 
   step(event) {
