@@ -114,13 +114,18 @@ def test_rates_are_taken_over_a_window_and_add_up() -> None:
 def test_the_timeline_is_there_when_the_proposer_has_one() -> None:
     assert "timeline" not in Meter().read(STATS, 0.0)
     assert "timeline" not in Meter().read(STATS | {"skip": None}, 0.0)
-    one = {"event": "optimise", "tokens": 64, "score": 0.7, "set": "3a 4m", "more": "than asked"}
+    sets = {"attention": [3], "mlp": [4, 5]}
+    one = {"event": "optimise", "tokens": 64, "score": 31.5, "rate": 0.7, "set": sets, "more": "than asked"}
     many = [one | {"tokens": i} for i in range(100)]
     seen = Meter().read(STATS | {"skip": {"timeline": many}}, 0.0)
     assert len(seen["timeline"]) == 64
-    assert seen["timeline"][-1] == {"event": "optimise", "tokens": 99, "score": 0.7, "set": "3a 4m"}
+    assert seen["timeline"][-1] == {
+        "event": "optimise", "tokens": 99, "score": 31.5, "rate": 0.7, "set": sets
+    }  # fmt: skip
     bare = Meter().read(STATS | {"skip": {"timeline": [{"event": "accumulate", "tokens": 3}]}}, 0.0)
-    assert bare["timeline"] == [{"event": "accumulate", "tokens": 3, "score": None, "set": None}]
+    assert bare["timeline"] == [
+        {"event": "accumulate", "tokens": 3, "score": None, "rate": None, "set": None}
+    ]
 
 
 # ---- the feed

@@ -26,6 +26,10 @@ from hands import (
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
+QUESTION = (
+    "Correct the spelling and return the whole text: The keepr of the lighthouse lit the lamp evry evening, "
+    "and the keepr of the lighthouse slept evry morning. The keepr of the lighthouse was never late."
+)
 SHOTS = os.environ.get("SAMEWISE_SHOTS") == "1"
 
 CONTRAST = """
@@ -93,6 +97,7 @@ def test_frames_and_speed_are_shown_as_they_come(page: Driver) -> None:
 
 def test_the_timeline_is_shown_when_there_is_one(page: Driver) -> None:
     assert not all_of(page, "#timeline-card")[0].is_displayed()
+    empty, sets = {"attention": [], "mlp": []}, {"attention": [3], "mlp": [4]}
     page.execute_async_script(
         "const [one, done] = arguments;"
         "import('/samewise/page/room.js').then((room) => { room.show(one); done(); })",
@@ -100,15 +105,19 @@ def test_the_timeline_is_shown_when_there_is_one(page: Driver) -> None:
             "running": 1, "waiting": 0, "frames": [], "tokens_per_second": 5, "contract": "sw-0",
             "proposers": {"skip": {"guessed": 4, "accepted": 3, "rate": 0.75, "tokens_per_second": 5}},
             "timeline": [
-                {"event": "accumulate", "tokens": 0, "score": None, "set": None},
-                {"event": "optimise", "tokens": 32, "score": 0.5, "set": ["3a", "4m"]},
-                {"event": "accelerate", "tokens": 40, "score": 0.625, "set": ["3a", "4m"]},
+                {"event": "accumulate", "tokens": 0, "score": 0.0, "rate": 0.0, "set": empty},
+                {"event": "optimise", "tokens": 32, "score": 9.5, "rate": 0.5, "set": sets},
+                {"event": "accelerate", "tokens": 40, "score": 31.44, "rate": 0.72, "set": sets},
             ],
         },
     )  # fmt: skip
     assert text(page, "#timeline-readout") == "accelerating"
-    events = [event.text for event in all_of(page, "#events li")]
-    assert events[0] == "» accelerating at 40 tokens, score 0.63, skips 3a 4m"
+    promised = "tokens/s promised, without attention 3, without MLP 4"
+    assert [event.text for event in all_of(page, "#events li")] == [
+        f"» accelerating at 40 tokens, 72% right, 31.4 {promised}",
+        f"◇ searching layers at 32 tokens, 50% right, 9.5 {promised}",
+        "▤ gathering context at 0 tokens",
+    ]
     assert len(all_of(page, "#track i")) == 3
 
 
@@ -180,11 +189,11 @@ def test_everything_has_a_name_and_nothing_chatters(page: Driver) -> None:
 def test_pictures(page: Driver, scheme: str) -> None:
     emulate(page, scheme=scheme)
     page.set_window_size(1360, 1080)
-    question = "What is a lighthouse for? Then list three famous ones, one per line."
     shorten(page, 120)
-    press(page, question, Key.ENTER)
+    press(page, QUESTION, Key.ENTER)
     until(lambda: all_of(page, ".answer:not(.busy)"), 120)
-    ask_in_crowd(page)
+    page.execute_script("document.querySelector('.again').click()")
+    until(lambda: all_of(page, ".compared[data-same]"), 120)
     page.execute_script("document.activeElement.blur()")
     time.sleep(0.5)
     page.save_screenshot(str(DOCS / f"page-{scheme}.png"))

@@ -76,7 +76,9 @@ def test_a_question_by_keyboard_alone_and_again_in_a_crowd(page: Driver) -> None
     assert text(page, ".question p") == "Why is the sky blue?"
     assert len(all_of(page, ".burst")) > 5
     assert all_of(page, ".kept"), "accepted guesses are underlined"
-    marks = page.execute_script("return [...document.querySelectorAll('.back')].map((one) => one.textContent)")
+    marks = page.execute_script(
+        "return [...document.querySelectorAll('.back')].map((one) => one.textContent)"
+    )
     assert all(mark.startswith("↺") for mark in marks)
     tally = text(page, ".tally")
     assert "40 tokens in" in tally

@@ -92,7 +92,7 @@ def _proposer(tally: Json, rate: float) -> Json:
 
 
 def _event(one: Json) -> Json:
-    return {"event": one["event"], "tokens": one["tokens"], "score": one.get("score"), "set": one.get("set")}
+    return {name: one.get(name) for name in ("event", "tokens", "score", "rate", "set")}
 
 
 def _frame(use: Use) -> Json:

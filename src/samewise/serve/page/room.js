@@ -123,10 +123,15 @@ function timeline(events) {
   $("events").replaceChildren(...events.slice(-5).reverse().map((one) => make("li", {}, sentence(one))));
 }
 
+// What happened, what the set promises, and which sublayers it leaves out.
 function sentence(one) {
-  const score = one.score === null || one.score === undefined ? "" : `, score ${number(one.score, 2)}`;
-  const set = one.set === null || one.set === undefined ? "" : `, skips ${Array.isArray(one.set) ? one.set.join(" ") : one.set}`;
-  return `${MARKS[one.event] ?? "·"} ${WORDS[one.event] ?? one.event} at ${plural(one.tokens, "token")}${score}${set}`;
+  const said = [`${MARKS[one.event] ?? "·"} ${WORDS[one.event] ?? one.event} at ${plural(one.tokens, "token")}`];
+  if (one.rate) said.push(`${Math.round(100 * one.rate)}% right`);
+  if (one.score) said.push(`${number(one.score, 1)} tokens/s promised`);
+  for (const [kind, layers] of Object.entries(one.set ?? {})) {
+    if (layers.length) said.push(`without ${kind === "mlp" ? "MLP" : kind} ${layers.join(" ")}`);
+  }
+  return said.join(", ");
 }
 
 function showContract(id) {

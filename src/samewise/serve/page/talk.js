@@ -160,7 +160,8 @@ function receiptReady(view, answer) {
 function download(answer) {
   const data = JSON.stringify(answer.receipt, null, 2);
   const url = URL.createObjectURL(new Blob([data], { type: "application/json" }));
-  const link = make("a", { href: url, download: `receipt-${answer.receipt.id ?? "answer"}.json` });
+  const name = String(answer.receipt.digest ?? "answer").split(":").pop().slice(0, 12);
+  const link = make("a", { href: url, download: `receipt-${name}.json` });
   link.click();
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
   say("Receipt downloaded.");
