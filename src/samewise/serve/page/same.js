@@ -49,7 +49,7 @@ export async function askInCrowd(first, panel) {
     const again = newAnswer(first.request);
     await ask(first.request, { answer: again, told: (answer) => grow(cells, first, answer) });
     const difference = firstDifference(first, again);
-    panel.replaceChildren(verdict(first, again, difference), cells, table(first, again, seen));
+    panel.replaceChildren(verdict(first, again, difference), ...alone(seen), cells, table(first, again, seen));
     panel.dataset.same = String(difference === null);
     say(panel.querySelector(".verdict").textContent);
   } catch (error) {
@@ -82,11 +82,15 @@ function verdict(first, again, difference) {
     ` from token ${difference.at + 1} on (its ${difference.what}). ${why}`);
 }
 
+function alone(seen) {
+  return seen.problem ? [make("p", { class: "bad" }, `But it had no company: ${seen.problem}`)] : [];
+}
+
 function table(first, again, seen) {
   const row = (name, one, other, code) => make("tr", {}, make("th", { scope: "row" }, name),
     ...[one, other].map((value) => make("td", {}, code ? make("code", { title: `SHA-256 ${value}` }, value.slice(0, 12)) : value)));
   const seconds = (answer) => `${number((answer.ended - answer.began) / 1000, 1)} s`;
-  const others = seen.problem ? `none: ${seen.problem}` : `${COMPANY} others, ${plural(seen.tokens, "token")}`;
+  const others = seen.problem ? "nobody" : `${COMPANY} others, ${plural(seen.tokens, "token")}`;
   return make("div", { class: "scroll" }, make("table", {},
     make("caption", { class: "unseen" }, "The two answers compared"),
     make("thead", {}, make("tr", {}, make("td"), make("th", { scope: "col" }, "first"), make("th", { scope: "col" }, "in the crowd"))),
