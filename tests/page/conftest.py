@@ -36,7 +36,7 @@ class Slow(Jitter):
     """Guesses that are sometimes wrong, at a pace one can watch."""
 
     def propose(self, asks: list[Any]) -> list[Any]:
-        time.sleep(0.006)
+        time.sleep(0.004)
         return super().propose(asks)
 
 

@@ -56,7 +56,7 @@ def go_back_to(driver: Driver, label: str) -> None:
     raise AssertionError(f"{label!r} cannot be reached by keyboard")
 
 
-def shorten(driver: Driver, tokens: int = 48) -> None:
+def shorten(driver: Driver, tokens: int = 32) -> None:
     driver.execute_script("document.getElementById('max-tokens').value = arguments[0]", tokens)
 
 
@@ -64,7 +64,7 @@ def answered(driver: Driver, num: int = 1) -> None:
     until(lambda: len(all_of(driver, ".answer:not(.busy)")) == num)
 
 
-def ask(driver: Driver, question: str = "Why is the sky blue?", tokens: int = 48) -> None:
+def ask(driver: Driver, question: str = "Why is the sky blue?", tokens: int = 32) -> None:
     shorten(driver, tokens)
     press(driver, question, Key.ENTER)
     answered(driver)

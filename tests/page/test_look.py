@@ -160,7 +160,7 @@ def test_everything_has_a_name_and_nothing_chatters(page: Driver) -> None:
     assert 1 <= page.execute_script("return window.said") <= 3, (
         "an answer is announced once, not token by token"
     )
-    assert "48 tokens" in page.execute_script(SAID)
+    assert "32 tokens" in page.execute_script(SAID)
     page.execute_script(OPEN_ALL)
     nodes = page.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
     seen: dict[str, list[str]] = {}

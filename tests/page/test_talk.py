@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,14 @@ import("/samewise/page/digest.js").then((m) => done([
 ]));
 """
 
+WATCH = """
+window.lengths = [];
+new MutationObserver(() => {
+  const growing = document.querySelector(".answer.busy .text");
+  if (growing) window.lengths.push(growing.textContent.length);
+}).observe(document.getElementById("turns"), { childList: true, subtree: true });
+"""
+
 ROWS = """
 const rows = document.querySelectorAll(".bursts tbody tr");
 return [...rows].map((row) => [...row.cells].map((cell) => cell.textContent));
@@ -68,11 +77,10 @@ def test_a_question_by_keyboard_alone_and_again_in_a_crowd(page: Driver) -> None
     """Tokens arrive, what was guessed and rolled back is marked, and the crowd changes nothing."""
     assert focused(page).get_attribute("id") == "question"
     shorten(page, 40)
+    page.execute_script(WATCH)
     press(page, "Why is the sky blue?", Key.ENTER)
-    growing = [until(lambda: len(text(page, ".answer.busy .text")))]
-    until(lambda: len(text(page, ".answer .text")) > growing[0])
-    assert all_of(page, ".answer.busy"), "it is shown before it is whole"
     answered(page)
+    assert len(set(page.execute_script("return window.lengths"))) > 5, "it is shown before it is whole"
     assert text(page, ".question p") == "Why is the sky blue?"
     assert len(all_of(page, ".burst")) > 5
     assert all_of(page, ".kept"), "accepted guesses are underlined"
@@ -145,7 +153,7 @@ def test_a_receipt_can_be_downloaded(page: Driver, downloads: Path) -> None:
 
 
 def test_escape_stops_an_answer_and_a_conversation_goes_on(page: Driver) -> None:
-    shorten(page, 300)
+    shorten(page, 440)
     press(page, "<img src=x onerror=alert(1)> & more", Key.ENTER)
     until(lambda: len(all_of(page, ".burst")) > 2)
     press(page, Key.ESCAPE)
@@ -186,10 +194,10 @@ def test_a_key_is_asked_for_and_a_lost_server_is_told(
     try:
         emulate(driver, scheme="light")
         driver.get(served.url)
-        dialog = until(lambda: all_of(driver, "#key-dialog[open]"))[0]
-        assert focused(driver).accessible_name == "API key"
+        until(lambda: focused(driver).accessible_name == "API key")
         press(driver, Key.ESCAPE)
-        assert dialog.is_displayed()
+        time.sleep(0.1)  # it closes, and opens again: without a key there is nothing to do here
+        until(lambda: focused(driver).accessible_name == "API key")
         press(driver, "wrong-key", Key.ENTER)
         until(lambda: "refused" in text(driver, "#key-why"))
         press(driver, "right-key", Key.ENTER)

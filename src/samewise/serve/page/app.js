@@ -10,15 +10,20 @@ onRefused((tried) => new Promise((given) => {
   const dialog = $("key-dialog");
   if (tried) $("key-why").textContent = "The key given before was refused. Try another.";
   $("api-key").value = "";
-  dialog.addEventListener("close", () => {
-    keepKey($("api-key").value.trim());
+  const closed = () => {
+    const key = $("api-key").value.trim();
+    if (!key) { // dismissed: there is nothing to do here without one
+      dialog.showModal();
+      return;
+    }
+    dialog.removeEventListener("close", closed);
+    keepKey(key);
     $("question").focus();
     given();
-  }, { once: true });
+  };
+  dialog.addEventListener("close", closed);
   dialog.showModal();
 }));
-
-$("key-dialog").addEventListener("cancel", (event) => event.preventDefault());
 
 for (const button of document.querySelectorAll("[data-show]")) {
   button.addEventListener("click", () => {
