@@ -214,6 +214,10 @@ class AsyncLLM:
         """The engine's counters."""
         return await self._call(self._engine.stats)
 
+    async def live(self, since: int = 0) -> dict[str, Any]:
+        """The engine's counters and its frames after number `since`; see Engine.live."""
+        return await self._call(lambda: self._engine.live(since))
+
     def close(self) -> None:
         """Stop the engine thread. Requests still running end with an error."""
         if self._thread.is_alive():

@@ -53,6 +53,7 @@ from samewise.propose.ngram import Ngram
 from samewise.propose.rehearse import Rehearsal
 from samewise.propose.search import Search
 from samewise.propose.skip import Skip
+from samewise.recent import Recent
 from samewise.run import numerics
 from samewise.run.runner import Runner
 from samewise.sampling import Sampler
@@ -269,6 +270,7 @@ class Engine:
             self.runner, self.sampler, ahead=device.type == "cuda" if ahead is None else ahead
         )
         self.frames = Frames(self.runner.sizes)
+        self.recent = Recent()
         parts = Parts(
             self.runner, self.sampler, arch.vocab, config, self.frames, clock, loaded, self.max_model_len,
             ahead=self.verifier.ahead, private=range(num_pages, num_pages + private),
@@ -349,11 +351,15 @@ class Engine:
         began = max(launched, self._landed) if self.verifier.ahead else self._clock()
         verdicts = flight.verdicts()
         self._landed = self._clock()
-        self.frames.observe(sum(len(span.inputs) for span in flight.spans), self._landed - began)
+        rows = sum(len(span.inputs) for span in flight.spans)
+        self.frames.observe(rows, self._landed - began)
         self._waited += flight.waited
         self._flight = None
         self.proposer.observe(verdicts)
-        return self._publish(self.scheduler.commit(verdicts))
+        deltas = self.scheduler.commit(verdicts)
+        committed = sum(len(delta.tokens) for delta in deltas)
+        self.recent.landed(flight.spans, self.frames.size(rows), committed, self._landed)
+        return self._publish(deltas)
 
     def _decode_unverified(self, asks: list[Ask], riding: set[int]) -> list[Delta]:
         """The fast path, for those who opted out and do not ride a frame this time."""
@@ -535,6 +541,10 @@ class Engine:
                 "uptime": time.monotonic() - self._began,
             }
         )
+
+    def live(self, since: int = 0) -> dict[str, Any]:
+        """For whoever watches: the counters, and what frames after number `since` were used for."""
+        return {"stats": self.stats(), "frames": self.recent.since(since)}
 
 
 def build(config: EngineConfig, *, make_proposer: MakeProposer | None = None) -> Engine:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.responses import Response
 
 from samewise.aio import AsyncLLM
 from samewise.errors import SamewiseError
@@ -26,10 +25,9 @@ from samewise.serve.parsed import CHAT, COMPLETIONS, Parsed, Terms
 from samewise.serve.protocol import chat_template, parse, read, refuse_unsupported
 from samewise.serve.replies import Streamer, respond
 from samewise.serve.settings import ServeSettings
+from samewise.serve.site import add_site
 from samewise.serve.wire import DONE, EventStream, Json, event, failure, read_body, unless_gone
 from samewise.serve.worker import Job, State, Worker
-
-PAGE = Path(__file__).parent / "page"
 
 
 class Service:
@@ -196,7 +194,7 @@ def make_app(
     _route(app, "GET", "/version", service.say_version)
     _route(app, "GET", "/metrics", service.expose)
     app.add_api_route("/v1/responses", _no_responses, methods=["POST", "GET"], include_in_schema=False)
-    app.add_api_route("/", _page, methods=["GET"], include_in_schema=False)
+    add_site(app, worker)
     _errors(app)
     schema.describe(app)
     app.add_middleware(Guard, keys=settings.keys)
@@ -222,12 +220,6 @@ async def _no_responses() -> Response:
     raise ApiError(
         f"/v1/responses is not served; use {CHAT}", status=404, param="url", code="unsupported_endpoint"
     )
-
-
-async def _page() -> Response:
-    """The page for people, where it is installed."""
-    index = PAGE / "index.html"
-    return FileResponse(index) if index.is_file() else RedirectResponse("docs")
 
 
 def _errors(app: FastAPI) -> None:
@@ -257,4 +249,4 @@ def _errors(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, gone)
 
 
-__all__ = ["PAGE", "Service", "make_app"]
+__all__ = ["Service", "make_app"]

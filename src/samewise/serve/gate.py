@@ -21,7 +21,7 @@ from samewise.serve.wire import failure
 
 log = logging.getLogger("samewise.serve")
 
-GUARDED = ("/v1/", "/tokenize", "/detokenize")
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/samewise/live")
 QUIET = ("/health", "/ready", "/metrics")  # asked all day long
 GOOD_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 

@@ -1,0 +1,199 @@
+"""How the page looks, and to whom: the engine's panel, light and dark, narrow, names, quiet; its pictures."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("selenium", reason="selenium is not installed: the page is not tested")
+
+from hands import (
+    OPEN_ALL,
+    SAID,
+    Driver,
+    Key,
+    all_of,
+    ask,
+    ask_in_crowd,
+    emulate,
+    focused,
+    go_back_to,
+    press,
+    shorten,
+    text,
+    until,
+)
+
+DOCS = Path(__file__).parents[2] / "docs"
+QUESTION = (
+    "Correct the spelling and return the whole text: The keepr of the lighthouse lit the lamp evry evening, "
+    "and the keepr of the lighthouse slept evry morning. The keepr of the lighthouse was never late."
+)
+SHOTS = os.environ.get("SAMEWISE_SHOTS") == "1"
+
+CONTRAST = """
+const parse = (colour) => {
+  const found = colour.match(/[\\d.]+/g).map(Number);
+  return found.length > 3 ? found : [...found, 1];
+};
+const over = (top, below) => top.slice(0, 3).map((v, i) => v * top[3] + below[i] * (1 - top[3])).concat(1);
+const linear = (v) => (v <= 10.31475 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4);
+const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+const ground = (e) => {
+  const layers = [];
+  for (; e; e = e.parentElement) layers.unshift(parse(getComputedStyle(e).backgroundColor));
+  return layers.reduce((below, top) => over(top, below), [255, 255, 255, 1]);
+};
+const poor = [];
+for (const e of document.querySelectorAll("body *")) {
+  const own = [...e.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+  if (!own || e.closest(".unseen, .skip, noscript, dialog, :disabled") || !e.checkVisibility()) continue;
+  const style = getComputedStyle(e);
+  const back = ground(e);
+  const [a, b] = [light(over(parse(style.color), back)), light(back)].sort((x, y) => y - x);
+  const ratio = (a + 0.05) / (b + 0.05);
+  const least = parseFloat(style.fontSize) >= 24 ? 3 : 4.5;
+  if (ratio < least) poor.push([e.className, e.textContent.slice(0, 30), ratio]);
+}
+return poor;
+"""
+"""Texts that stand out too little from what is behind them: WCAG's 4.5, or 3 where they are large."""
+
+COLOURS = """
+const c = document.getElementById("strip");
+const { data } = c.getContext("2d").getImageData(0, 0, c.width, c.height);
+return new Set(new Uint32Array(data.buffer)).size;
+"""
+
+COUNT_WORDS = """
+window.said = 0;
+new MutationObserver(() => { window.said++; }).observe(document.getElementById("said"), { childList: true });
+"""
+
+RING = """
+const e = document.activeElement;
+const style = getComputedStyle(e);
+const field = e.closest(".field");
+if (field) return getComputedStyle(field).boxShadow !== "none";
+return style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
+"""
+
+
+def test_frames_and_speed_are_shown_as_they_come(page: Driver) -> None:
+    ask(page)
+    label = until(lambda: (found := all_of(page, "#strip")[0].accessible_name) != "No frames yet" and found)
+    assert "rows used by prompts" in label
+    until(lambda: "slow" in text(page, "#proposers") or "jitter" in text(page, "#proposers"))
+    assert "%" in text(page, "#key")
+    assert "tokens per frame" in text(page, "#yield")
+    page.execute_script("document.getElementById('strip').focus()")
+    press(page, Key.ARROW_LEFT, Key.ARROW_LEFT)
+    said = page.execute_script("return document.getElementById('frame-said').textContent")
+    assert said.startswith("Frame ")
+    assert "→" in said
+    assert page.execute_script(COLOURS) > 3, "something is drawn"
+
+
+def test_the_timeline_is_shown_when_there_is_one(page: Driver) -> None:
+    assert not all_of(page, "#timeline-card")[0].is_displayed()
+    empty, sets = {"attention": [], "mlp": []}, {"attention": [3], "mlp": [4]}
+    page.execute_async_script(
+        "const [one, done] = arguments;"
+        "import('/samewise/page/room.js').then((room) => { room.show(one); done(); })",
+        {
+            "running": 1, "waiting": 0, "frames": [], "tokens_per_second": 5, "contract": "sw-0",
+            "proposers": {"skip": {"guessed": 4, "accepted": 3, "rate": 0.75, "tokens_per_second": 5}},
+            "timeline": [
+                {"event": "accumulate", "tokens": 0, "score": 0.0, "rate": 0.0, "set": empty},
+                {"event": "optimise", "tokens": 32, "score": 9.5, "rate": 0.5, "set": sets},
+                {"event": "accelerate", "tokens": 40, "score": 31.44, "rate": 0.72, "set": sets},
+            ],
+        },
+    )  # fmt: skip
+    assert text(page, "#timeline-readout") == "accelerating"
+    promised = "tokens/s promised, without attention 3, without MLP 4"
+    assert [event.text for event in all_of(page, "#events li")] == [
+        f"» accelerating at 40 tokens, 72% right, 31.4 {promised}",
+        f"◇ searching layers at 32 tokens, 50% right, 9.5 {promised}",
+        "▤ gathering context at 0 tokens",
+    ]
+    assert len(all_of(page, "#track i")) == 3
+
+
+def test_light_and_dark_and_narrow(page: Driver) -> None:
+    """Everything an answer can show, in each of them: readable, and nothing wider than the window."""
+    ask(page, "x" * 90)
+    page.execute_script(OPEN_ALL)
+    ask_in_crowd(page)
+    paper = "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+    for scheme in ("light", "dark"):
+        emulate(page, scheme=scheme, motion="reduce")
+        assert page.execute_script(CONTRAST) == []
+        found = page.execute_script(paper)
+        assert (max(found) < 60) if scheme == "dark" else (min(found) > 200)
+    moving = "return getComputedStyle(document.querySelector('button')).transitionProperty"
+    assert page.execute_script(moving) == "none"
+    metrics = {"width": 360, "height": 720, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        wide = (
+            "return [document.documentElement, document.getElementById('turns')]"
+            ".map((e) => e.scrollWidth - e.clientWidth)"
+        )
+        assert page.execute_script(wide) == [0, 0]
+        assert not all_of(page, ".room")[0].is_displayed()
+        go_back_to(page, "Engine")
+        press(page, Key.SPACE)
+        assert all_of(page, ".room")[0].is_displayed()
+        assert not all_of(page, ".talk")[0].is_displayed()
+        assert focused(page).get_attribute("aria-pressed") == "true"
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 360
+        assert page.execute_script(CONTRAST) == []
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_everything_has_a_name_and_nothing_chatters(page: Driver) -> None:
+    page.execute_script(COUNT_WORDS)
+    ask(page)
+    assert 1 <= page.execute_script("return window.said") <= 3, (
+        "an answer is announced once, not token by token"
+    )
+    assert "32 tokens" in page.execute_script(SAID)
+    page.execute_script(OPEN_ALL)
+    nodes = page.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    seen: dict[str, list[str]] = {}
+    for node in nodes:
+        if not node.get("ignored"):
+            seen.setdefault(node["role"]["value"], []).append(node.get("name", {}).get("value", ""))
+    for role in ("button", "textbox", "spinbutton", "checkbox", "link", "image", "table", "complementary"):
+        assert all(seen.get(role, ["?"])), f"a {role} has no name: {seen.get(role)}"
+    assert {len(seen["main"]), len(seen["complementary"]), len(seen["banner"])} == {1}
+    assert "Your question" in seen["textbox"]
+    assert len(all_of(page, "h1")) == 1
+    assert page.execute_script("return document.documentElement.lang") == "en"
+    live = page.execute_script(
+        "return [...document.querySelectorAll('[aria-live], [role=status], [role=log]')].map((e) => e.id)"
+    )
+    assert sorted(live) == ["frame-said", "said"]
+    # Focus can be seen wherever it goes.
+    page.execute_script("document.querySelector('.skip').focus()")
+    for _ in range(12):
+        press(page, Key.TAB)
+        assert page.execute_script(RING), focused(page).get_attribute("outerHTML")
+
+
+@pytest.mark.skipif(not SHOTS, reason="SAMEWISE_SHOTS=1 takes the pictures in docs/ anew")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pictures(page: Driver, scheme: str) -> None:
+    emulate(page, scheme=scheme)
+    page.set_window_size(1360, 1080)
+    shorten(page, 120)
+    press(page, QUESTION, Key.ENTER)
+    until(lambda: all_of(page, ".answer:not(.busy)"), 120)
+    page.execute_script("document.querySelector('.again').click()")
+    until(lambda: all_of(page, ".compared[data-same]"), 120)
+    page.execute_script("document.activeElement.blur()")
+    time.sleep(0.5)
+    page.save_screenshot(str(DOCS / f"page-{scheme}.png"))

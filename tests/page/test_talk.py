@@ -1,0 +1,213 @@
+"""Talking to the page: the keyboard, the marks, the crowd, receipts, errors, keys."""
+
+import hashlib
+import json
+import re
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("selenium", reason="selenium is not installed: the page is not tested")
+
+from hands import (
+    SAID,
+    By,
+    Driver,
+    Key,
+    all_of,
+    answered,
+    ask,
+    ask_in_crowd,
+    emulate,
+    focused,
+    go_back_to,
+    press,
+    shorten,
+    text,
+    until,
+)
+
+from samewise.serve.settings import Keys, ServeSettings
+
+FLIP_A_BIT = """
+const real = window.fetch;
+const flip = (text) => {
+  const value = new Float64Array([Number(text)]);
+  new BigUint64Array(value.buffer)[0] ^= 1n;
+  return String(value[0]);
+};
+window.fetch = async (...all) => {
+  const response = await real(...all);
+  if (!String(all[0]).includes("chat")) return response;
+  const body = await response.text();
+  const bent = body.replace(/("logprob":)(-?[\\d.e-]+)/, (_, name, value) => name + flip(value));
+  return new Response(bent, response);
+};
+"""
+
+DIGESTS = """
+const [data, ids, floats, done] = arguments;
+import("/samewise/page/digest.js").then((m) => done([
+  data.map((one) => m.sha256(new Uint8Array(one))), m.ofIds(ids), m.ofFloats(floats.map(Number)),
+  m.firstDifference({ids: [1], logprobs: [0]}, {ids: [1], logprobs: [-0]}),
+  m.firstDifference({ids: [1], logprobs: [-1]}, {ids: [1, 2], logprobs: [-1, -1]}),
+  m.firstDifference({ids: [1], logprobs: [-1]}, {ids: [1], logprobs: [-1]}),
+]));
+"""
+
+WATCH = """
+window.lengths = [];
+new MutationObserver(() => {
+  const growing = document.querySelector(".answer.busy .text");
+  if (growing) window.lengths.push(growing.textContent.length);
+}).observe(document.getElementById("turns"), { childList: true, subtree: true });
+"""
+
+ROWS = """
+const rows = document.querySelectorAll(".bursts tbody tr");
+return [...rows].map((row) => [...row.cells].map((cell) => cell.textContent));
+"""
+
+
+def test_a_question_by_keyboard_alone_and_again_in_a_crowd(page: Driver) -> None:
+    """Tokens arrive, what was guessed and rolled back is marked, and the crowd changes nothing."""
+    assert focused(page).get_attribute("id") == "question"
+    shorten(page, 40)
+    page.execute_script(WATCH)
+    press(page, "Why is the sky blue?", Key.ENTER)
+    answered(page)
+    assert len(set(page.execute_script("return window.lengths"))) > 5, "it is shown before it is whole"
+    assert text(page, ".question p") == "Why is the sky blue?"
+    assert len(all_of(page, ".burst")) > 5
+    assert all_of(page, ".kept"), "accepted guesses are underlined"
+    marks = page.execute_script(
+        "return [...document.querySelectorAll('.back')].map((one) => one.textContent)"
+    )
+    assert all(mark.startswith("↺") for mark in marks)
+    tally = text(page, ".tally")
+    assert "40 tokens in" in tally
+    assert "✓" in tally
+    assert "rolled back" in tally
+    counts = {word: int(num) for num, word in re.findall(r"(\d+) (guessed|accepted|rolled back)", tally)}
+    guessed, accepted, back = counts["guessed"], counts["accepted"], counts["rolled back"]
+    assert guessed == accepted + back
+    assert back == sum(int(mark[1:]) for mark in marks) > 0
+    # Every row of the table adds up, too.
+    go_back_to(page, "Burst by burst")
+    press(page, Key.ENTER)
+    rows = page.execute_script(ROWS)
+    assert len(rows) == len(all_of(page, ".burst"))
+    assert sum(int(row[2].lstrip("✓ ")) for row in rows if row[2] != "–") == accepted
+
+    go_back_to(page, "Ask again in a crowd")
+    press(page, Key.ENTER)
+    compared = until(lambda: all_of(page, ".compared[data-same]"))[0]
+    assert compared.get_attribute("data-same") == "true"
+    assert compared.find_element(By.CLASS_NAME, "verdict").text == (
+        "✓ Same. 40 tokens and every bit of their log-probabilities."
+    )
+    digests = [code.get_attribute("title") for code in compared.find_elements(By.TAG_NAME, "code")]
+    assert digests[0] == digests[1] != digests[2] == digests[3]
+    assert "8 others" in compared.text
+    assert len(compared.find_elements(By.CSS_SELECTOR, ".cells .equal")) == 40
+    assert page.execute_script(SAID).startswith("✓ Same.")
+    assert focused(page).accessible_name == "Ask again in a crowd", "focus is where it was"
+
+
+def test_the_crowd_is_not_taken_at_its_word(page: Driver) -> None:
+    """A single bit that differs is found, and named; an unverified answer says what it is."""
+    ask(page, tokens=12)
+    page.execute_script(FLIP_A_BIT)
+    compared = ask_in_crowd(page)
+    assert compared.get_attribute("data-same") == "false"
+    verdict = compared.find_element(By.CLASS_NAME, "verdict").text
+    assert verdict.startswith("≠ Different from token 1 on (its log-probability).")
+    assert compared.find_elements(By.CSS_SELECTOR, ".cells .other")
+
+
+def test_digests_are_sha256_of_the_bits(page: Driver) -> None:
+    data = [bytes(range(256)) * 4, b"", b"abc", *(b"x" * n for n in (55, 56, 63, 64, 65, 119, 120))]
+    values = [-0.0, 0.0, -1.2345678806304932, -9999.0, 5e-324]
+    asked = [list(one) for one in data], [1, 2, 70000], [repr(value) for value in values]
+    found = page.execute_async_script(DIGESTS, *asked)
+    assert found[0] == [hashlib.sha256(one).hexdigest() for one in data]
+    assert found[1] == hashlib.sha256(struct.pack("<3I", 1, 2, 70000)).hexdigest()
+    assert found[2] == hashlib.sha256(struct.pack("<5d", *values)).hexdigest()
+    assert found[3:] == [{"at": 0, "what": "log-probability"}, {"at": 1, "what": "token"}, None]
+
+
+def test_a_receipt_can_be_downloaded(page: Driver, downloads: Path) -> None:
+    ask(page, tokens=8)
+    button = all_of(page, "button.receipt")[0]
+    if not button.is_enabled():
+        assert "gives no receipts" in button.get_attribute("title")
+        pytest.skip("this server gives no receipts")
+    button.click()
+    file = until(lambda: list(downloads.glob("receipt-*.json")))[0]
+    receipt = until(lambda: json.loads(file.read_text(encoding="utf-8") or "null"))
+    assert text(page, "#contract") in json.dumps(receipt)
+
+
+def test_escape_stops_an_answer_and_a_conversation_goes_on(page: Driver) -> None:
+    shorten(page, 440)
+    press(page, "<img src=x onerror=alert(1)> & more", Key.ENTER)
+    until(lambda: len(all_of(page, ".burst")) > 2)
+    press(page, Key.ESCAPE)
+    answered(page)
+    assert "stopped" in text(page, ".tally")
+    assert not all_of(page, ".again")[0].is_enabled(), "a part of an answer cannot be compared"
+    assert text(page, ".question p") == "<img src=x onerror=alert(1)> & more", "a question is text"
+    shorten(page, 8)
+    focused(page).send_keys("first", Key.SHIFT, Key.ENTER, Key.NULL, "second", Key.ENTER)
+    answered(page, 2)
+    assert all_of(page, ".question p")[1].text == "first\nsecond"
+    all_of(page, "#fresh")[0].click()
+    assert all_of(page, "#welcome")
+    assert not all_of(page, ".turn")
+    all_of(page, ".example")[0].click()
+    answered(page)
+    assert text(page, ".question p") == "Why is the sky blue?"
+
+
+def test_an_error_is_told_in_the_servers_words(page: Driver) -> None:
+    shorten(page, 0)
+    press(page, "anything", Key.ENTER)
+    answered(page)
+    problem = text(page, ".problem")
+    if problem:  # the server takes 0 as a wish to read the prompt only, or refuses it
+        assert "max_tokens" in problem
+    page.execute_script("document.getElementById('question').value = 'x'.repeat(600)")
+    press(page, Key.ENTER)
+    answered(page, 2)
+    assert "max_model_len is 512" in text(page, ".problem")
+    page.get_log("browser")  # a refused request is written to the console by the browser itself
+
+
+def test_a_key_is_asked_for_and_a_lost_server_is_told(
+    driver: Driver, serve: Callable[[ServeSettings], Any]
+) -> None:
+    served = serve(ServeSettings(keys=Keys.of(["right-key"])))
+    try:
+        emulate(driver, scheme="light")
+        driver.get(served.url)
+        until(lambda: focused(driver).accessible_name == "API key")
+        press(driver, Key.ESCAPE)
+        time.sleep(0.1)  # it closes, and opens again: without a key there is nothing to do here
+        until(lambda: focused(driver).accessible_name == "API key")
+        press(driver, "wrong-key", Key.ENTER)
+        until(lambda: "refused" in text(driver, "#key-why"))
+        press(driver, "right-key", Key.ENTER)
+        until(lambda: text(driver, "#contract").startswith("sw-"))
+        until(lambda: text(driver, "#model"))
+        assert focused(driver).get_attribute("id") == "question"
+        ask(driver, tokens=8)
+        assert "8 tokens" in text(driver, ".tally")
+        assert driver.execute_script("return localStorage.length") == 0
+    finally:
+        served.stop()
+    until(lambda: driver.execute_script("return document.getElementById('status').dataset.state") == "lost")
+    driver.get_log("browser")  # the refusals and the loss stand there by the browser's own hand
