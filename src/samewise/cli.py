@@ -1,4 +1,4 @@
-"""The command line: demo, generate, chat, probe, bench."""
+"""The command line: demo, generate, chat, probe, audit, keygen, bench."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,6 +25,8 @@ from samewise.errors import CallerError, SamewiseError
 if TYPE_CHECKING:
     from samewise.llm import LLM
     from samewise.params import SamplingParams
+
+T = TypeVar("T")
 
 app = typer.Typer(
     help="Language models that answer the same way every time: same request, same bits, under any load.",
@@ -234,6 +237,66 @@ def probe(
 
 
 @app.command()
+def audit(
+    paths: Annotated[list[Path], typer.Argument(help="Receipts, JSON lines of them, or folders.")],
+    model: Annotated[
+        Optional[str], typer.Option("--model", "-m", help="Where the model is now, if not where it was.")
+    ] = None,
+    prompts: Annotated[
+        Optional[Path],
+        typer.Option(help="JSON lines of prompts (ids, texts or messages), where receipts keep digests."),
+    ] = None,
+    key: Annotated[Optional[Path], typer.Option(help="Only receipts signed with this public key.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replay under another contract too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a receipt.")] = False,
+    device: Annotated[Optional[str], typer.Option(help="cpu or cuda, if not where it was.")] = None,
+    kv_memory: KvMemory = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Replay answers from their receipts and say whether they are the same, bit for bit.
+
+    The model is the one the receipt names. Leaves with 0 if all are the same, else with 1.
+
+    [dim]samewise audit receipt.json[/]
+    [dim]samewise audit receipts/ --key server.pub[/]
+    """
+    from samewise.audit import audit_files, read_prompts
+    from samewise.ledger import read
+    from samewise.signing import read_public
+
+    signed_by = None if key is None else read_public(key)
+    given = [] if prompts is None else read_prompts(prompts)
+    entries = list(read(paths))
+    changes = {"device": device, "kv_memory": kv_memory, "trust_remote_code": trust_remote_code or None}
+    found = audit_files(
+        entries, model=model, prompts=given, signed_by=signed_by, force=force,
+        **{name: value for name, value in changes.items() if value is not None},
+    )  # fmt: skip
+    counts: dict[str, int] = {}
+    for finding in _progress(found, len(entries)):
+        counts[finding.status.value] = counts.get(finding.status.value, 0) + 1
+        if as_json:
+            typer.echo(json.dumps(finding.as_json(), ensure_ascii=False))
+        elif not finding.good or len(entries) == 1 or finding.details:
+            tokens = f" ({finding.num_tokens} tokens, contract {finding.contract})" if finding.good else ""
+            typer.echo("\n  ".join([f"{finding.where}: {finding.status.value}{tokens}", *finding.details]))
+    if not as_json and len(entries) > 1:
+        typer.echo(", ".join(f"{num} {status}" for status, num in sorted(counts.items())))
+    if set(counts) != {"same"}:
+        raise typer.Exit(1)
+
+
+@app.command()
+def keygen(
+    path: Annotated[Path, typer.Argument(help="Where the private key goes; PATH.pub gets the public one.")],
+) -> None:
+    """Make an ed25519 key pair to sign receipts with."""
+    from samewise.signing import new_key
+
+    typer.echo(f"{path}: private key, keep it to yourself\n{path}.pub: public key {new_key(path)}")
+
+
+@app.command()
 def bench(
     model: Model = "smollm2",
     proposers: Annotated[
@@ -296,6 +359,15 @@ def bench(
         workload, _names(tasks), limit or None, synthetic, rate, peers, rates, out,
     )  # fmt: skip
     typer.echo(as_line(measure(Console(), config, plan)))
+
+
+def _progress(found: Iterable[T], total: int) -> Iterable[T]:
+    """A bar on stderr, where there is more than one thing to wait for and somebody to see it."""
+    from tqdm.auto import tqdm
+
+    hidden = total < 2 or not sys.stderr.isatty()
+    bar: Iterable[T] = tqdm(found, total=total, disable=hidden, dynamic_ncols=True)
+    return bar
 
 
 def _explained(*, explain: bool) -> bool:
@@ -406,4 +478,4 @@ def _turn(console: Console, llm: LLM, messages: list[dict[str, str]], params: Sa
     return text
 
 
-__all__ = ["app", "bench", "chat", "demo", "generate", "main", "probe"]
+__all__ = ["app", "audit", "bench", "chat", "demo", "generate", "keygen", "main", "probe"]

@@ -4,6 +4,7 @@
     ├── CallerError (ValueError)      your mistake: says what, which value, what to do
     │   ├── BadPrompt                   empty, too long, out of vocabulary, not text
     │   ├── BadParameter                a sampling or engine parameter out of range
+    │   ├── BadReceipt                  not a receipt, damaged, changed, or of another version
     │   ├── UnknownModel                no such folder, file, hub id or built-in name
     │   ├── UnsupportedModel            loads, but cannot be run under the promise; says why
     │   └── QueueFull                   too many requests waiting; try again later
@@ -29,6 +30,10 @@ class BadPrompt(CallerError):
 
 class BadParameter(CallerError):
     """A parameter out of its range or of the wrong type."""
+
+
+class BadReceipt(CallerError):
+    """A receipt that cannot be read: damaged, changed after it was made, or of another version."""
 
 
 class UnknownModel(CallerError):
@@ -58,6 +63,7 @@ class InvariantBroken(SamewiseError, AssertionError):
 __all__ = [
     "BadParameter",
     "BadPrompt",
+    "BadReceipt",
     "CallerError",
     "GuaranteeLost",
     "InvariantBroken",

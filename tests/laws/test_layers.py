@@ -20,6 +20,7 @@ LAYERS = {
     "errors": 0,
     "config": 1,
     "machine": 1,
+    "signing": 1,
     "model.attention": 1,
     "types": 1,
     "cache.pages": 2,
@@ -51,6 +52,8 @@ LAYERS = {
     "model.weights": 4,  # reads GGUF files too
     "propose.auto": 4,
     "schedule": 4,
+    "receipts": 4,
+    "ledger": 5,
     "model.folder": 5,
     "model.fp8": 6,
     "model.zoo": 5,
@@ -64,6 +67,7 @@ LAYERS = {
     "answers": 9,
     "testing": 9,
     "aio": 10,
+    "audit": 10,
     "llm": 10,
     "bench.contend": 11,
     "bench.workload": 1,
@@ -99,6 +103,9 @@ HOST_ONLY = (
     "costs",
     "bench.workload",
     "outputs",
+    "ledger",
+    "receipts",
+    "signing",
 )
 
 
