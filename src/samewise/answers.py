@@ -104,7 +104,18 @@ class Answer:
         if not (tokens or text or finish):
             return None
         dicts = self._dicts(tokens, logprobs, tops) if self.asked.params.logprobs is not None else None
-        return Chunk(choice.index, text, tokens, logprobs, dicts, finish, stop, delta.accepted)
+        return Chunk(
+            choice.index, text, tokens, logprobs, dicts, finish, stop, delta.accepted, delta.guessed,
+            self.asked.seed,
+        )  # fmt: skip
+
+    def prompt_output(self) -> RequestOutput:
+        """What is known of the prompt alone. Once the first choice has spoken it changes no more, so any
+        thread may ask."""
+        return RequestOutput(
+            self.request_id, self.asked.text, self.asked.token_ids, self._prompt_logprobs(), [], False,
+            self._cached, self._desk.engine.contract.id, RequestMetrics(self._arrival, None, None, 0, 0),
+        )  # fmt: skip
 
     def output(self) -> RequestOutput:
         """Everything so far."""
@@ -278,7 +289,8 @@ class Desk:
             verify=params.verify,
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             salt=salt,
-            share=answer.asked.params.share,
+            share=params.share,
+            speculate=params.speculate,
             leader=answer.choices[0].engine_id if answer.choices else None,
         )
         choice = _Choice(index, engine_id, self._stream(asked))

@@ -296,7 +296,7 @@ class Auditor:
         if prompt is None:
             told = "it keeps only a digest of its prompt, which is not among those given"
             return case.finding(Status.UNREADABLE, told)
-        params = receipt.params.clone(logprobs=None, prompt_logprobs=None)
+        params = receipt.params.clone(logprobs=None, prompt_logprobs=None, speculate=True)
         try:
             asked = self._desk.ask(list(prompt), params)
             answer = self._desk.submit(asked, only=receipt.index)

@@ -206,4 +206,4 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
         raise BadParameter(f"{name}={value!r}: give a whole number from {low} to {high}")
 
 
-__all__ = ["EngineConfig", "EngineSettings", "memory"]
+__all__ = ["PROPOSERS", "EngineConfig", "EngineSettings", "memory"]

@@ -324,6 +324,7 @@ class Engine:
         salt: bytes = b"",
         leader: int | None = None,
         share: bool = True,
+        speculate: bool = True,
     ) -> int:
         """Queue a request and return its id. Refuses what could never run, and loses nothing by it."""
         self._refuse_uncertified()
@@ -331,7 +332,7 @@ class Engine:
         self.refuse_unknown(tokens)
         request = Request(
             self._next_id, tokens, sampling, max_tokens, verify, prompt_logprobs, score_from, salt, leader,
-            share,
+            share, speculate,
         )  # fmt: skip
         self.scheduler.add(request)
         self._next_id += 1

@@ -2,7 +2,8 @@
 
     SamewiseError
     ├── CallerError (ValueError)      your mistake: says what, which value, what to do
-    │   ├── BadPrompt                   empty, too long, out of vocabulary, not text
+    │   ├── BadPrompt                   empty, out of vocabulary, not text
+    │   │   └── PromptTooLong             longer than the context, or than the KV cache holds
     │   ├── BadParameter                a sampling or engine parameter out of range
     │   ├── BadReceipt                  not a receipt, damaged, changed, or of another version
     │   ├── UnknownModel                no such folder, file, hub id or built-in name
@@ -26,6 +27,10 @@ class CallerError(SamewiseError, ValueError):
 
 class BadPrompt(CallerError):
     """A prompt that cannot be run: empty, too long, or not made of known tokens."""
+
+
+class PromptTooLong(BadPrompt):
+    """A prompt that does not fit the context, or a request that could outgrow the KV cache."""
 
 
 class BadParameter(CallerError):
@@ -68,6 +73,7 @@ __all__ = [
     "GuaranteeLost",
     "InvariantBroken",
     "MachineError",
+    "PromptTooLong",
     "QueueFull",
     "SamewiseError",
     "UnknownModel",

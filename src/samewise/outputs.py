@@ -96,6 +96,8 @@ class Chunk:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_accepted: int = 0
+    num_guessed: int = 0
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None  # keep this many of its last tokens
     verify: bool = True
     share: bool = True  # guesses for others may be taken from this answer; False: kept to itself
+    speculate: bool = True  # False: nobody guesses for it; the output is the same
 
     def __new__(cls, *_: object, **given: object) -> Self:
         """Refuse names that do not exist, before the dataclass would with less to say."""
@@ -206,6 +207,7 @@ _FLAGS = (
     "spaces_between_special_tokens",
     "verify",
     "share",
+    "speculate",
 )
 _COUNTS = {  # name: (least, whether None will do)
     "n": (1, False),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from samewise.cache.pages import PagePool
 from samewise.cache.prefix import PrefixIndex, chain
-from samewise.errors import BadPrompt, InvariantBroken, QueueFull
+from samewise.errors import BadPrompt, InvariantBroken, PromptTooLong, QueueFull
 from samewise.types import Ask, Delta, Finish, Proposal, Request, Sequence, Span, Verdict
 
 
@@ -115,14 +115,14 @@ class Scheduler:
         if prompt_len == 0:
             raise BadPrompt("the prompt is empty; give at least one token (a BOS token will do)")
         if prompt_len + (max_tokens > 0) > limits.max_model_len:
-            raise BadPrompt(
+            raise PromptTooLong(
                 f"the prompt has {prompt_len} tokens and max_model_len is {limits.max_model_len}; "
                 "shorten it, set truncate_prompt_tokens, or raise max_model_len"
             )
         longest = min(prompt_len + max_tokens, limits.max_model_len)
         room = (limits.num_pages - 1) * limits.page
         if longest > room:
-            raise BadPrompt(
+            raise PromptTooLong(
                 f"the request may grow to {longest} tokens and the KV cache holds {room}; "
                 "lower max_tokens or raise kv_memory"
             )
@@ -187,6 +187,8 @@ class Scheduler:
         for seq in list(self._running.values()):
             request = seq.request
             if request.verify is not verified or seq.reading or request.id in but:
+                continue
+            if verified and not request.speculate:
                 continue
             if request.id in self._running and (seq.open or not seq.draft):
                 room = self._room(seq) if verified else self._room_unverified(seq)

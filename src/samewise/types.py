@@ -89,6 +89,7 @@ class Request:
     salt: bytes = b""  # prefixes are shared only between equal salts
     leader: int | None = None  # a request with the same prompt whose pages are worth waiting for
     share: bool = True  # whether guesses for others may be taken from its text
+    speculate: bool = True  # whether anybody guesses for it; without, one token a frame
 
     @property
     def scores_from(self) -> int | None:

@@ -69,6 +69,12 @@ LAYERS = {
     "aio": 10,
     "audit": 10,
     "llm": 10,
+    "serve.errors": 1,
+    "serve.bodies": 1,
+    "serve.parsed": 4,
+    "serve.messages": 2,
+    "serve.replies": 5,
+    "serve.protocol": 6,
     "bench.contend": 11,
     "bench.workload": 1,
     "demo": 11,
@@ -83,6 +89,7 @@ PACKAGES = {
     "model",
     "propose",
     "run",
+    "serve",
 }  # rooms: they say what is in them, and import nothing
 
 HOST_ONLY = (
@@ -106,6 +113,12 @@ HOST_ONLY = (
     "ledger",
     "receipts",
     "signing",
+    "serve.errors",
+    "serve.bodies",
+    "serve.parsed",
+    "serve.messages",
+    "serve.replies",
+    "serve.protocol",
 )
 
 

@@ -1,0 +1,172 @@
+"""What clients may send: pydantic models of the request bodies, and the fields that are refused by name.
+
+A field that would change the output is honoured or refused; any other unknown field passes. Types are
+strict (`"5"` is not a number, `true` is not 1); ranges are checked where the values are used.
+
+Host only.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        _IDS | {"minItems": 1},
+        {"type": "array", "items": _IDS | {"minItems": 1}, "minItems": 1},
+    ]
+}
+_STOP = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+_ANY: dict[str, Any] = {}
+
+Prompt = Annotated[Any, WithJsonSchema(_PROMPT)]
+Stop = Annotated[Any, WithJsonSchema(_STOP)]
+Anything = Annotated[Any, WithJsonSchema(_ANY)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream says beside the text."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    include_usage: bool | None = Field(None, description="One last chunk with `usage` and no choices.")
+    continuous_usage_stats: bool | None = Field(None, description="`usage` so far, in every chunk.")
+
+
+class Body(BaseModel):
+    """Fields that completions and chats share. `null` is the same as absent."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = Field(None, description="One of `/v1/models`; absent: the one there is.")
+    max_tokens: int | None = None
+    temperature: float | None = Field(None, description="0 is greedy; absent: the checkpoint's, else 1.")
+    top_p: float | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop = None
+    seed: int | None = Field(None, description="Absent: derived from the prompt, and returned.")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    response_format: dict[str, Anything] | None = None
+    # Ours, and vLLM's.
+    verify: bool | None = Field(None, description="False gives up the promise of equal bits.")
+    proposer: str | None = Field(None, description="`none`: nobody guesses. The output is the same.")
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: str | None = Field(None, description="Prefixes are shared only under an equal salt.")
+    share: bool | None = Field(None, description="False: no guesses for others come from this answer.")
+    receipt: bool | None = Field(None, description="Return what is needed to check the answer later.")
+    explain: bool | None = Field(None, description="Say in every chunk what was guessed and accepted.")
+
+
+class CompletionBody(Body):
+    """The body of `/v1/completions`."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class ChatBody(Body):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[dict[str, Anything]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Anything]] | None = None
+    tool_choice: Anything = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Anything] | None = None
+
+
+class TokenizeBody(BaseModel):
+    """The body of `/tokenize`: a prompt, or a conversation."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Anything]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Anything] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """The body of `/detokenize`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    tokens: list[int]
+
+
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    # name: (values that change nothing, what to do instead)
+    "audio": ((), "is not supported; this server speaks text"),
+    "add_special_tokens": ((), "is not supported; give the prompt as token ids"),
+    "best_of": ((1,), "is not supported; ask for n answers and choose"),
+    "chat_template": ((), "is not taken from requests; the model's own is used"),
+    "documents": ((), "is not supported; put them into a message"),
+    "early_stopping": ((False,), "is not supported; there is no beam search"),
+    "function_call": (("none",), "is not supported; use tools and tool_choice"),
+    "functions": (([],), "is not supported; use tools"),
+    "guided_choice": ((), "is not supported; use response_format"),
+    "guided_decoding_backend": ((), "is not supported; use response_format"),
+    "guided_grammar": ((), "is not supported; use response_format"),
+    "guided_json": ((), "is not supported; use response_format"),
+    "guided_regex": ((), "is not supported; use response_format"),
+    "length_penalty": ((1, 1.0), "is not supported; there is no beam search"),
+    "logits_processors": (([],), "is not supported; use logit_bias"),
+    "modalities": ((["text"],), "other than ['text'] is not supported"),
+    "mm_processor_kwargs": ((), "is not supported; this server speaks text"),
+    "prompt_embeds": ((), "is not supported; give text or token ids"),
+    "reasoning_effort": (("none",), "is not supported; templates that know it take chat_template_kwargs"),
+    "repetition_detection": ((), "is not supported"),
+    "structured_outputs": ((), "is not supported; use response_format"),
+    "suffix": (("",), "is not supported; this server continues text"),
+    "thinking_token_budget": ((), "is not supported; use max_tokens"),
+    "typical_p": ((1, 1.0), "is not supported; use top_p or min_p"),
+    "tfs_z": ((1, 1.0), "is not supported; use top_p or min_p"),
+    "use_beam_search": ((False,), "is not supported; ask for n answers and choose"),
+    "verbosity": (("medium",), "is not supported; ask for it in a message"),
+    "web_search_options": ((), "is not supported; this server reaches nothing"),
+}
+"""Fields that would change the output and cannot be honoured."""
+
+__all__ = [
+    "REFUSED",
+    "Body",
+    "ChatBody",
+    "CompletionBody",
+    "DetokenizeBody",
+    "StreamOptions",
+    "TokenizeBody",
+]

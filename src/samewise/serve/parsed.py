@@ -1,0 +1,67 @@
+"""A request body once it was understood, and the terms under which a server understands one.
+
+Host only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from samewise.params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What a server allows in one body, and what it takes where the body says nothing."""
+
+    defaults: SamplingParams = field(default_factory=SamplingParams)  # temperature and the like
+    proposer: str | None = None  # the engine's own; None: any known name will do
+    receipts: bool = False  # whether a receipt can be given
+    max_choices: int = 1024  # prompts × n
+    max_n: int = 128
+    max_logprobs: int = 20
+    max_stops: int = 64
+    max_stop_len: int = 1024
+    max_listed: int = 1024  # entries of logit_bias, bad_words, stop_token_ids
+    max_messages: int = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parsed:
+    """A request: prompts (completions) or messages (chat), how to continue them, and how to say it."""
+
+    endpoint: str  # "/v1/completions" or "/v1/chat/completions"
+    model: str | None
+    params: SamplingParams
+    prompts: tuple[Prompt, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)  # keywords of chat_prompt
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    cache_salt: str | None = None
+    receipt: bool = False
+    explain: bool = False
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is a conversation."""
+        return self.endpoint == CHAT
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers it asks for in all."""
+        return self.params.n * (1 if self.chat else len(self.prompts))
+
+
+__all__ = ["CHAT", "COMPLETIONS", "Parsed", "Prompt", "Terms"]
