@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from samewise.llm import LLM
     from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestOutput, ScoreOutput
     from samewise.params import SamplingParams
+    from samewise.types import Grammar
 
 try:
     __version__ = version("samewise")
@@ -35,6 +36,7 @@ _HOMES = {
     "Contract": "samewise.contract",
     "Engine": "samewise.engine",
     "EngineConfig": "samewise.config",
+    "Grammar": "samewise.types",
     "LLM": "samewise.llm",
     "Logprob": "samewise.outputs",
     "RequestOutput": "samewise.outputs",
@@ -65,6 +67,7 @@ __all__ = [
     "Contract",
     "Engine",
     "EngineConfig",
+    "Grammar",
     "Logprob",
     "RequestOutput",
     "SamewiseError",

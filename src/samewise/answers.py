@@ -146,7 +146,8 @@ class Answer:
         stopped = delta.finish is Finish.STOP
         for i, token in enumerate(delta.tokens if stream else ()):
             assert stream is not None
-            if stopped and i == len(delta.tokens) - 1 and not params.include_stop_str_in_output:
+            last = stopped and delta.stop_id is not None and i == len(delta.tokens) - 1
+            if last and not params.include_stop_str_in_output:
                 break  # the token that ends the text is not part of the text
             piece, match = stream.push(token)
             text += piece
@@ -261,6 +262,8 @@ class Desk:
         self.engine.scheduler.refuse_misfit(len(ids), most)
         if params.stops and self.tokenizer is None:
             raise BadParameter(f"stop={params.stop!r}: this model has no tokenizer; use stop_token_ids")
+        if params.grammar is not None:
+            self.engine.grammars.check(params.grammar)
         seed = params.seed if params.seed is not None else derive_seed(self.engine.config.seed, ids, 0)
         self._sampling(params, seed, 0)
         return Asked(text, ids, params, most, seed)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from samewise import machine
+from samewise import grammar, machine
 from samewise.assemble import (
     FRAME_ROWS,
     Loaded,
@@ -229,6 +229,7 @@ class Engine:
             prefix_caching=config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(limits)
+        self.grammars = grammar.Grammars(loaded.tokenizer, arch.vocab, loaded.eos_ids)
         self._facts = dict(loaded.facts) | {"rope": rope or "as configured"}
         self._operators = operators
         self._flight: Flight | None = None
@@ -334,7 +335,8 @@ class Engine:
             self._next_id, tokens, sampling, max_tokens, verify, prompt_logprobs, score_from, salt, leader,
             share, speculate,
         )  # fmt: skip
-        self.scheduler.add(request)
+        guide = None if sampling.grammar is None else self.grammars.guide(sampling.grammar, sampling.stop_ids)
+        self.scheduler.add(request, guide)
         self._next_id += 1
         return request.id
 
@@ -425,6 +427,7 @@ class Engine:
             "date": self.config.date or "none",
             "dtype": str(next(runner.model.parameters()).dtype).removeprefix("torch."),
             "frame rows": str(self.frame_rows),
+            "grammar": grammar.version(),
             "linear": self._linear_name(),
             "page": str(PAGE),
             "probe": self.report.digest,

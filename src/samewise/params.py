@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from samewise.errors import BadParameter
-from samewise.types import Sampling
+from samewise.types import Grammar, Sampling
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are 0: the most likely token, always."""
@@ -53,6 +53,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
+    grammar: Grammar | None = None  # what the answer must look like; needs samewise[grammar]
     truncate_prompt_tokens: int | None = None  # keep this many of its last tokens
     verify: bool = True
     share: bool = True  # guesses for others may be taken from this answer; False: kept to itself
@@ -97,6 +98,11 @@ class SamplingParams:
         _check("stop", self.stop, not self.stop or self.detokenize, "stop strings need detokenize=True")
         allowed = self.allowed_token_ids
         _check("allowed_token_ids", allowed, allowed is None or bool(allowed), "allow at least one, or None")
+        grammar = self.grammar
+        known = grammar is None or isinstance(grammar, Grammar)
+        _check("grammar", grammar, known, "give a Grammar, such as Grammar.json_object(), or None")
+        apart = "cannot stand beside a grammar: the two may leave nothing to say. Put it in the grammar"
+        _check("allowed_token_ids", allowed, allowed is None or grammar is None, apart)
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -157,6 +163,7 @@ class SamplingParams:
             logit_bias=tuple(sorted((self.logit_bias or {}).items())),
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             bad_words=self._bad_word_ids(encode),
+            grammar=self.grammar,
             min_tokens=self.min_tokens,
             stop_ids=stops if self.ignore_eos else stops | frozenset(eos_ids),
             top_logprobs=self.logprobs,

@@ -2,9 +2,9 @@
 
 One rule for greedy and sampled: argmax(processed logits / temperature + Gumbel(seed, index, position,
 token id)); temperature 0 is plain argmax; equal scores go to the lowest id. Processing, in order:
-repetition, frequency and presence penalties, logit bias, allowed ids, bad words, min_tokens; then, on
-logits divided by temperature, min-p, top-k and top-p. Log-probabilities are the model's own, before any
-of this.
+repetition, frequency and presence penalties, logit bias, allowed ids, grammar, bad words, min_tokens;
+then, on logits divided by temperature, min-p, top-k and top-p. Log-probabilities are the model's own,
+before any of this.
 
 The frame rule: what a row gets depends on its own logits and its own `Draw`, bit for bit, never on
 its place or its company. Two ways to keep it:
@@ -19,7 +19,7 @@ Probability masses are exp(logit - max) as integers, 2**s times the real thing, 
 allows for V of them. Sums are then exact, and tokens of equal logits stay or go together.
 
 If the bars leave nothing to choose from, the last ones give way: min_tokens first, then bad words.
-Allowed ids always hold, even where the model itself says -inf.
+Allowed ids and grammars always hold, even where the model itself says -inf.
 
 Stateless: a Sampler keeps compiled functions and its vocabulary size, and nothing from call to call.
 """
@@ -56,6 +56,7 @@ class Draw(NamedTuple):
     prompt: Sequence[int]  # counted by the repetition penalty
     output: Sequence[int]  # counted by all penalties: committed, then guessed
     position: int  # absolute position of the token being chosen
+    mask: bytes | None = None  # what a grammar lets come here: a bit per token id, lowest first
 
 
 class Picks(NamedTuple):
@@ -235,8 +236,9 @@ class Sampler:
                 at, amount = edit
                 flat[at] += amount
         fenced = [draw for draw in draws if draw.sampling.allowed_token_ids is not None]
+        masked = [(draw.row, draw.mask) for draw in draws if draw.mask is not None]
         barred = [draw for draw in draws if _may_bar(draw)]
-        if rows := sorted({draw.row for draw in (*fenced, *barred)}):
+        if rows := sorted({draw.row for draw in (*fenced, *barred)} | {row for row, _ in masked}):
             # What the model rules out must still beat what is barred, or the allowed ids might not hold.
             where = self._send(np.array(rows))
             logits.index_copy_(0, where, logits[where].clamp_(min=_LOWEST))
@@ -244,6 +246,10 @@ class Sampler:
             kept = flat[edit[0]]
             logits.index_fill_(0, self._send(np.array([draw.row for draw in fenced])), -math.inf)
             flat[edit[0]] = kept
+        if masked:
+            where = self._send(np.array([row for row, _ in masked]))
+            outside = self._outside([mask for _, mask in masked])
+            logits.index_copy_(0, where, logits[where].masked_fill_(outside, -math.inf))
         if (edit := self._collect(barred, self._bars)) is not None:
             flat[edit[0]] = -math.inf
         return logits
@@ -260,16 +266,40 @@ class Sampler:
         amounts = np.concatenate([values[ok] for _, _, values, ok in inside])
         return self._send(places), self._send(amounts)
 
+    def _outside(self, masks: Sequence[bytes]) -> Tensor:
+        """[K, V] bool: the ids the masks leave out. Bits travel packed and are spread where they are used."""
+        width = -(-self._vocab // 8)
+        packed = np.frombuffer(b"".join(_fitted(mask, width) for mask in masks), dtype=np.uint8)
+        packed = packed.reshape(len(masks), width)
+        if self._by_row:
+            return torch.from_numpy(_unpack(packed, self._vocab) == 0)
+        places = torch.arange(8, dtype=torch.uint8, device=self._device)
+        bits = (self._send(packed.copy())[:, :, None] >> places) & 1
+        return bits.view(len(masks), width * 8)[:, : self._vocab] == 0
+
     def _bars(self, draw: Draw) -> tuple[Ids, Values] | None:
         """Ids that may not be chosen here; the kinds that would leave nothing are passed over."""
-        allowed = draw.sampling.allowed_token_ids
-        pool = None if allowed is None else {token for token in allowed if token < self._vocab}
-        barred: set[int] = set()
+        left = self._pool(draw)
+        barred: list[Ids] = []
         for kind in (_bad_endings(draw), _early_stops(draw)):
-            more = barred.union(token for token in kind if token < self._vocab)
-            if len(more) < self._vocab if pool is None else not pool <= more:
-                barred = more
-        return _edit(sorted(barred)) if barred else None
+            ids = np.array([token for token in kind if token < self._vocab], dtype=np.int64)
+            rest = left.copy()
+            rest[ids] = False
+            if len(ids) and rest.any():
+                left = rest
+                barred.append(ids)
+        return _edit(np.unique(np.concatenate(barred))) if barred else None
+
+    def _pool(self, draw: Draw) -> npt.NDArray[np.bool_]:
+        """[V]: what allowed ids and the grammar leave to choose from."""
+        allowed, pool = draw.sampling.allowed_token_ids, np.ones(self._vocab, dtype=np.bool_)
+        if allowed is not None:
+            pool[:] = False
+            pool[[token for token in allowed if token < self._vocab]] = True
+        if draw.mask is not None:
+            packed = np.frombuffer(_fitted(draw.mask, -(-self._vocab // 8)), dtype=np.uint8)
+            pool &= _unpack(packed, self._vocab) == 1
+        return pool
 
 
 # ── what a draw asks for, on the host ────────────────────────────────────────────────────────────
@@ -320,6 +350,15 @@ def _bad_endings(draw: Draw) -> Iterator[int]:
         *before, last = word
         if not before or recent[-len(before) :] == tuple(before):
             yield last
+
+
+def _fitted(mask: bytes, width: int) -> bytes:
+    """A mask as wide as the model's vocabulary, whatever the tokenizer's is."""
+    return mask[:width].ljust(width, b"\0")
+
+
+def _unpack(packed: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.uint8]:
+    return np.unpackbits(packed, axis=-1, count=count, bitorder="little")
 
 
 def _early_stops(draw: Draw) -> Sequence[int]:

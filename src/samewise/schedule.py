@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from samewise.cache.pages import PagePool
 from samewise.cache.prefix import PrefixIndex, chain
 from samewise.errors import BadPrompt, InvariantBroken, PromptTooLong, QueueFull
-from samewise.types import Ask, Delta, Finish, Proposal, Request, Sequence, Span, Verdict
+from samewise.types import Ask, Delta, Finish, Guide, Proposal, Request, Sequence, Span, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def add(self, request: Request) -> None:
-        """Queue a request, or refuse what could never run."""
+    def add(self, request: Request, guide: Guide | None = None) -> None:
+        """Queue a request, or refuse what could never run. With a grammar comes its guide."""
         limits = self.limits
         self.refuse_misfit(len(request.prompt), request.max_tokens)
         if limits.max_queued is not None and len(self._waiting) >= limits.max_queued:
@@ -105,6 +105,7 @@ class Scheduler:
                 list(request.prompt),
                 min(len(request.prompt) + request.max_tokens, limits.max_model_len),
                 score_next=request.scores_from,
+                guide=guide,
             ),
             key=_arrival,
         )
@@ -225,7 +226,10 @@ class Scheduler:
                 seq.drafter = proposal.drafter
             ends = seq.request.sampling.stop_ids
             before = len(seq.draft)
-            for token in proposal.tokens[: max(0, self._room(seq))]:
+            guesses = proposal.tokens[: max(0, self._room(seq))]
+            if seq.guide is not None:
+                guesses = guesses[: seq.guide.fits(seq.draft, guesses)]
+            for token in guesses:
                 if not 0 <= token < vocab:
                     break
                 seq.draft.append(token)
@@ -525,11 +529,16 @@ class Scheduler:
 def _append(seq: Sequence, found: tuple[int, ...]) -> int:
     """Add tokens until one of them, or a limit, ends the sequence. Returns how many were added."""
     tokens, stop_ids = seq.tokens, seq.request.sampling.stop_ids
-    before = len(tokens)
+    before, guide = len(tokens), seq.guide
     for token in found[: seq.most - before]:
+        if guide is not None:
+            seq.finish = guide.take(token)
+            if seq.finish is Finish.ABORT:  # not a token of this grammar, so not one of this text
+                break
         tokens.append(token)
         if token in stop_ids:
             seq.finish, seq.stop_id = Finish.STOP, token
+        if seq.finish is not None:
             break
     if found and len(tokens) >= seq.most and seq.finish is None:
         seq.finish = Finish.LENGTH  # also at max_tokens=0: a prompt that was only to be scored
@@ -561,7 +570,7 @@ def _ask(seq: Sequence, room: int) -> Ask:
     request = seq.request
     return Ask(
         request.id, seq.tokens, seq.prompt_len, seq.draft, seq.kv_len, seq.pages, request.sampling, room,
-        request.salt if request.share else None,
+        request.salt if request.share else None, seq.guide,
     )  # fmt: skip
 
 
@@ -574,7 +583,7 @@ def _span(seq: Sequence, rows: int, given: int) -> Span:
         inputs = tuple(tokens[start : start + rows]) + tuple(seq.draft[: max(0, rows - given)])
     span = Span(
         request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len,
-        drafter=seq.drafter,
+        drafter=seq.drafter, guide=seq.guide,
     )  # fmt: skip
     return span if seq.score_next is None else _with_targets(span, seq, seq.score_next)
 
@@ -602,7 +611,10 @@ def _continue(seq: Sequence, flying: Span | None, last: int, left: int) -> Span 
     start, given = flying.start + rows, flying.given - rows
     if given > 0:  # a prompt still being read
         inputs = tuple(tokens[start : start + min(left, given)])
-        span = Span(request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len)
+        span = Span(
+            request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len,
+            guide=seq.guide,
+        )  # fmt: skip
         owed = seq.score_next
         return span if owed is None else _with_targets(span, seq, owed + len(flying.targets))
     if len(tokens) + 1 >= seq.most:

@@ -8,12 +8,13 @@ Host only: this module has never heard of a tensor.
 
 from __future__ import annotations
 
+import json
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from samewise.errors import InvariantBroken
+from samewise.errors import BadParameter, InvariantBroken
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """(token id, log-probability), by falling value, equal values by rising id."""
@@ -25,6 +26,91 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "lark")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must look like: a kind and its text. Knows no tokens; `grammar.py` compiles it."""
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            raise BadParameter(f"grammar kind {self.kind!r}: known are {', '.join(GRAMMAR_KINDS)}")
+        if not isinstance(self.text, str):
+            raise BadParameter(f"a {self.kind} grammar is text, not {type(self.text).__name__}")
+        if (self.kind == "json_object") != (self.text == ""):
+            need = "takes no text" if self.text else "needs a text"
+            raise BadParameter(f"a {self.kind} grammar {need}")
+        if self.kind == "json_schema":
+            _check_schema(self.text)
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def json_schema(cls, schema: dict[str, Any] | str) -> Grammar:
+        """JSON that fits a schema. Properties come in the order the schema names them."""
+        return cls("json_schema", schema if isinstance(schema, str) else _dumps(schema))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that matches a regular expression from its first character to its last."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, rules: str) -> Grammar:
+        """Text of a context-free grammar, in llguidance's variant of Lark."""
+        return cls("lark", rules)
+
+
+def _dumps(schema: object) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise BadParameter(f"the JSON schema is not JSON: {error}") from error
+
+
+def _check_schema(text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadParameter(f"the JSON schema is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise BadParameter(f"a JSON schema is an object, not {text[:40]!r}")
+
+
+class Guide(Protocol):
+    """Where a sequence stands in its grammar: after its committed tokens, never after a guess.
+
+    Owned by a Sequence; lent with an Ask or a Span. What it says is a function of the grammar and the tokens
+    before a position, so guesses may be asked about in any order and leave nothing behind.
+    """
+
+    def fits(self, draft: list[int], guesses: tuple[int, ...]) -> int:
+        """How many of `guesses` the grammar lets follow what was committed and drafted."""
+        ...
+
+    def masks(self, guesses: tuple[int, ...]) -> list[bytes | None]:
+        """What may come next: before the first guess, and after each. A bit per token id, lowest first.
+
+        None where nothing is to be said: behind the end of the text, or where no token fits.
+        """
+        ...
+
+    def mask(self, guesses: tuple[int, ...]) -> bytes | None:
+        """The last of `masks`."""
+        ...
+
+    def take(self, token: int) -> Finish | None:
+        """Commit a token. STOP: the text ends with it; ABORT: the grammar cannot take it, or be followed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +132,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()  # end-of-text and the caller's own; barred before min_tokens
     top_logprobs: int | None = None  # None: none asked for; -1: the whole vocabulary
@@ -67,6 +154,7 @@ class Sampling:
             or self.allowed_token_ids is not None
             or bool(self.bad_words)
             or self.min_tokens > 0
+            or self.grammar is not None
         )
 
     @property
@@ -123,6 +211,7 @@ class Sequence:
     finish: Finish | None = None
     stop_id: int | None = None
     trusted: bool = False  # its KV above the prompt came from the fast path
+    guide: Guide | None = None  # of a sequence with a grammar
     prompt_len: int = field(init=False)  # fixed here: preemption does not turn output into prompt
 
     def __post_init__(self) -> None:
@@ -164,6 +253,7 @@ class Ask(NamedTuple):
     sampling: Sampling
     room: int
     pool: bytes | None = b""  # with whom it shares text; None: with nobody
+    guide: Guide | None = None  # lent, like the tokens: what its grammar lets come next
 
 
 class Proposal(NamedTuple):
@@ -203,6 +293,7 @@ class Span(NamedTuple):
     target_tops: int = 0
     source: int | None = None
     drafter: str = ""
+    guide: Guide | None = None  # lent, like the tokens
 
 
 class Truth(NamedTuple):
@@ -251,9 +342,12 @@ class Delta(NamedTuple):
 
 
 __all__ = [
+    "GRAMMAR_KINDS",
     "Ask",
     "Delta",
     "Finish",
+    "Grammar",
+    "Guide",
     "Proposal",
     "Request",
     "Sampling",

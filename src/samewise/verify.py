@@ -204,11 +204,16 @@ def _draws(spans: list[Span], place: Places) -> list[Draw]:
         if not sampling.plain:
             prompt: list[int] = []
             output: list[int] = []
+            masks: list[bytes | None] = []
+            if span.guide is not None and len(span.inputs) >= given:
+                # Asked for while the frame runs, where the device runs beside the host.
+                masks = span.guide.masks(span.inputs[given:])
             if sampling.edited and len(span.inputs) >= given:
                 prompt, output = span.tokens[: span.prompt_len], span.tokens[span.prompt_len :]
             for j in range(given - 1, len(span.inputs)):
                 before = output + list(span.inputs[given : j + 1]) if sampling.edited else output
-                draws.append(Draw(place[first + j], sampling, prompt, before, span.start + j + 1))
+                mask = masks[j - given + 1] if masks else None
+                draws.append(Draw(place[first + j], sampling, prompt, before, span.start + j + 1, mask))
         first += len(span.inputs)
     return draws
 

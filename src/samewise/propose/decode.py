@@ -110,7 +110,8 @@ def _draws(asks: list[Ask], ahead: int) -> list[Draw]:
         if not ask.sampling.plain:
             output = ask.tokens[ask.prompt_len :] + ask.draft if ask.sampling.edited else []
             position = len(ask.tokens) + len(ask.draft) + ahead
-            draws.append(Draw(row, ask.sampling, ask.tokens[: ask.prompt_len], output, position))
+            mask = ask.guide.mask(tuple(ask.draft)) if ask.guide is not None else None
+            draws.append(Draw(row, ask.sampling, ask.tokens[: ask.prompt_len], output, position, mask))
     return draws
 
 

@@ -138,6 +138,7 @@ def _draws(asks: list[Ask]) -> list[Draw]:
             ask.tokens[: ask.prompt_len],
             ask.tokens[ask.prompt_len :] + ask.draft,
             len(ask.tokens) + len(ask.draft),
+            ask.guide.mask(tuple(ask.draft)) if ask.guide is not None else None,
         )
         for row, ask in enumerate(asks)
         if not ask.sampling.plain
