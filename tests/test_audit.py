@@ -16,6 +16,7 @@ from samewise.errors import BadParameter
 from samewise.receipts import Receipt, loads, logprob_check, sealed
 from samewise.signing import SigningKey, new_key
 from samewise.testing import byte_tokenizer, tiny_engine, tiny_model
+from samewise.types import Grammar
 
 AUDITING = {"make_proposer": reciting, "enable_prefix_caching": False, "draft_tokens": 4096}
 WORDS = ("the", "abc", "once upon a time", "0123456789" * 4, "zz")
@@ -134,6 +135,29 @@ def test_an_answer_that_filled_the_context() -> None:
     assert finding.good
 
 
+def test_answers_with_a_form(llm: LLM, auditor: Auditor) -> None:
+    pytest.importorskip("llguidance")
+    forms = [Grammar.regex("[a-z]{3,9}-[0-9]{2,30}"), Grammar.json_object(), Grammar.regex("(yes|no)")]
+    params = [SamplingParams(temperature=1, max_tokens=24, grammar=form) for form in forms]
+    outputs = llm.generate(["abc"] * 3, params, use_tqdm=False)
+    found = [llm.receipts(out, par)[0] for out, par in zip(outputs, params, strict=True)]
+    findings = look(auditor, [loads(receipt.dumps()) for receipt in found])
+    assert [finding.status for finding in findings] == [Status.SAME] * 3
+    other = {"kind": "regex", "text": "[0-9]+"}
+    lies = [lie(receipt, lambda body: body["params"].update(grammar=other)) for receipt in found]
+    lies += [lie(receipt, lambda body: body["params"].update(grammar=None)) for receipt in found]
+    assert {finding.status for finding in look(auditor, lies)} == {Status.DIFFERENT}
+
+
+def test_answers_nobody_guessed_for(llm: LLM, auditor: Auditor) -> None:
+    params = SamplingParams(max_tokens=40, speculate=False)
+    (receipt,) = llm.receipts(llm.generate("abc", params, use_tqdm=False)[0], params)
+    before = auditor._desk.engine.scheduler.counts.frames
+    (finding,) = look(auditor, [receipt])
+    assert finding.good
+    assert auditor._desk.engine.scheduler.counts.frames - before <= 3
+
+
 # ---- lies, told as if they had been so from the start
 
 
@@ -237,10 +261,10 @@ def test_a_changed_parameter_is_caught_if_it_changes_the_answer(
     if name == "max_tokens":
         found = [one for one in found if one.params.min_tokens <= 25]
     lies = [lie(receipt, lambda body: body["params"].update({name: TELLING[name]})) for receipt in found]
+    prompts = [list(told.prompt_token_ids or ()) for told in lies]
+    again = llm.generate(prompts, [told.params for told in lies], use_tqdm=False)
     expected = []
-    for told in lies:
-        assert told.prompt_token_ids is not None
-        (output,) = llm.generate([list(told.prompt_token_ids)], told.params, use_tqdm=False)
+    for told, output in zip(lies, again, strict=True):
         same = llm.receipts(output, told.params)[told.index].body["output"] == told.body["output"]
         expected.append(Status.SAME if same else Status.DIFFERENT)
     assert [finding.status for finding in look(auditor, lies)] == expected
@@ -291,7 +315,7 @@ def test_any_changed_parameter_is_caught(auditor: Auditor, honest: list[Receipt]
     other: dict[str, Any] = {
         "n": 9, "stop": ["#"], "stop_token_ids": [0], "bad_words": ["#"], "logit_bias": {"0": 1.0},
         "allowed_token_ids": [1], "max_tokens": 999, "min_tokens": 1, "logprobs": 3, "prompt_logprobs": 3,
-        "seed": 77, "truncate_prompt_tokens": 1, "top_k": 9,
+        "grammar": {"kind": "json_object", "text": ""}, "seed": 77, "truncate_prompt_tokens": 1, "top_k": 9,
     }  # fmt: skip
     old = receipt.body["params"].get(name)
     new = other.get(name, (not old) if isinstance(old, bool) else 0.5)

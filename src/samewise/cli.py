@@ -1,4 +1,4 @@
-"""The command line: demo, generate, chat, probe, audit, keygen, bench."""
+"""The command line: demo, generate, chat, probe, batch, audit, keygen, bench."""
 
 from __future__ import annotations
 
@@ -234,6 +234,76 @@ def probe(
         f"[green]holds[/]: {report.frames} frames at {llm.engine.frame_rows} rows and {report.operators} "
         f"shapes of linear gave the same bits at every place and in any company ({report.seconds:.1f} s)"
     )
+
+
+@app.command()
+def batch(
+    source: Annotated[Path, typer.Argument(help="Requests, one a line: custom_id, method, url, body.")],
+    target: Annotated[Path, typer.Argument(help="Where the answers go; what is there already is kept.")],
+    model: Model = "smollm2",
+    served_model_name: Annotated[
+        Optional[list[str]], typer.Option(help="A name requests may call the model by; repeatable.")
+    ] = None,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Drop lines that went wrong before, and try them again.")
+    ] = False,
+    key: Annotated[Optional[Path], typer.Option(help="Private key to sign receipts with.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Go on under another contract.")] = False,
+    max_num_seqs: Annotated[Optional[int], typer.Option(help="Requests at once.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    frame_rows: Rows = None,
+    compile_layers: Compile = None,
+    max_model_len: MaxLen = None,
+    kv_memory: KvMemory = None,
+    trust_remote_code: Trust = False,
+    proposer: Proposer = None,
+    draft_model: DraftModel = None,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format. Killed at any moment, it goes on where it was.
+
+    [dim]samewise batch requests.jsonl answers.jsonl[/]
+    """
+    from samewise.batch import Tally
+    from samewise.batch import run as answer
+    from samewise.signing import SigningKey
+
+    def engine() -> Any:
+        llm = _llm(
+            model, device=device, dtype=dtype, revision=revision, frame_rows=frame_rows,
+            compile=compile_layers, max_model_len=max_model_len, kv_memory=kv_memory, proposer=proposer,
+            trust_remote_code=trust_remote_code, draft_model=draft_model, max_num_seqs=max_num_seqs,
+        )  # fmt: skip
+        console.print(f"[dim]contract {llm.contract}[/]", highlight=False)
+        return llm.engine
+
+    def show(tally: Tally) -> None:
+        bar.total, bar.n = tally.total, tally.done
+        bar.refresh()
+
+    def complain(number: int, what: str) -> None:
+        bar.write(f"{source}, line {number}: {what}", sys.stderr)
+
+    from tqdm.auto import tqdm
+
+    console = Console(stderr=True)
+    signer = None if key is None else SigningKey.load(key)
+    with tqdm(desc="Answers", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
+        try:
+            tally = answer(
+                source, target, engine, names=tuple(served_model_name or ()), key=signer,
+                retry=retry_errors, force=force, progress=show, complain=complain,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            bar.write(f"stopped; run the same command to go on: what is finished is in {target}", sys.stderr)
+            raise typer.Exit(130) from None
+    console.print(
+        f"{tally.total} lines: {tally.answered} answered, {tally.bad} bad, {tally.before} done before",
+        highlight=False,
+    )
+    if tally.bad:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -478,4 +548,4 @@ def _turn(console: Console, llm: LLM, messages: list[dict[str, str]], params: Sa
     return text
 
 
-__all__ = ["app", "audit", "bench", "chat", "demo", "generate", "keygen", "main", "probe"]
+__all__ = ["app", "audit", "batch", "bench", "chat", "demo", "generate", "keygen", "main", "probe"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from samewise.errors import BadParameter, BadReceipt
 from samewise.outputs import CompletionOutput, RequestOutput
 from samewise.params import SamplingParams
 from samewise.signing import ALGORITHM, Signature, SigningKey
+from samewise.types import Grammar
 
 KIND = "samewise_receipt"
 VERSION = 1
@@ -83,14 +84,16 @@ class Receipt:
         """Whether there is a signature, and its key's owner signed what the receipt says now."""
         return self.signature is not None and self.signature.good(_message(self.body))
 
-    def dumps(self) -> str:
-        """One line of canonical JSON."""
+    def as_json(self) -> Json:
+        """As it stands in a file."""
         whole = self.body | {"digest": self.seal}
         if self.signature is not None:
-            whole["signature"] = {
-                "algorithm": ALGORITHM, "key": self.signature.key, "value": self.signature.value
-            }  # fmt: skip
-        return canonical(whole).decode()
+            whole["signature"] = {"algorithm": ALGORITHM, **asdict(self.signature)}
+        return whole
+
+    def dumps(self) -> str:
+        """One line of canonical JSON."""
+        return canonical(self.as_json()).decode()
 
 
 def make(
@@ -232,7 +235,7 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    return value
+    return asdict(value) if isinstance(value, Grammar) else value
 
 
 def _message(body: Json) -> bytes:
@@ -356,8 +359,10 @@ def _contract(said: Json) -> Contract:
 def _params(said: Json) -> SamplingParams:
     if said.get("seed") is None:
         _damaged("it has no seed")
+    grammar = said.get("grammar")
     try:
-        return SamplingParams(**said)
+        given = {} if grammar is None else {"grammar": Grammar(**grammar)}
+        return SamplingParams(**said | given)
     except (BadParameter, TypeError) as error:
         raise BadReceipt(f"the receipt's parameters cannot be read: {error}") from None
 
