@@ -18,9 +18,10 @@ from samewise.answers import Answer, Asked, Desk, Prompt
 from samewise.config import EngineConfig, EngineSettings
 from samewise.contract import Contract
 from samewise.engine import Engine, build
-from samewise.errors import CallerError, MachineError
+from samewise.errors import BadPrompt, CallerError, MachineError
 from samewise.outputs import Chunk, RequestOutput
 from samewise.params import SamplingParams
+from samewise.probe import Report
 from samewise.receipts import Receipt, make
 from samewise.signing import SigningKey
 
@@ -37,6 +38,70 @@ class _Call:
 
     run: Callable[[], None]
     fail: Callable[[BaseException], None]
+
+
+class Reading:
+    """One request under way, read in the event loop that opened it.
+
+    Leave it when done, however it ended (or use it in a `with`): that gives its pages back, at once if it
+    is still running.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        chunks: asyncio.Queue[Chunk | BaseException | None],
+        leave: Callable[[Answer], None],
+    ) -> None:
+        self._answer, self._chunks, self._leave = answer, chunks, leave
+        self._ended = False
+        self._failure: BaseException | None = None
+
+    async def some(self) -> list[Chunk]:
+        """What became final since the last call, waiting for something; nothing when it is over."""
+        if self._ended:
+            return []
+        found: list[Chunk] = []
+        while not found or not self._chunks.empty():
+            item = self._failure or await self._chunks.get()
+            if item is None:
+                self._ended = True
+                break
+            if isinstance(item, BaseException):
+                self._failure = item  # what came before it is handed out first
+                if found:
+                    break
+                self._ended = True
+                raise item
+            found.append(item)
+        return found
+
+    def prompt(self) -> RequestOutput:
+        """What is known of the prompt; its log-probabilities, too, once the first choice has spoken."""
+        return self._answer.prompt_output()
+
+    def output(self) -> RequestOutput:
+        """The whole answer, once `some()` has returned nothing."""
+        return self._answer.output()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete, as far as it was read."""
+        return self._ended and self._answer.finished
+
+    def fail(self, error: BaseException) -> None:
+        """Have the reader raised this, whatever was still to come."""
+        self._chunks.put_nowait(error)
+
+    def leave(self) -> None:
+        """Nobody reads this any more."""
+        self._leave(self._answer)
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
 
 class AsyncLLM:
@@ -71,33 +136,31 @@ class AsyncLLM:
         """What killed the engine thread, if anything did."""
         return self._failure
 
+    async def open(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
+    ) -> Reading:
+        """Start a request. Whoever opens it leaves it: see Reading."""
+        chunks: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
+        answer = await self._open(prompt, params or self._desk.default_params(), chunks, salt)
+        return Reading(answer, chunks, self._leave)
+
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
     ) -> AsyncIterator[Chunk]:
         """Chunks as they become final. Leaving the loop early aborts the request."""
-        chunks: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
-        answer = await self._open(prompt, params or self._desk.default_params(), chunks, salt)
-        try:
-            while (chunk := await chunks.get()) is not None:
-                if isinstance(chunk, BaseException):
-                    raise chunk
-                yield chunk
-        finally:
-            self._leave(answer)
+        with await self.open(prompt, params, salt=salt) as reading:
+            while chunks := await reading.some():
+                for chunk in chunks:
+                    yield chunk
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
     ) -> RequestOutput:
         """The whole answer. Cancelling the task aborts the request."""
-        chunks: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
-        answer = await self._open(prompt, params or self._desk.default_params(), chunks, salt)
-        try:
-            while (chunk := await chunks.get()) is not None:
-                if isinstance(chunk, BaseException):
-                    raise chunk
-            return answer.output()
-        finally:
-            self._leave(answer)
+        with await self.open(prompt, params, salt=salt) as reading:
+            while await reading.some():
+                pass
+            return reading.output()
 
     async def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
         """Token ids of a conversation; see Desk.chat_prompt."""
@@ -117,6 +180,44 @@ class AsyncLLM:
             output, params, contract=engine.contract, model=engine.config.model, settings=engine.settings,
             hide_prompt=hide_prompt, key=key,
         )  # fmt: skip
+
+    async def tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """A text's token ids."""
+        if self._desk.tokenizer is None:
+            raise BadPrompt("this model has no tokenizer; it reads and writes token ids")
+        return await asyncio.to_thread(self._desk.encode, text, add_special_tokens=add_special_tokens)
+
+    def text(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens and all."""
+        if self._desk.tokenizer is None:
+            raise BadPrompt("this model has no tokenizer; it reads and writes token ids")
+        self._engine.refuse_unknown(token_ids)
+        return str(self._desk.tokenizer.decode(token_ids))
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The checkpoint's own generation defaults; what is used where none are given."""
+        return self._desk.default_params()
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine was built from."""
+        return self._engine.config
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context."""
+        return self._engine.max_model_len
+
+    @property
+    def report(self) -> Report:
+        """What the probe found at start-up."""
+        return self._engine.report
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread still takes requests."""
+        return not self._stopped.is_set()
 
     async def stats(self) -> dict[str, Any]:
         """The engine's counters."""
@@ -258,4 +359,4 @@ def _tell(loop: asyncio.AbstractEventLoop, tell: Callable[..., object], *what: o
         return
 
 
-__all__ = ["AsyncLLM"]
+__all__ = ["AsyncLLM", "Reading"]

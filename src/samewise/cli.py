@@ -1,4 +1,4 @@
-"""The command line: demo, generate, chat, probe, batch, audit, keygen, bench."""
+"""The command line: demo, generate, chat, serve, probe, batch, audit, keygen, bench."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rich.text import Text
 import samewise
 from samewise import machine
 from samewise.errors import CallerError, SamewiseError
+from samewise.serve.command import serve
 
 if TYPE_CHECKING:
     from samewise.llm import LLM
@@ -202,6 +203,9 @@ def chat(
                 console.print(f"[bold red]samewise:[/] {escape(str(error))} [dim](/new starts over)[/]")
             else:
                 messages += [asked, {"role": "assistant", "content": said}]
+
+
+app.command()(serve)
 
 
 @app.command()

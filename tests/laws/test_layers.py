@@ -78,12 +78,22 @@ LAYERS = {
     "serve.messages": 2,
     "serve.replies": 5,
     "serve.protocol": 6,
+    "serve.settings": 1,
+    "serve.logs": 0,
+    "serve.run": 14,
+    "serve.command": 15,
+    "serve.wire": 2,
+    "serve.gate": 3,
+    "serve.schema": 5,
+    "serve.worker": 11,
+    "serve.metrics": 12,
+    "serve.app": 13,
     "bench.contend": 11,
     "bench.workload": 1,
     "demo": 11,
     "bench.report": 12,
     "bench.run": 13,
-    "cli": 14,
+    "cli": 16,
 }
 PACKAGES = {
     "",
@@ -124,6 +134,8 @@ HOST_ONLY = (
     "serve.messages",
     "serve.replies",
     "serve.protocol",
+    "serve.settings",
+    "serve.logs",
 )
 
 

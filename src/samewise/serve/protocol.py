@@ -54,7 +54,20 @@ SAME_NAME = (
 TEMPLATE_OWN = ("add_generation_prompt", "continue_final_message", "messages", "tools")
 """What chat_template_kwargs may not say, because there is a field for it."""
 
-NOT_TEMPLATE = ("chat_template", "conversation", "tokenize", "return_dict", "return_tensors")
+NOT_TEMPLATE = (
+    "chat_template",
+    "conversation",
+    "documents",
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "sanitize_control_tokens",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+)
 """Keywords of transformers that are not the template's."""
 
 
@@ -86,7 +99,7 @@ def read(kind: type[B], body: object) -> B:
         ) from None
 
 
-def refuse_unsupported(body: Body, *, n: int = 1) -> None:
+def refuse_unsupported(body: BaseModel, *, n: int = 1) -> None:
     """Whatever would change the output and cannot be honoured is refused by its name."""
     for name, value in (body.model_extra or {}).items():
         if name in REFUSED and value is not None:

@@ -146,7 +146,9 @@ class Table:
         for token, entry in zip(token_ids, entries, strict=True):
             tops: dict[str, float] = {}
             for other, found in entry.items():
-                tops.setdefault(_said(self._parsed, other, found), _number(found.logprob))
+                text = _said(self._parsed, other, found)
+                # Two tokens may be written alike (parts of characters are): neither may hide the other.
+                tops[f"token_id:{other}" if text in tops else text] = _number(found.logprob)
             self._row(_said(self._parsed, token, entry[token]), _number(entry[token].logprob), tops)
 
     def _row(self, text: str, logprob: float | None, tops: dict[str, float] | None) -> None:

@@ -1,0 +1,137 @@
+"""HTTP's side of things: JSON bodies in, JSON and event streams out, and noticing who has gone away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from samewise.serve.errors import ApiError
+
+T = TypeVar("T")
+
+LARGE = 65536  # bytes of a body that are worth a thread
+DONE = b"data: [DONE]\n\n"
+
+
+def dump(body: Any) -> bytes:
+    """JSON, as it goes over the wire; a lone surrogate, which UTF-8 cannot hold, goes escaped."""
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+
+
+def event(body: Any) -> bytes:
+    """One event of a stream."""
+    return b"data: " + dump(body) + b"\n\n"
+
+
+class Json(Response):
+    """A JSON response."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return dump(content)
+
+
+def failure(error: BaseException) -> Json:
+    """An error as a response."""
+    told = ApiError.of(error)
+    return Json(told.body(), status_code=told.status, headers=told.headers)
+
+
+async def read_body(request: Request, most: int, understand: Callable[[Any], T]) -> T:
+    """The request's JSON, understood; away from the event loop if there is much of it."""
+    raw = await _raw(request, most)
+
+    def work() -> T:
+        return understand(_json(raw))
+
+    return await asyncio.to_thread(work) if len(raw) > LARGE else work()
+
+
+async def _raw(request: Request, most: int) -> bytes:
+    too_large = ApiError(
+        f"the body is larger than {most} bytes; send less at once", status=413, code="body_too_large"
+    )
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and int(said) > most:
+        raise too_large
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _json(raw: bytes) -> Any:
+    try:
+        return json.loads(raw, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do something for a client; should it go away, stop, and raise ClientDisconnect."""
+    return await _unless_gone(request.receive, work)
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            return doing.result()
+        raise ClientDisconnect
+    finally:
+        for task in (doing, watching):
+            task.cancel()
+        await asyncio.gather(doing, watching, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, for as long as somebody reads them. A slow reader holds up nobody else."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], *, close: Callable[[], object]) -> None:
+        self._events, self._close = events, close
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
+        """Send events until they end or the reader goes away; then let go of what they came from."""
+        try:
+            await _unless_gone(receive, self._pump(send))
+        except ClientDisconnect:
+            pass  # its request is dropped below
+        finally:
+            self._close()
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for some in self._events:
+            await send({"type": "http.response.body", "body": some, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+__all__ = ["DONE", "EventStream", "Json", "dump", "event", "failure", "read_body", "unless_gone"]
