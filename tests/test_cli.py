@@ -17,7 +17,7 @@ from samewise import LLM, SamplingParams, cli
 from samewise.demo import demo
 from samewise.testing import byte_tokenizer, tiny_engine, tiny_model
 
-COMMANDS = ("demo", "generate", "chat", "probe")
+COMMANDS = ("demo", "generate", "chat", "probe", "batch", "audit")
 QUICK = ("--kv-memory", "4MiB", "--device", "cpu")
 
 

@@ -20,7 +20,7 @@ from samewise.batchfile import Line, Record, Results, read_lines, survey, went_w
 from samewise.engine import Engine
 from samewise.errors import BadParameter, CallerError
 from samewise.outputs import RequestOutput
-from samewise.receipts import make
+from samewise.receipts import make, whole
 from samewise.serve.errors import ApiError
 from samewise.serve.protocol import Parsed, Terms, parse, respond
 from samewise.signing import SigningKey
@@ -135,12 +135,14 @@ class Batch:
         name = ("chatcmpl-" if job.parsed.chat else "cmpl-") + _name(job.line)
         body = respond(
             job.parsed, outputs, model=job.parsed.model or self._names[-1], created=int(time.time()), id=name,
-            decode=self._decode, receipts=self._receipts(job.parsed, outputs) if job.parsed.receipt else None,
+            decode=self._decode, receipts=self._receipts(job.parsed, outputs),
         )  # fmt: skip
         return _reply(job.line, 200, body)
 
-    def _receipts(self, parsed: Parsed, outputs: list[RequestOutput]) -> list[Record]:
+    def _receipts(self, parsed: Parsed, outputs: list[RequestOutput]) -> list[Record] | None:
         engine = self._engine
+        if not parsed.receipt or not all(map(whole, outputs)):
+            return None
         return [
             receipt.as_json()
             for output in outputs

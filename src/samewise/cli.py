@@ -7,10 +7,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
@@ -20,14 +19,13 @@ from rich.text import Text
 
 import samewise
 from samewise import machine
+from samewise.commands import audit, batch, keygen
 from samewise.errors import CallerError, SamewiseError
 from samewise.serve.command import serve
 
 if TYPE_CHECKING:
     from samewise.llm import LLM
     from samewise.params import SamplingParams
-
-T = TypeVar("T")
 
 app = typer.Typer(
     help="Language models that answer the same way every time: same request, same bits, under any load.",
@@ -240,134 +238,8 @@ def probe(
     )
 
 
-@app.command()
-def batch(
-    source: Annotated[Path, typer.Argument(help="Requests, one a line: custom_id, method, url, body.")],
-    target: Annotated[Path, typer.Argument(help="Where the answers go; what is there already is kept.")],
-    model: Model = "smollm2",
-    served_model_name: Annotated[
-        Optional[list[str]], typer.Option(help="A name requests may call the model by; repeatable.")
-    ] = None,
-    retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Drop lines that went wrong before, and try them again.")
-    ] = False,
-    key: Annotated[Optional[Path], typer.Option(help="Private key to sign receipts with.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Go on under another contract.")] = False,
-    max_num_seqs: Annotated[Optional[int], typer.Option(help="Requests at once.")] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    frame_rows: Rows = None,
-    compile_layers: Compile = None,
-    max_model_len: MaxLen = None,
-    kv_memory: KvMemory = None,
-    trust_remote_code: Trust = False,
-    proposer: Proposer = None,
-    draft_model: DraftModel = None,
-) -> None:
-    """Answer a file of requests in OpenAI's batch format. Killed at any moment, it goes on where it was.
-
-    [dim]samewise batch requests.jsonl answers.jsonl[/]
-    """
-    from samewise.batch import Tally
-    from samewise.batch import run as answer
-    from samewise.signing import SigningKey
-
-    def engine() -> Any:
-        llm = _llm(
-            model, device=device, dtype=dtype, revision=revision, frame_rows=frame_rows,
-            compile=compile_layers, max_model_len=max_model_len, kv_memory=kv_memory, proposer=proposer,
-            trust_remote_code=trust_remote_code, draft_model=draft_model, max_num_seqs=max_num_seqs,
-        )  # fmt: skip
-        console.print(f"[dim]contract {llm.contract}[/]", highlight=False)
-        return llm.engine
-
-    def show(tally: Tally) -> None:
-        bar.total, bar.n = tally.total, tally.done
-        bar.refresh()
-
-    def complain(number: int, what: str) -> None:
-        bar.write(f"{source}, line {number}: {what}", sys.stderr)
-
-    from tqdm.auto import tqdm
-
-    console = Console(stderr=True)
-    signer = None if key is None else SigningKey.load(key)
-    with tqdm(desc="Answers", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
-        try:
-            tally = answer(
-                source, target, engine, names=tuple(served_model_name or ()), key=signer,
-                retry=retry_errors, force=force, progress=show, complain=complain,
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            bar.write(f"stopped; run the same command to go on: what is finished is in {target}", sys.stderr)
-            raise typer.Exit(130) from None
-    console.print(
-        f"{tally.total} lines: {tally.answered} answered, {tally.bad} bad, {tally.before} done before",
-        highlight=False,
-    )
-    if tally.bad:
-        raise typer.Exit(1)
-
-
-@app.command()
-def audit(
-    paths: Annotated[list[Path], typer.Argument(help="Receipts, JSON lines of them, or folders.")],
-    model: Annotated[
-        Optional[str], typer.Option("--model", "-m", help="Where the model is now, if not where it was.")
-    ] = None,
-    prompts: Annotated[
-        Optional[Path],
-        typer.Option(help="JSON lines of prompts (ids, texts or messages), where receipts keep digests."),
-    ] = None,
-    key: Annotated[Optional[Path], typer.Option(help="Only receipts signed with this public key.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replay under another contract too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a receipt.")] = False,
-    device: Annotated[Optional[str], typer.Option(help="cpu or cuda, if not where it was.")] = None,
-    kv_memory: KvMemory = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Replay answers from their receipts and say whether they are the same, bit for bit.
-
-    The model is the one the receipt names. Leaves with 0 if all are the same, else with 1.
-
-    [dim]samewise audit receipt.json[/]
-    [dim]samewise audit receipts/ --key server.pub[/]
-    """
-    from samewise.audit import audit_files, read_prompts
-    from samewise.ledger import read
-    from samewise.signing import read_public
-
-    signed_by = None if key is None else read_public(key)
-    given = [] if prompts is None else read_prompts(prompts)
-    entries = list(read(paths))
-    changes = {"device": device, "kv_memory": kv_memory, "trust_remote_code": trust_remote_code or None}
-    found = audit_files(
-        entries, model=model, prompts=given, signed_by=signed_by, force=force,
-        **{name: value for name, value in changes.items() if value is not None},
-    )  # fmt: skip
-    counts: dict[str, int] = {}
-    for finding in _progress(found, len(entries)):
-        counts[finding.status.value] = counts.get(finding.status.value, 0) + 1
-        if as_json:
-            typer.echo(json.dumps(finding.as_json(), ensure_ascii=False))
-        elif not finding.good or len(entries) == 1 or finding.details:
-            tokens = f" ({finding.num_tokens} tokens, contract {finding.contract})" if finding.good else ""
-            typer.echo("\n  ".join([f"{finding.where}: {finding.status.value}{tokens}", *finding.details]))
-    if not as_json and len(entries) > 1:
-        typer.echo(", ".join(f"{num} {status}" for status, num in sorted(counts.items())))
-    if set(counts) != {"same"}:
-        raise typer.Exit(1)
-
-
-@app.command()
-def keygen(
-    path: Annotated[Path, typer.Argument(help="Where the private key goes; PATH.pub gets the public one.")],
-) -> None:
-    """Make an ed25519 key pair to sign receipts with."""
-    from samewise.signing import new_key
-
-    typer.echo(f"{path}: private key, keep it to yourself\n{path}.pub: public key {new_key(path)}")
+for command in (batch, audit, keygen):
+    app.command()(command)
 
 
 @app.command()
@@ -433,15 +305,6 @@ def bench(
         workload, _names(tasks), limit or None, synthetic, rate, peers, rates, out,
     )  # fmt: skip
     typer.echo(as_line(measure(Console(), config, plan)))
-
-
-def _progress(found: Iterable[T], total: int) -> Iterable[T]:
-    """A bar on stderr, where there is more than one thing to wait for and somebody to see it."""
-    from tqdm.auto import tqdm
-
-    hidden = total < 2 or not sys.stderr.isatty()
-    bar: Iterable[T] = tqdm(found, total=total, disable=hidden, dynamic_ncols=True)
-    return bar
 
 
 def _explained(*, explain: bool) -> bool:

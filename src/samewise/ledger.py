@@ -14,6 +14,7 @@ from samewise.machine import write_atomically
 from samewise.receipts import KIND, Receipt, from_json, parse
 
 SUFFIXES = (".json", ".jsonl")
+_NONE = f"it holds no receipt: no JSON object with {KIND!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,10 @@ def _read_file(path: Path) -> Iterator[Entry]:
         return
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if len(lines) > 1 and _is_json(lines[0][1]):  # each line a document of its own
-        for number, line in lines:
-            yield from _read_text(f"{path}:{number}", line)
+        found = [entry for number, line in lines for entry in _read_text(f"{path}:{number}", line)]
     else:
-        yield from _read_text(str(path), text)
+        found = list(_read_text(str(path), text))
+    yield from found or [Entry(str(path), None, _NONE)]
 
 
 def _is_json(text: str) -> bool:
@@ -81,9 +82,12 @@ def _is_json(text: str) -> bool:
 
 def _read_text(where: str, text: str) -> Iterator[Entry]:
     try:
-        found = list(_within(parse(text)))
+        document = parse(text)
+        found = list(_within(document))
+        if not found and isinstance(document, dict) and "custom_id" in document:
+            return  # a batch's line that was not asked for one
         if not found:
-            raise BadReceipt(f"it holds no receipt: no JSON object with {KIND!r}")
+            raise BadReceipt(_NONE)
     except (BadReceipt, RecursionError) as error:
         yield Entry(where, None, str(error))
         return

@@ -27,6 +27,7 @@ KIND = "samewise_receipt"
 VERSION = 1
 PROMISE = "the same bits under this contract"
 NO_PROMISE = "none: the request was not verified"
+ENDINGS = ("stop", "length")
 CHECK = 4
 """Hexadecimal digits of a position's checksum."""
 
@@ -119,6 +120,11 @@ def make(
     return [receipt.signed(key) for receipt in made] if key is not None else made
 
 
+def whole(output: RequestOutput) -> bool:
+    """Whether there is a receipt to be had: every choice ended by itself."""
+    return all(choice.finish_reason in ENDINGS for choice in output.outputs)
+
+
 def sealed(body: Json) -> Receipt:
     """A receipt that says this."""
     return _read(body, _sha256(canonical(body)), None)
@@ -189,7 +195,7 @@ def _body(
     *,
     hide_prompt: bool,
 ) -> Json:
-    if choice.finish_reason not in ("stop", "length"):
+    if choice.finish_reason not in ENDINGS:
         raise BadParameter(
             f"choice {choice.index} of request {output.request_id} has not ended by itself "
             f"(finish_reason={choice.finish_reason!r}); there is a receipt for whole answers only"
@@ -392,4 +398,5 @@ __all__ = [
     "parse",
     "prompt_digest",
     "sealed",
+    "whole",
 ]

@@ -71,6 +71,7 @@ LAYERS = {
     "aio": 10,
     "audit": 10,
     "batch": 10,
+    "commands": 11,
     "llm": 10,
     "serve.errors": 1,
     "serve.bodies": 1,
