@@ -153,6 +153,7 @@ def serve(
         raise MachineError(f"samewise serve needs {error.name}: pip install 'samewise[serve]'") from error
     listen = Listen(host=host, port=port, unix_socket=unix_socket, certificate=ssl_certfile, key=ssl_keyfile)
     code = run(lambda: _load(model, engine), settings, listen, version=_version())
+    gc.unfreeze()  # so that libraries find their own again when they look for leaks
     if code:
         raise typer.Exit(code)
 

@@ -55,4 +55,4 @@ def set_up(level: str, *, as_json: bool, stream: TextIO | None = None) -> None:
         )  # we say ourselves when it starts and ends
 
 
-__all__ = ["JsonLines", "Lines", "set_up"]
+__all__ = ["OURS", "JsonLines", "Lines", "set_up"]

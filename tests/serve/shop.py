@@ -1,0 +1,140 @@
+"""A server over a tiny model: in memory, or on a port of its own in the same event loop."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from samewise import AsyncLLM
+from samewise.serve.app import make_app
+from samewise.serve.settings import ServeSettings
+from samewise.testing import tiny_engine
+
+T = TypeVar("T")
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def go(work: Coroutine[Any, Any, T], seconds: float = 60) -> T:
+    """Run a coroutine; whatever hangs is a failure."""
+
+    async def timed() -> T:
+        return await asyncio.wait_for(work, seconds)
+
+    return asyncio.run(timed())
+
+
+@dataclass
+class Shop:
+    """A client, and what stands behind it."""
+
+    client: httpx.AsyncClient
+    llm: AsyncLLM
+    app: FastAPI
+    url: str = "http://shop"
+
+    @property
+    def worker(self) -> Any:
+        return self.app.state.service.worker
+
+    async def complete(self, prompt: Any = "hello", **body: Any) -> dict[str, Any]:
+        return await self.post(COMPLETIONS, {"prompt": prompt, "temperature": 0, "max_tokens": 6} | body)
+
+    async def chat(self, text: str = "hello", **body: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}]
+        return await self.post(CHAT, {"messages": messages, "temperature": 0, "max_tokens": 6} | body)
+
+    async def post(self, path: str, body: Any) -> dict[str, Any]:
+        response = await self.client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """A stream's events, having checked how it ends."""
+        response = await self.client.post(path, json=body | {"stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return events(response.text)
+
+    async def refusal(self, path: str, body: Any, **how: Any) -> tuple[int, dict[str, Any]]:
+        """(status, error), having checked that the error has its shape and no more."""
+        response = await self.client.post(path, json=body, **how)
+        return response.status_code, error(response)
+
+    async def quiet(self) -> None:
+        """Wait until nobody is being served, and see that all pages are back."""
+        await until(lambda: self.llm._engine.idle and not self.worker.num_jobs)
+        stats = await self.llm.stats()
+        assert (stats["running"], stats["waiting"]) == (0, 0)
+        assert stats["pages_available"] == stats["pages"]
+        await self.llm._call(self.llm._engine.check)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    blocks = text.split("\n\n")
+    assert blocks[-2:] == ["data: [DONE]", ""]
+    assert all(block.startswith("data: ") for block in blocks[:-1])
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
+
+
+def error(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code >= 400, response.text
+    body = response.json()
+    assert list(body) == ["error"]
+    assert list(body["error"]) == ["message", "type", "param", "code"]
+    assert response.headers["x-request-id"]
+    found: dict[str, Any] = body["error"]
+    return found
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def shop(
+    settings: ServeSettings | None = None, *, real: bool = False, headers: Any = None, **engine: Any
+) -> AsyncIterator[Shop]:
+    """Open a shop; `real` ones listen on a port. Keywords are tiny_engine's."""
+    async with AsyncLLM.over(tiny_engine(**engine)) as llm:
+        app = make_app(llm, settings)
+        if not real:
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://shop", headers=headers
+            ) as client:
+                yield Shop(client, llm, app)
+            return
+        async with (
+            listening(app) as url,
+            httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client,
+        ):
+            yield Shop(client, llm, app, url)
+
+
+@asynccontextmanager
+async def listening(app: FastAPI) -> AsyncIterator[str]:
+    """The application on a port of its own."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=2)
+    )
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await serving
