@@ -108,6 +108,7 @@ def test_what_was_decided_on_the_way_is_written_down() -> None:
     unlimited = SamplingParams(max_tokens=None)
     assert one(unlimited).params.max_tokens == 4  # ended by the context: that long was too long
     assert one(unlimited, finish_reason="stop").params.max_tokens is None
+    assert one(unlimited.clone(min_tokens=9)).params.max_tokens == 9  # the context was shorter still
     assert one(unlimited).params.seed == 2**63 + 5
 
 

@@ -59,7 +59,7 @@ class Batch:
 
     def __init__(self, engine: Engine, *, names: tuple[str, ...] = (), key: SigningKey | None = None) -> None:
         self._engine, self._desk, self._key = engine, Desk(engine), key
-        self._names = (engine.config.model, *names)
+        self._names = (*names, engine.config.model)
         self._terms = Terms(
             defaults=self._desk.default_params(), proposer=engine.config.proposer, receipts=True
         )
@@ -134,7 +134,7 @@ class Batch:
         outputs = [answer.output() for answer in job.answers]
         name = ("chatcmpl-" if job.parsed.chat else "cmpl-") + _name(job.line)
         body = respond(
-            job.parsed, outputs, model=job.parsed.model or self._names[-1], created=int(time.time()), id=name,
+            job.parsed, outputs, model=job.parsed.model or self._names[0], created=int(time.time()), id=name,
             decode=self._decode, receipts=self._receipts(job.parsed, outputs),
         )  # fmt: skip
         return _reply(job.line, 200, body)

@@ -230,7 +230,7 @@ def _plain_params(params: SamplingParams, choice: CompletionOutput) -> Json:
     """All of them, with what was decided on the way: the seed, and how long was too long."""
     most = params.max_tokens
     if most is None and choice.finish_reason == "length":
-        most = len(choice.token_ids)
+        most = max(len(choice.token_ids), params.min_tokens)
     resolved = params.clone(seed=choice.seed, max_tokens=most)
     return {entry.name: _plain(getattr(resolved, entry.name)) for entry in fields(resolved)}
 

@@ -79,7 +79,7 @@ LAYERS = {
     "serve.messages": 2,
     "serve.replies": 5,
     "serve.protocol": 6,
-    "serve.settings": 1,
+    "serve.settings": 2,
     "serve.logs": 0,
     "serve.run": 14,
     "serve.command": 15,

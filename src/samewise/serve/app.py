@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -14,8 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 
 from samewise.aio import AsyncLLM
-from samewise.errors import SamewiseError
+from samewise.errors import MachineError, SamewiseError
+from samewise.ledger import keep
 from samewise.outputs import RequestOutput
+from samewise.receipts import Receipt, whole
 from samewise.serve import schema
 from samewise.serve.bodies import DetokenizeBody, TokenizeBody
 from samewise.serve.errors import ApiError, invalid
@@ -28,6 +32,8 @@ from samewise.serve.replies import Streamer, respond
 from samewise.serve.settings import ServeSettings
 from samewise.serve.wire import DONE, EventStream, Json, event, failure, read_body, unless_gone
 from samewise.serve.worker import Job, State, Worker
+
+log = logging.getLogger("samewise.serve")
 
 PAGE = Path(__file__).parent / "page"
 
@@ -60,7 +66,9 @@ class Service:
         with job:
             outputs = await unless_gone(request, job.outputs())
             self.metrics.finished(parsed, outputs)
-            body = respond(parsed, outputs, **wire, decode=llm.text, receipts=self.receipts(parsed, outputs))
+            body = respond(
+                parsed, outputs, **wire, decode=llm.text, receipts=await self.receipts(parsed, outputs)
+            )
         return Json(body)
 
     async def _events(self, job: Job, streamer: Streamer) -> AsyncIterator[bytes]:
@@ -76,20 +84,27 @@ class Service:
                     yield b"".join(map(event, events))
             outputs = [reading.output() for reading in job.readings]
             self.metrics.finished(job.parsed, outputs)
-            last = streamer.end(outputs, self.receipts(job.parsed, outputs))
+            last = streamer.end(outputs, await self.receipts(job.parsed, outputs))
             yield b"".join(map(event, last)) + DONE
         except SamewiseError as error:
             yield event(ApiError.of(error).body()) + DONE
 
-    def receipts(self, parsed: Parsed, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]] | None:  # noqa: ARG002
-        """SEAM: receipts of answers, for whoever asked (`receipt: true`) and for `settings.receipts`."""
-        return None
+    async def receipts(self, parsed: Parsed, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]] | None:
+        """Receipts for whoever asked (`receipt: true`), and one of every answer for `--receipts`."""
+        folder = self.settings.receipts
+        if not (parsed.receipt or folder) or not all(map(whole, outputs)):
+            return None
+        how: Any = {"key": self.settings.signer, "hide_prompt": self.settings.hide_prompts}
+        made = [one for out in outputs for one in self.worker.llm.receipts(out, parsed.params, **how)]
+        if folder is not None:
+            await asyncio.to_thread(_keep, folder, made)
+        return [one.as_json() for one in made] if parsed.receipt else None
 
     # ---- what it is
 
     def terms(self, llm: AsyncLLM) -> Terms:
         """What bodies may ask of this engine."""
-        return Terms(defaults=llm.default_params, proposer=llm.config.proposer)
+        return Terms(defaults=llm.default_params, proposer=llm.config.proposer, receipts=True)
 
     def names(self, llm: AsyncLLM) -> tuple[str, ...]:
         """What the model is called here."""
@@ -207,6 +222,19 @@ def make_app(
         )  # fmt: skip
     app.add_middleware(Named)
     return app
+
+
+def _keep(folder: Path, receipts: Sequence[Receipt]) -> None:
+    """Where every answer is to have a receipt, there is no answer without one."""
+    try:
+        for receipt in receipts:
+            keep(folder, receipt)
+    except MachineError as error:
+        log.error("%s", error)  # noqa: TRY400 - the message says it all
+        raise ApiError(
+            "the receipt could not be kept; the server's log says why",
+            status=500, kind="server_error", code="receipt_failed",
+        ) from error  # fmt: skip
 
 
 def _route(app: FastAPI, method: str, path: str, handler: Any) -> None:
