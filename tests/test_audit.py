@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,10 @@ def lie(receipt: Receipt, change: Callable[[dict[str, Any]], object]) -> Receipt
     return sealed(body)
 
 
+def _set_token(at: int, token: int, body: dict[str, Any]) -> None:
+    body["output"]["token_ids"][at] = token
+
+
 # ---- the truth
 
 
@@ -147,6 +152,11 @@ def test_answers_with_a_form(llm: LLM, auditor: Auditor) -> None:
     lies = [lie(receipt, lambda body: body["params"].update(grammar=other)) for receipt in found]
     lies += [lie(receipt, lambda body: body["params"].update(grammar=None)) for receipt in found]
     assert {finding.status for finding in look(auditor, lies)} == {Status.DIFFERENT}
+    for token in (5, 319, 320, 99_999, 2**32 - 1):
+        flip = partial(_set_token, 1, token)
+        lies = [lie(one, flip) for one in found]
+        findings = look(auditor, lies)
+        assert [(f.status, f.position) for f in findings] == [(Status.DIFFERENT, 1)] * 3
 
 
 def test_answers_nobody_guessed_for(llm: LLM, auditor: Auditor) -> None:
@@ -166,11 +176,7 @@ def test_one_flipped_token_is_named(auditor: Auditor, honest: list[Receipt]) -> 
     for receipt in honest:
         for at in {0, len(receipt.token_ids) - 1, rng.randrange(len(receipt.token_ids))}:
             token = (receipt.token_ids[at] + rng.randrange(1, 320)) % 320
-
-            def flip(body: dict[str, Any], at: int = at, token: int = token) -> None:
-                body["output"]["token_ids"][at] = token
-
-            lies.append(lie(receipt, flip))
+            lies.append(lie(receipt, partial(_set_token, at, token)))
             places.append(at)
     findings = look(auditor, lies)
     assert [(finding.status, finding.position) for finding in findings] == [
@@ -180,7 +186,7 @@ def test_one_flipped_token_is_named(auditor: Auditor, honest: list[Receipt]) -> 
 
 
 def test_a_token_no_model_has(auditor: Auditor, honest: list[Receipt]) -> None:
-    bad = lie(honest[0], lambda body: body["output"]["token_ids"].__setitem__(0, 99_999))
+    bad = lie(honest[0], partial(_set_token, 0, 99_999))
     assert [(f.status, f.position) for f in look(auditor, [bad])] == [(Status.DIFFERENT, 0)]
 
 

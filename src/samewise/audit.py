@@ -274,7 +274,9 @@ class Auditor:
     def _step(self, live: dict[Answer, _Live]) -> list[Finding]:
         found: list[Finding] = []
         for answer in self._desk.step() if live else ():
-            entry = live[answer]
+            entry = live.get(answer)
+            if entry is None:
+                continue  # another audit's, left in the middle
             while answer.pending and entry.difference is None:
                 entry.difference = entry.comparison.take(answer.pending.popleft())
             if entry.difference is not None or answer.finished:
