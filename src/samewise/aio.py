@@ -28,8 +28,16 @@ from samewise.signing import SigningKey
 T = TypeVar("T")
 
 
-Put = Callable[[Chunk | BaseException | None], None]
-"""Where an answer's chunks go; None ends them. May be called from any thread."""
+Item = Chunk | BaseException | None
+"""What a reader is handed: a chunk, the error that ends them, or None where they end well."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Where an answer's chunks go, and the loop that may put them there."""
+
+    loop: asyncio.AbstractEventLoop
+    chunks: asyncio.Queue[Item]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ class Reading:
     def __init__(
         self,
         answer: Answer,
-        chunks: asyncio.Queue[Chunk | BaseException | None],
+        chunks: asyncio.Queue[Item],
         leave: Callable[[Answer], None],
     ) -> None:
         self._answer, self._chunks, self._leave = answer, chunks, leave
@@ -120,7 +128,7 @@ class AsyncLLM:
     def _begin(self, engine: Engine) -> None:
         self._engine, self._desk = engine, Desk(engine)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._readers: dict[Answer, Put] = {}
+        self._readers: dict[Answer, _Reader] = {}
         self._failure: BaseException | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._own, name="samewise-engine", daemon=True)
@@ -140,7 +148,7 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
     ) -> Reading:
         """Start a request. Whoever opens it leaves it: see Reading."""
-        chunks: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
+        chunks: asyncio.Queue[Item] = asyncio.Queue()
         answer = await self._open(prompt, params or self._desk.default_params(), chunks, salt)
         return Reading(answer, chunks, self._leave)
 
@@ -241,19 +249,15 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         params: SamplingParams,
-        chunks: asyncio.Queue[Chunk | BaseException | None],
+        chunks: asyncio.Queue[Item],
         salt: bytes,
     ) -> Answer:
-        loop = asyncio.get_running_loop()
-
-        def put(chunk: Chunk | BaseException | None) -> None:
-            _tell(loop, chunks.put_nowait, chunk)
-
+        reader = _Reader(asyncio.get_running_loop(), chunks)
         # Tokenising a long prompt takes milliseconds: neither the loop nor the engine waits for it.
         asked = await asyncio.to_thread(self._desk.ask, prompt, params)
         made: list[Answer] = []
         try:
-            return await self._call(lambda: self._submit(asked, salt, put, made))
+            return await self._call(lambda: self._submit(asked, salt, reader, made))
         except asyncio.CancelledError:
             self._calls.put(_Call(lambda: self._drop_all(made), lambda _: None))
             raise
@@ -298,10 +302,10 @@ class AsyncLLM:
 
     # ---- in the engine's thread
 
-    def _submit(self, asked: Asked, salt: bytes, put: Put, made: list[Answer]) -> Answer:
+    def _submit(self, asked: Asked, salt: bytes, reader: _Reader, made: list[Answer]) -> Answer:
         answer = self._desk.submit(asked, salt=salt)
         made.append(answer)
-        self._readers[answer] = put
+        self._readers[answer] = reader
         return answer
 
     def _drop(self, answer: Answer) -> None:
@@ -316,18 +320,28 @@ class AsyncLLM:
         """The engine's thread: take calls, step while there is work, sleep while there is none."""
         try:
             while self._take_calls():
-                for answer in self._desk.step():
-                    put = self._readers.get(answer)
-                    while put is not None and answer.pending:
-                        put(answer.pending.popleft())
-                    if put is not None and answer.finished:
-                        put(None)
+                self._hand_out(self._desk.step())
         except BaseException as error:
             self._failure = error
-        for put in self._readers.values():
-            put(self._gone())
+        for reader in self._readers.values():
+            _tell(reader.loop, reader.chunks.put_nowait, self._gone())
         self._stopped.set()
         self._refuse_calls()
+
+    def _hand_out(self, news: list[Answer]) -> None:
+        """What became final, to whoever reads it: each loop is woken once, however many read there."""
+        mail: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Item], Item]]] = {}
+        for answer in news:
+            reader = self._readers.get(answer)
+            if reader is None:
+                continue
+            box = mail.setdefault(reader.loop, [])
+            while answer.pending:
+                box.append((reader.chunks, answer.pending.popleft()))
+            if answer.finished:
+                box.append((reader.chunks, None))
+        for loop, box in mail.items():
+            _tell(loop, _deliver, box)
 
     def _take_calls(self) -> bool:
         """Run waiting calls; block while the engine is idle. False when it is time to stop."""
@@ -349,6 +363,11 @@ class AsyncLLM:
                 return
             if call is not None:
                 call.fail(self._gone())
+
+
+def _deliver(box: list[tuple[asyncio.Queue[Item], Item]]) -> None:
+    for chunks, item in box:
+        chunks.put_nowait(item)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, tell: Callable[..., object], *what: object) -> None:

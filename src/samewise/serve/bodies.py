@@ -24,9 +24,43 @@ _PROMPT = {
 _STOP = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _ANY: dict[str, Any] = {}
 
+_MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "required": ["type", "text"],
+                            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        },
+                    },
+                    {"type": "null"},
+                ]
+            },
+        },
+    },
+}
+
 Prompt = Annotated[Any, WithJsonSchema(_PROMPT)]
 Stop = Annotated[Any, WithJsonSchema(_STOP)]
 Anything = Annotated[Any, WithJsonSchema(_ANY)]
+Messages = Annotated[list[dict[str, Any]], WithJsonSchema(_MESSAGES)]
+
+
+def _range(least: float | None = None, most: float | None = None, says: str | None = None) -> Any:
+    """An optional number. Its range is for the document: where it is checked, more can be said about it."""
+    bounds = {"minimum": least, "maximum": most}
+    shown: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
+    return Field(None, description=says, json_schema_extra=shown)
 
 
 class StreamOptions(BaseModel):
@@ -44,35 +78,35 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = Field(None, description="One of `/v1/models`; absent: the one there is.")
-    max_tokens: int | None = None
-    temperature: float | None = Field(None, description="0 is greedy; absent: the checkpoint's, else 1.")
-    top_p: float | None = None
-    n: int | None = None
+    max_tokens: int | None = _range(0)
+    temperature: float | None = _range(0, says="0 is greedy; absent: the checkpoint's, else 1.")
+    top_p: float | None = _range(0, 1)
+    n: int | None = _range(1, 128)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop = None
-    seed: int | None = Field(None, description="Absent: derived from the prompt, and returned.")
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    seed: int | None = _range(-(2**63), 2**64 - 1, "Absent: derived from the prompt, and returned.")
+    presence_penalty: float | None = _range(-2, 2)
+    frequency_penalty: float | None = _range(-2, 2)
     logit_bias: dict[str, float] | None = None
     user: str | None = None
     response_format: dict[str, Anything] | None = None
     # Ours, and vLLM's.
     verify: bool | None = Field(None, description="False gives up the promise of equal bits.")
     proposer: str | None = Field(None, description="`none`: nobody guesses. The output is the same.")
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    top_k: int | None = _range(-1)
+    min_p: float | None = _range(0, 1)
+    repetition_penalty: float | None = _range(0.01, 100)
+    min_tokens: int | None = _range(0)
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = _range(0, 20)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: int | None = _range(1)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, description="Prefixes are shared only under an equal salt.")
@@ -86,16 +120,16 @@ class CompletionBody(Body):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: int | None = _range(0, 20)
 
 
 class ChatBody(Body):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[dict[str, Anything]]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_completion_tokens: int | None = _range(0)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = _range(0, 20)
     tools: list[dict[str, Anything]] | None = None
     tool_choice: Anything = None
     parallel_tool_calls: bool | None = None
@@ -111,7 +145,7 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Anything]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
