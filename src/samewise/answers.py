@@ -371,7 +371,8 @@ class Desk:
         if not messages:
             raise BadPrompt("the conversation is empty; give at least one message")
         for message in messages:
-            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            said = isinstance(message, Mapping) and ("content" in message or "tool_calls" in message)
+            if not said or "role" not in message:
                 raise BadPrompt(f"a message is a mapping with 'role' and 'content', not {message!r}")
         import jinja2
 
@@ -380,7 +381,7 @@ class Desk:
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                chat_template=pin_clock(self.tokenizer.get_chat_template(), self.engine.config.date),
+                chat_template=pin_clock(self.template(tools=template.get("tools")), self.engine.config.date),
                 **template,
             )
         except jinja2.exceptions.UndefinedError as error:
@@ -390,6 +391,10 @@ class Desk:
         except Exception as error:  # a template is the model's author's program: it may raise anything
             raise BadPrompt(f"the chat template refused the conversation: {error}") from error
         return self.encode(text, add_special_tokens=False)
+
+    def template(self, tools: Any = None) -> str:
+        """The model's chat template; some have another one for conversations with tools."""
+        return str(self.tokenizer.get_chat_template(tools=tools))
 
     # ---- out
 

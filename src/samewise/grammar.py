@@ -44,6 +44,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab: int, eos_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, sorted(eos_ids)
         self._lock = threading.Lock()
+        self._compiling = threading.Lock()  # its own: a grammar that is known waits for no other
         self._trie: Any = None  # the tokenizer as llguidance has it; takes a second to make
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()  # the latest used last
 
@@ -53,18 +54,27 @@ class Grammars:
 
     def guide(self, grammar: Grammar, stop_ids: frozenset[int]) -> Walk:
         """A walk from the beginning of a text that `stop_ids` may end."""
-        return Walk(self._start(grammar), self._vocab, frozenset(self._trie.eos_tokens), stop_ids)
+        return Walk(self._start(grammar), self._trie, stop_ids)
 
     def _start(self, grammar: Grammar) -> Any:
         """A matcher at the beginning, which nobody else has."""
-        with self._lock:
-            found = self._compiled.get(grammar)
-            if found is None:
-                found = self._compiled[grammar] = self._compile(grammar)
+        found = self._find(grammar)
+        if found is None:
+            with self._compiling:
+                made = self._compile(grammar)
+            with self._lock:
+                self._compiled[grammar] = made
                 if len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
+                found = made.deep_copy()
+        return found
+
+    def _find(self, grammar: Grammar) -> Any:
+        with self._lock:
+            if grammar not in self._compiled:
+                return None
             self._compiled.move_to_end(grammar)
-            return found.deep_copy()
+            return self._compiled[grammar].deep_copy()
 
     def _compile(self, grammar: Grammar) -> Any:
         try:
@@ -78,16 +88,16 @@ class Grammars:
         if not made.is_error():
             mask = made.compute_bitmask()  # the first one takes the longest: not while others wait
         if made.is_error():
-            raise BadParameter(f"the {grammar.kind} grammar cannot be used: {_first_lines(made.get_error())}")
+            raise BadParameter(f"grammar={grammar.kind}: {_first_lines(made.get_error())}")
         if not int.from_bytes(mask, "little") & ~_bits(self._trie.eos_tokens):
             raise BadParameter(
-                f"the {grammar.kind} grammar admits only the empty text, or nothing this model can spell"
+                f"grammar={grammar.kind}: it admits only the empty text, or nothing this model can spell"
             )
         return made
 
     def _read_tokenizer(self) -> Any:
         if self._tokenizer is None:
-            raise BadParameter("a grammar needs a tokenizer, and this model has none")
+            raise BadParameter("grammar needs a tokenizer, and this model has none")
         from llguidance.hf import from_tokenizer
 
         # A model may have more ids than its tokenizer has tokens; those are never let through.
@@ -101,45 +111,31 @@ class Grammars:
 class Walk:
     """A `types.Guide`: one sequence's way through its grammar."""
 
-    def __init__(self, start: Any, vocab: int, ends: frozenset[int], stop_ids: frozenset[int]) -> None:
-        self._start, self._matcher = start, start.deep_copy()
-        self._vocab, self._ends, self._stops = vocab, ends, ends & stop_ids
-        self._early = ~_bits(ends)  # where the text may not end yet, no end is let through
-        self._never = ~_bits(ends - stop_ids)  # and those that were told to end nothing never are
+    def __init__(self, start: Any, trie: Any, stop_ids: frozenset[int]) -> None:
+        self._start, self._matcher, self._trie = start, start.deep_copy(), trie
+        own = frozenset(trie.eos_tokens)
+        more = frozenset(token for token in stop_ids - own if trie.is_special_token(token))
+        self._ends = own | more  # a special token that was told to end the text is an end of text too
+        self._early = ~_bits(self._ends)  # where the text may not end yet, no end is let through
+        self._never = ~_bits(own - stop_ids)  # and those that were told to end nothing never are
+        self._more = _bits(more)
         self._taken: list[int] = []
         self._known: dict[tuple[int, ...], bytes | None] = {}  # masks behind what is committed, by guesses
         self._lost = False  # llguidance gave up on this text
 
     def fits(self, draft: list[int], guesses: tuple[int, ...]) -> int:
         """How many of `guesses` the grammar lets follow what was committed and drafted."""
-        path = (*draft, *guesses)
-        num = gone = self._go(path)
-        if gone < len(path) and path[gone] in self._stops:
-            num += self._matcher.is_accepting() and not self._matcher.is_stopped()
-        self._come_back(gone)
-        return max(0, num - len(draft))
+        return max(0, self._look((*draft, *guesses)) - len(draft))
 
     def masks(self, guesses: tuple[int, ...]) -> list[bytes | None]:
         """What may come next: before the first guess, and after each."""
-        paths = [guesses[:num] for num in range(len(guesses) + 1)]
-        if any(path not in self._known for path in paths):
-            gone = 0
-            for path in paths:
-                if len(path) <= gone + 1 and self._go(path[gone:]) == len(path) - gone:
-                    gone = len(path)
-                    self._known[path] = self._here()
-                else:
-                    self._known[path] = None
-            self._come_back(gone)
-        return [self._known[path] for path in paths]
+        self._look(guesses)
+        return [self._known.get(guesses[:num]) for num in range(len(guesses) + 1)]
 
     def mask(self, guesses: tuple[int, ...]) -> bytes | None:
         """The last of `masks`."""
-        if guesses not in self._known:
-            gone = self._go(guesses)
-            self._known[guesses] = self._here() if gone == len(guesses) else None
-            self._come_back(gone)
-        return self._known[guesses]
+        self._look(guesses)
+        return self._known.get(guesses)
 
     def take(self, token: int) -> Finish | None:
         """Commit a token. STOP: the text ends with it; ABORT: the grammar cannot take it, or be followed."""
@@ -151,11 +147,23 @@ class Walk:
         self._taken.append(token)
         return Finish.STOP if self._matcher.is_stopped() else None
 
+    def _look(self, path: tuple[int, ...]) -> int:
+        """Learn the masks along a path, as far as they let it through; returns how far that is."""
+        known, gone = self._known, 0
+        for num in range(len(path) + 1):
+            here = path[:num]
+            if here not in known:
+                gone += self._go(path[gone:num])
+                known[here] = self._here() if gone == num else None
+            if num == len(path) or not _lets(known[here], path[num]):
+                break
+        self._come_back(gone)
+        return num
+
     def _go(self, path: tuple[int, ...]) -> int:
-        """Go ahead as far as the grammar and the text go; returns how far that was."""
+        """Go ahead as far as the grammar goes, and not beyond the end; returns how far that was."""
         for num, token in enumerate(path):
-            inside = 0 <= token < self._vocab and token not in self._ends
-            if not inside or self._matcher.is_stopped() or not self._matcher.try_consume_tokens([token]):
+            if token in self._ends or not self._matcher.try_consume_tokens([token]):
                 return num
         return len(path)
 
@@ -176,10 +184,29 @@ class Walk:
         mask: bytes = matcher.compute_bitmask()
         if matcher.is_error():
             return None
-        keep = self._never if matcher.is_accepting() else self._early
-        if keep != -1:
-            mask = (int.from_bytes(mask, "little") & keep).to_bytes(len(mask), "little")
+        if mask.count(0) == len(mask) - 1:
+            mask = self._spelt(mask)
+        keep, more = (self._never, self._more) if matcher.is_accepting() else (self._early, 0)
+        if keep != -1 or more:
+            mask = (int.from_bytes(mask, "little") & keep | more).to_bytes(len(mask), "little")
         return mask if any(mask) else None
+
+    def _spelt(self, mask: bytes) -> bytes:
+        """Text that must come next is asked for in the tokenizer's own words, one at a time. Where it reads
+        like a special token it would be asked for as that token, which stands for no text: spell it instead.
+        """
+        last = len(mask.rstrip(b"\0")) - 1
+        token = 8 * last + mask[last].bit_length() - 1
+        if mask[last].bit_count() > 1 or self._matcher.validate_tokens([token]):
+            return mask
+        forced: bytes = self._matcher.compute_ff_bytes()
+        words = [self._trie.greedy_tokenize(forced[:size].decode("utf-8", "ignore")) for size in range(1, 17)]
+        found = {word[0] for word in words if len(word) == 1 and self._matcher.validate_tokens(word)}
+        return _bits(found).to_bytes(len(mask), "little")
+
+
+def _lets(mask: bytes | None, token: int) -> bool:
+    return mask is not None and 0 <= token < 8 * len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 def _bits(ids: Iterable[int]) -> int:
@@ -197,7 +224,7 @@ def _source(grammar: Grammar) -> str:
     schema = json.loads(grammar.text) if grammar.text else {"type": "object"}
     own = schema.pop("x-guidance", None)
     if own is not None:
-        raise BadParameter("the JSON schema has 'x-guidance', which is not part of JSON Schema; leave it out")
+        raise BadParameter("grammar=json_schema: 'x-guidance' is not part of JSON Schema; leave it out")
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
 
 

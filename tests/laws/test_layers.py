@@ -89,6 +89,9 @@ LAYERS = {
     "serve.worker": 11,
     "serve.metrics": 12,
     "serve.app": 13,
+    "serve.formats": 2,
+    "serve.tools": 2,
+    "serve.toolbox": 3,
     "bench.contend": 11,
     "bench.workload": 1,
     "demo": 11,
@@ -137,6 +140,9 @@ HOST_ONLY = (
     "serve.protocol",
     "serve.settings",
     "serve.logs",
+    "serve.formats",
+    "serve.tools",
+    "serve.toolbox",
 )
 
 

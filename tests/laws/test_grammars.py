@@ -1,4 +1,4 @@
-"""Laws 1 to 3 for constrained requests: a mask is a function of the tokens before a row, and of nothing else."""
+"""Laws 1 to 3 with grammars: a mask is a function of the tokens before a row, and of nothing else."""
 
 import json
 import random
@@ -135,7 +135,7 @@ def test_an_oracle_that_is_wrong_once(truth, grammars, place):
 
 
 def test_guesses_from_the_text_as_it_would_have_been(truth, grammars):
-    """An oracle of the unconstrained text: most of what it says is forbidden, and none of that is replayed."""
+    """An oracle of the unconstrained text: most of it is forbidden, and none of that is replayed."""
     free = [replace(c, sampling=replace(c.sampling, grammar=None), most=40) for c in CASES]
     engine = LLAMA.engine(Script.of(free, reference(LLAMA, free)).oracle)
     assert play(engine, CASES, after=in_frames(engine, grammars)) == truth
