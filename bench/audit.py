@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--num", type=int, default=100)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--turn", type=int, default=20, help="receipts made, then audited, at a time")
     args = parser.parse_args()
