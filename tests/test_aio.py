@@ -420,3 +420,61 @@ def test_a_loop_that_died_does_not_take_the_engine_with_it() -> None:
         assert llm.failure is None
     finally:
         llm.close()
+
+
+# ---- readings
+
+
+def test_a_reading_hands_out_what_came_before_its_error() -> None:
+    async def work() -> None:
+        async with served() as llm:
+            with await llm.open("hello", LONG) as reading:
+                await until(lambda: llm._engine.scheduler.counts.output_tokens >= 6)
+                await asyncio.sleep(0)
+                reading.fail(MachineError("sent away"))
+                assert await reading.some()
+                with pytest.raises(MachineError, match="sent away"):
+                    await reading.some()
+                assert await reading.some() == []
+                assert not reading.finished
+            await pages_are_back(llm)
+            with await llm.open("hello", SHORT.clone(logprobs=1, prompt_logprobs=1)) as reading:
+                (first, *_) = await reading.some()
+                known = reading.prompt()
+                assert first.seed == reading.output().outputs[0].seed
+                assert len(known.prompt_logprobs or []) == len(known.prompt_token_ids)
+                while await reading.some():
+                    pass
+                assert reading.finished
+                assert reading.output().prompt_logprobs == known.prompt_logprobs
+            await pages_are_back(llm)
+
+    go(work())
+
+
+def test_what_a_server_asks_of_it() -> None:
+    async def work() -> None:
+        async with served() as llm:
+            assert llm.alive
+            assert llm.max_model_len == 512
+            assert llm.config.model == "tiny-llama"
+            assert llm.report.frames > 0
+            assert llm.text(await llm.tokens("é!")) == "é!"
+            with pytest.raises(BadPrompt, match="holds 999"):
+                llm.text([999])
+        assert not llm.alive
+
+    go(work())
+
+
+def test_nobody_guesses_for_whoever_asked_for_that() -> None:
+    async def work() -> None:
+        async with served(proposer="ngram") as llm:
+            asked = LONG.clone(max_tokens=60)
+            one = await llm.generate("ab" * 20, asked)
+            two = await llm.generate("ab" * 20, asked.clone(speculate=False))
+            assert bits(one) == bits(two)
+            assert one.metrics.num_guessed_tokens > 0
+            assert two.metrics.num_guessed_tokens == 0
+
+    go(work())

@@ -323,9 +323,9 @@ class AsyncLLM:
                 self._hand_out(self._desk.step())
         except BaseException as error:
             self._failure = error
+        self._stopped.set()  # before anybody is told: who hears of it must find it so
         for reader in self._readers.values():
             _tell(reader.loop, reader.chunks.put_nowait, self._gone())
-        self._stopped.set()
         self._refuse_calls()
 
     def _hand_out(self, news: list[Answer]) -> None:

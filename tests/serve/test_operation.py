@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import random
+import socket
 import threading
 import time
 from typing import Any
@@ -70,13 +72,39 @@ def test_a_client_that_leaves_before_it_is_admitted_leaves_nothing() -> None:
     go(work())
 
 
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_whenever_a_client_leaves_nothing_is_left_behind(prompts: int) -> None:
+    """Cancelled at any moment of being admitted, answered or streamed."""
+    body = LONG | {"prompt": ["hello"] * prompts, "max_tokens": 2}
+
+    async def work() -> None:
+        async with shop() as here:
+            rng = random.Random(prompts)
+            for i in range(150):
+                asking = asyncio.create_task(
+                    here.client.post(COMPLETIONS, json=body | {"stream": i % 2 == 0})
+                )
+                for _ in range(rng.randrange(60)):
+                    await asyncio.sleep(0)
+                if rng.random() < 0.5:
+                    await asyncio.sleep(rng.random() * 0.02)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+            await here.quiet()
+
+    go(work())
+
+
 def test_a_reader_that_does_not_read_holds_up_nobody() -> None:
     async def work() -> None:
         async with shop(real=True) as here:
             host, port = here.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port), limit=256)
+            deaf = socket.socket()
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            deaf.connect((host, int(port)))
+            _, writer = await asyncio.open_connection(sock=deaf, limit=256)
             body = json.dumps(
-                LONG | {"stream": True, "logprobs": 20, "n": 3, "return_token_ids": True}
+                LONG | {"stream": True, "logprobs": 20, "n": 2, "max_tokens": 200, "return_token_ids": True}
             ).encode()
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
             writer.write(head.encode() + body)
@@ -85,10 +113,10 @@ def test_a_reader_that_does_not_read_holds_up_nobody() -> None:
             others = await asyncio.gather(*(here.complete(f"{i}") for i in range(8)))
             assert len(others) == 8
             await until(lambda: here.llm._engine.idle)  # its answer is complete, whether it is read or not
+            assert here.worker.num_jobs == 1
             assert (await here.complete())["choices"]
             writer.close()
             await here.quiet()
-            del reader
 
     go(work())
 
@@ -113,6 +141,20 @@ def test_a_full_queue_says_when_to_come_back() -> None:
             await here.quiet()
             status, told = await here.refusal(COMPLETIONS, LONG | {"n": 3})
             assert (status, told["param"]) == (400, "n")  # it would never fit
+
+    go(work())
+
+
+def test_several_prompts_are_taken_whole_or_not_at_all() -> None:
+    async def work() -> None:
+        async with shop() as here:
+            status, told = await here.refusal(COMPLETIONS, LONG | {"prompt": ["a", "b", "", "d"]})
+            assert (status, told["param"]) == (400, "prompt")
+            await here.quiet()
+            frames = here.llm._engine.scheduler.counts.frames
+            await here.complete([f"{i}" for i in range(16)], max_tokens=8, proposer="none")
+            # Together from the first frame on, or nearly: alone each would take eight.
+            assert here.llm._engine.scheduler.counts.frames - frames < 32
 
     go(work())
 
@@ -144,7 +186,7 @@ def test_while_loading() -> None:
             gate.set()
             await loading
             assert (await client.get("/ready")).status_code == 200
-            assert (await client.post(COMPLETIONS, json=LONG)).status_code == 200
+            assert (await client.post(COMPLETIONS, json=LONG | {"max_tokens": 4})).status_code == 200
         await worker.close()
 
     go(work())

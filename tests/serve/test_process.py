@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -121,8 +122,21 @@ def test_a_servers_life(folder: str, tmp_path: Path) -> None:
 # ---- the same in this process, which is quicker
 
 
+@pytest.fixture(autouse=True)
+def no_real_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is told to end while it loads leaves at once; this process is not to go with it."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+
+
 def serve_here(
-    client: Callable[[str], T], load: Callable[[], AsyncLLM], settings: ServeSettings | None = None
+    client: Callable[[str], T],
+    load: Callable[[], AsyncLLM],
+    settings: ServeSettings | None = None,
+    **tls: Path,
 ) -> tuple[int, T]:
     """(exit code, what the client found): the server in this thread, the client in another."""
     found: list[T] = []
@@ -130,26 +144,26 @@ def serve_here(
         port = free.getsockname()[1]
 
     def ask() -> None:
-        url = f"http://127.0.0.1:{port}"
+        url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
         for _ in range(2000):
             with suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health", timeout=30).status_code:
-                    break
+                httpx.get(f"{url}/health", verify=False, timeout=30)
+                break
             time.sleep(0.01)
         found.append(client(url))
 
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        code = run(load, settings or ServeSettings(), Listen(port=port), version="0")
+        code = run(load, settings or ServeSettings(), Listen(port=port, **tls), version="0")
     finally:
         thread.join(30)
     return code, found[0]
 
 
-def ready(url: str) -> None:
+def ready(url: str, **how: Any) -> None:
     for _ in range(3000):
-        if httpx.get(f"{url}/ready").status_code == 200:
+        if httpx.get(f"{url}/ready", **how).status_code == 200:
             return
         time.sleep(0.01)
     raise AssertionError("it never was ready")
@@ -210,17 +224,58 @@ def test_a_model_that_is_not_there_ends_the_server() -> None:
         serve_here(lambda _: None, load)
 
 
-def test_told_to_end_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_told_to_end_while_loading() -> None:
     gate = threading.Event()
-
-    def leave(code: int) -> None:
-        gate.set()
-        raise SystemExit(code)
-
-    monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit) as left:
         serve_here(lambda _: told_to_end(), lambda: (gate.wait(20), tiny())[1])
+    gate.set()
     assert left.value.code == 0
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """One of our own making, and its key."""
+    pytest.importorskip("cryptography")
+    import datetime as dt
+    import ipaddress
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = dt.datetime.now(dt.UTC)
+    host = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now)
+        .not_valid_after(now + dt.timedelta(hours=1))
+        .add_extension(host, critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    return folder / "cert.pem", folder / "key.pem"
+
+
+def test_tls(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    with pytest.raises(BadParameter, match="will not do"):
+        Listen(certificate=cert)  # its key is elsewhere
+    trust = ssl.create_default_context(cafile=str(cert))
+
+    def client(url: str) -> int:
+        try:
+            ready(url, verify=trust)
+            return httpx.get(f"{url}/v1/models", verify=trust).status_code
+        finally:
+            told_to_end()
+
+    code, status = serve_here(client, tiny, certificate=cert, key=key)
+    assert (code, status) == (0, 200)
 
 
 # ---- before anything is loaded

@@ -59,7 +59,7 @@ class Service:
             "created": int(time.time()),
             "id": ("chatcmpl-" if parsed.chat else "cmpl-") + request.state.request_id,
         }
-        job = await unless_gone(request, self.worker.admit(parsed, request.state.customer))
+        job = await unless_gone(request, self.worker.admit(parsed, request.state.customer), Job.leave)
         if parsed.stream:
             streamer = Streamer(parsed, **wire, fingerprint=llm.contract.id, decode=llm.text)
             return EventStream(self._events(job, streamer), close=job.leave)

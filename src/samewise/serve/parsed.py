@@ -5,16 +5,33 @@ Host only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
 
 Prompt = str | Sequence[int]
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+
+
+class TextReader(Protocol):
+    """Reads one answer's text as it comes, and says it in OpenAI's deltas: content, or calls of tools."""
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """Add text; returns what became clear."""
+        ...
+
+    def flush(self) -> list[dict[str, Any]]:
+        """No more text: returns what was held back."""
+        ...
+
+
+MakeReader = Callable[[RequestOutput, int], TextReader]
+"""A reader for a choice, given what is known of the prompt and the choice's index."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +69,7 @@ class Parsed:
     cache_salt: str | None = None
     receipt: bool = False
     explain: bool = False
+    reader: MakeReader | None = field(default=None, compare=False)  # None: the text is content as it stands
 
     @property
     def chat(self) -> bool:
@@ -64,4 +82,4 @@ class Parsed:
         return self.params.n * (1 if self.chat else len(self.prompts))
 
 
-__all__ = ["CHAT", "COMPLETIONS", "Parsed", "Prompt", "Terms"]
+__all__ = ["CHAT", "COMPLETIONS", "MakeReader", "Parsed", "Prompt", "Terms", "TextReader"]

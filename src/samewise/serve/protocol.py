@@ -7,6 +7,7 @@ here, so that a batch of requests from a file is read by the same rules.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -14,10 +15,10 @@ from pydantic import BaseModel, ValidationError
 from samewise.config import PROPOSERS
 from samewise.errors import CallerError
 from samewise.params import SamplingParams
-from samewise.serve.bodies import REFUSED, Body, ChatBody, CompletionBody
+from samewise.serve.bodies import REFUSED, Body, ChatBody, CompletionBody, TokenizeBody
 from samewise.serve.errors import ApiError, invalid, refused
 from samewise.serve.messages import conversation
-from samewise.serve.parsed import CHAT, COMPLETIONS, Parsed, Prompt, Terms
+from samewise.serve.parsed import CHAT, COMPLETIONS, MakeReader, Parsed, Prompt, Terms
 from samewise.serve.replies import respond
 
 B = TypeVar("B", bound=BaseModel)
@@ -120,7 +121,14 @@ def _completion(body: CompletionBody, terms: Terms) -> Parsed:
         raise invalid("prompt_logprobs", "with echo and logprobs, leave it out or give the same number")
     prompt_logprobs = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    params = _params(body, terms, max_tokens=max_tokens, logprobs=body.logprobs, prompts=prompt_logprobs)
+    params = _params(
+        body,
+        terms,
+        _form(body, terms),
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompts=prompt_logprobs,
+    )
     if len(prompts) * params.n > terms.max_choices:
         raise invalid(
             "prompt", f"{len(prompts)} prompts × n={params.n} are more than {terms.max_choices}; send fewer"
@@ -132,9 +140,9 @@ def _completion(body: CompletionBody, terms: Terms) -> Parsed:
 
 def _chat(body: ChatBody, terms: Terms) -> Parsed:
     refuse_unsupported(body)
-    logprobs = _chat_logprobs(body, terms)
+    logprobs, form = _chat_logprobs(body, terms), _form(body, terms)
     params = _params(
-        body, terms, max_tokens=_chat_limit(body), logprobs=logprobs, prompts=body.prompt_logprobs
+        body, terms, form, max_tokens=_chat_limit(body), logprobs=logprobs, prompts=body.prompt_logprobs
     )
     if params.n > terms.max_choices:
         raise invalid("n", f"{params.n} is more than {terms.max_choices}; ask for fewer")
@@ -144,13 +152,14 @@ def _chat(body: ChatBody, terms: Terms) -> Parsed:
         endpoint=CHAT,
         params=params,
         messages=conversation(body.messages),
-        template=chat_template(body),
+        template=chat_template(body) | form.template,
+        reader=form.reader,
         **_common(body, terms),
     )
 
 
-def chat_template(body: Any) -> dict[str, Any]:
-    """Keywords for the chat template, from the fields that say something about it."""
+def chat_template(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Keywords for the chat template, from the fields that are about nothing else."""
     going_on = bool(body.continue_final_message)
     if going_on and body.add_generation_prompt:
         raise invalid("continue_final_message", "excludes add_generation_prompt; give one of them")
@@ -161,9 +170,7 @@ def chat_template(body: Any) -> dict[str, Any]:
         if name in NOT_TEMPLATE or not name.isidentifier():
             raise invalid("chat_template_kwargs", f"{name!r} is not for a template")
     begin = not going_on if body.add_generation_prompt is None else body.add_generation_prompt
-    return own | _tools(body) | {"add_generation_prompt": begin} | (
-        {"continue_final_message": True} if going_on else {}
-    )  # fmt: skip
+    return own | {"add_generation_prompt": begin} | ({"continue_final_message": True} if going_on else {})
 
 
 def _chat_logprobs(body: ChatBody, terms: Terms) -> int | None:
@@ -186,7 +193,13 @@ def _chat_limit(body: ChatBody) -> int | None:
 
 
 def _params(
-    body: Body, terms: Terms, *, max_tokens: int | None, logprobs: int | None, prompts: int | None
+    body: Body,
+    terms: Terms,
+    form: _Form,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompts: int | None,
 ) -> SamplingParams:
     _limit("n", body.n, terms.max_n, least=1)
     _limit("prompt_logprobs", prompts, terms.max_logprobs)
@@ -198,7 +211,7 @@ def _params(
     given["speculate"] = _speculate(body.proposer, terms)
     try:
         return SamplingParams(
-            max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompts, **given, **_grammar(body)
+            max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompts, **(given | form.params)
         )
     except CallerError as error:
         raise ApiError.of(error) from error
@@ -239,24 +252,26 @@ def _speculate(proposer: str | None, terms: Terms) -> bool:
     return True
 
 
-def _grammar(body: Body) -> dict[str, Any]:
-    """SEAM: what `response_format` asks of the sampler, as keywords of SamplingParams."""
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What `response_format`, `tools` and `tool_choice` come to."""
+
+    params: dict[str, Any] = field(default_factory=dict)  # keywords of SamplingParams
+    template: dict[str, Any] = field(default_factory=dict)  # keywords of the chat template
+    reader: MakeReader | None = None  # how to read the answer's text
+
+
+def _form(body: Body, terms: Terms) -> _Form:  # noqa: ARG001 - what a template can do will stand in the terms
+    """SEAM: the one place where formats and tools are refused, and could be honoured."""
     kind = (body.response_format or {}).get("type", "text")
     if kind != "text":
-        raise refused(
-            "response_format", f"of type {_brief(kind)} is not supported yet; use {{'type': 'text'}}"
-        )
-    return {}
-
-
-def _tools(body: Any) -> dict[str, Any]:
-    """SEAM: what `tools` and `tool_choice` give the template, as keywords."""
+        raise refused("response_format", f"of type {_brief(kind)} is not supported; use {{'type': 'text'}}")
     choice = getattr(body, "tool_choice", None)
     if getattr(body, "tools", None) and choice != "none":
-        raise refused("tools", "is not supported yet; describe them in a message")
+        raise refused("tools", "is not supported; describe them in a message")
     if choice not in (None, "none", "auto"):
-        raise refused("tool_choice", "is not supported yet; leave it out")
-    return {}
+        raise refused("tool_choice", "is not supported; leave it out")
+    return _Form()
 
 
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:

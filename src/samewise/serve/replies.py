@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestOutput
-from samewise.serve.parsed import Parsed
+from samewise.serve.parsed import Parsed, TextReader
 
 Decode = Callable[[list[int]], str]
 LEAST = -9999.0  # JSON knows no infinity
@@ -81,8 +81,9 @@ def _choice(
     parsed: Parsed, output: RequestOutput, one: CompletionOutput, index: int, decode: Decode | None
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index}
+    finish = one.finish_reason
     if parsed.chat:
-        choice["message"] = {"role": "assistant", "content": one.text, "refusal": None}
+        choice["message"], finish = _message(parsed, output, one)
         choice["logprobs"] = _chat_logprobs(parsed, one.token_ids, one.logprobs)
     else:
         echoed = echo(parsed, output, decode)
@@ -96,10 +97,39 @@ def _choice(
             choice["prompt_logprobs"] = _prompt_logprobs(output)
         if parsed.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
-    choice |= {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason, "seed": one.seed}
+    choice |= {"finish_reason": finish, "stop_reason": one.stop_reason, "seed": one.seed}
     if parsed.return_token_ids:
         choice["token_ids"] = one.token_ids
     return choice
+
+
+def _message(
+    parsed: Parsed, output: RequestOutput, one: CompletionOutput
+) -> tuple[dict[str, Any], str | None]:
+    """What the assistant says, and why it ended: the stream's deltas, put together."""
+    message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
+    if parsed.reader is None:
+        return message, one.finish_reason
+    reader = parsed.reader(output, one.index)
+    content, calls = "", dict[int, dict[str, Any]]()
+    for delta in (*reader.push(one.text), *reader.flush()):
+        content += delta.get("content") or ""
+        for part in delta.get("tool_calls", ()):
+            call = calls.setdefault(
+                part["index"], {"id": "", "type": "function", "function": {"arguments": ""}}
+            )
+            call |= {name: part[name] for name in ("id", "type") if name in part}
+            said = part.get("function", {})
+            arguments = call["function"]["arguments"] + said.get("arguments", "")
+            call["function"] |= said | {"arguments": arguments}
+    message["content"] = content if content or not calls else None
+    if calls:
+        message["tool_calls"] = [calls[index] for index in sorted(calls)]
+    return message, _why(one.finish_reason, called=bool(calls))
+
+
+def _why(finish: str | None, *, called: bool) -> str | None:
+    return "tool_calls" if called and finish == "stop" else finish
 
 
 def echo(parsed: Parsed, output: RequestOutput, decode: Decode | None) -> str:
@@ -240,6 +270,8 @@ class Streamer:
         self._begun: set[int] = set()
         self._held: list[tuple[int, Chunk]] = []
         self._tables: dict[int, Table] = {}
+        self._readers: dict[int, TextReader] = {}
+        self._called: set[int] = set()  # choices that called a tool
         self._prompt = self._completion = self._cached = self._accepted = self._guessed = 0
 
     def chunk(self, place: int, chunk: Chunk, prompt: Callable[[], RequestOutput]) -> list[dict[str, Any]]:
@@ -285,7 +317,12 @@ class Streamer:
         if parsed.chat:
             if opening is not None:
                 events.append(self._event(self._role(index, opening)))
-            choice["delta"] = {"content": chunk.text} if chunk.text or not chunk.finish_reason else {}
+            *before, last = self._deltas(index, chunk, opening)
+            events += [
+                self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+                for delta in before
+            ]
+            choice["delta"] = last
             choice["logprobs"] = _chat_logprobs(parsed, chunk.token_ids, chunk.logprobs)
         else:
             echoed = echo(parsed, opening, self._decode) if opening is not None else ""
@@ -293,7 +330,7 @@ class Streamer:
             choice["logprobs"] = self._table(index, chunk, opening)
             if opening is not None and parsed.return_token_ids:
                 choice["prompt_token_ids"] = opening.prompt_token_ids
-        choice["finish_reason"] = chunk.finish_reason
+        choice["finish_reason"] = _why(chunk.finish_reason, called=index in self._called)
         if chunk.finish_reason:
             choice |= {"stop_reason": chunk.stop_reason, "seed": chunk.seed}
         if parsed.return_token_ids:
@@ -301,6 +338,18 @@ class Streamer:
         if parsed.explain:
             choice["samewise"] = {"guessed": chunk.num_guessed, "accepted": chunk.num_accepted}
         return [*events, self._event(choice)]
+
+    def _deltas(self, index: int, chunk: Chunk, opening: RequestOutput | None) -> list[dict[str, Any]]:
+        """What a chat's chunk adds to its message; one at least."""
+        if self._parsed.reader is None:
+            return [{"content": chunk.text} if chunk.text or not chunk.finish_reason else {}]
+        if opening is not None:
+            self._readers[index] = self._parsed.reader(opening, chunk.index)
+        reader = self._readers[index]
+        deltas = reader.push(chunk.text) + (reader.flush() if chunk.finish_reason else [])
+        if any("tool_calls" in delta for delta in deltas):
+            self._called.add(index)
+        return deltas or [{}]
 
     def _role(self, index: int, opening: RequestOutput) -> dict[str, Any]:
         """The first of a chat's chunks says who speaks."""

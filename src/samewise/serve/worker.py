@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from hashlib import sha256
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from samewise.aio import AsyncLLM, Reading
 from samewise.outputs import Chunk, RequestOutput
@@ -60,6 +60,23 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
+
+    async def open(self, asking: Sequence[Coroutine[Any, Any, Reading]]) -> None:
+        """Start every prompt at once, so that they share frames from the first; all of them or none."""
+        tasks = [asyncio.ensure_future(one) for one in asking]
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            raise
+        finally:
+            # Without a pause since they were done: a cancellation in between would lose what was opened.
+            done = [task for task in tasks if task.done() and not task.cancelled()]
+            self.readings += [task.result() for task in done if task.exception() is None]
+        for task in tasks:
+            task.result()
 
     async def chunks(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
         """(place of the prompt, chunk) as they become final, as many at a time as there are."""
@@ -158,9 +175,9 @@ class Worker:
         self._jobs[job] = None
         self._quiet.clear()
         try:
+            prompts = await _prompts(parsed, llm)
             salt = salt_of(customer, parsed.cache_salt)
-            for prompt in await _prompts(parsed, llm):
-                job.readings.append(await llm.open(prompt, parsed.params, salt=salt))
+            await job.open([llm.open(prompt, parsed.params, salt=salt) for prompt in prompts])
         except BaseException:
             job.leave()
             raise
