@@ -66,14 +66,17 @@ class Job:
         tasks = [asyncio.ensure_future(one) for one in asking]
         try:
             await asyncio.wait(tasks)
-        finally:
+        except asyncio.CancelledError:
             for task in tasks:
-                task.cancel()  # only does something if the client has gone meanwhile
-            found = await asyncio.gather(*tasks, return_exceptions=True)
-            self.readings += [one for one in found if isinstance(one, Reading)]
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
+                task.cancel()
+            await asyncio.wait(tasks)
+            raise
+        finally:
+            # Without a pause since they were done: a cancellation in between would lose what was opened.
+            done = [task for task in tasks if task.done() and not task.cancelled()]
+            self.readings += [task.result() for task in done if task.exception() is None]
+        for task in tasks:
+            task.result()
 
     async def chunks(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
         """(place of the prompt, chunk) as they become final, as many at a time as there are."""
