@@ -17,6 +17,7 @@ SRC = Path(__file__).parents[2] / "src"
 ROOT = SRC / "samewise"
 
 LAYERS = {
+    "counts": 0,
     "errors": 0,
     "serve.logs": 0,
     "batchfile": 1,
@@ -47,6 +48,7 @@ LAYERS = {
     "serve.settings": 2,
     "serve.tools": 2,
     "serve.wire": 2,
+    "spans": 2,
     "text": 2,
     "cache.prefix": 3,
     "cache.store": 3,
@@ -128,6 +130,8 @@ HOST_ONLY = (
     "contract",
     "cache.pages",
     "cache.prefix",
+    "counts",
+    "spans",
     "schedule",
     "params",
     "propose.base",
