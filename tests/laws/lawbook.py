@@ -284,9 +284,9 @@ class Restless(Search):
 
 def skip(parts: Parts) -> Skip:
     """Layers left out, another set every few tokens, with a search that may take all the time it wants."""
-    parts = changed(parts, proposer="skip", search_every=1, search_share=1.0)
+    parts = changed(parts, proposer="skip", draft_model=None, draft_weights="auto", search_every=1)
     made = MAKERS["skip"](replace(parts, clock=Fickle()))
-    made._search = Restless(made._search.layers)
+    made._search, made._saved = Restless(made._search.layers), 1e9
     return made
 
 
