@@ -185,6 +185,15 @@ class AsyncLLM:
         self._engine.refuse_unknown(token_ids)
         return str(self._desk.tokenizer.decode(token_ids))
 
+    def template(self, tools: Any = None) -> str:
+        """The model's chat template, as text; some have another one for conversations with tools."""
+        return self._desk.template(tools)
+
+    @property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer of this model, or None."""
+        return self._desk.tokenizer
+
     @property
     def default_params(self) -> SamplingParams:
         """The checkpoint's own generation defaults; what is used where none are given."""

@@ -21,11 +21,12 @@ from samewise.serve.errors import ApiError, invalid
 from samewise.serve.gate import Guard, Named
 from samewise.serve.messages import conversation
 from samewise.serve.metrics import Metrics
-from samewise.serve.parsed import CHAT, COMPLETIONS, Parsed, Terms
+from samewise.serve.parsed import CHAT, COMPLETIONS, Dialect, Parsed, Terms
 from samewise.serve.protocol import chat_template, parse, read, refuse_unsupported
 from samewise.serve.replies import Streamer, respond
 from samewise.serve.settings import ServeSettings
 from samewise.serve.site import add_site
+from samewise.serve.toolbox import special_tokens
 from samewise.serve.wire import DONE, EventStream, Json, event, failure, read_body, unless_gone
 from samewise.serve.worker import Job, State, Worker
 
@@ -37,6 +38,7 @@ class Service:
         self.worker, self.settings, self.version = worker, settings, version
         self.metrics = Metrics(worker, settings)
         self.began = int(time.time())
+        self._special_of: tuple[AsyncLLM, dict[str, int]] | None = None
 
     # ---- answers
 
@@ -57,6 +59,7 @@ class Service:
             return EventStream(self._events(job, streamer), close=job.leave)
         with job:
             outputs = await unless_gone(request, job.outputs())
+            _refuse_aborted(outputs)
             self.metrics.finished(parsed, outputs)
             body = respond(parsed, outputs, **wire, decode=llm.text, receipts=self.receipts(parsed, outputs))
         return Json(body)
@@ -73,6 +76,7 @@ class Service:
                 if events:
                     yield b"".join(map(event, events))
             outputs = [reading.output() for reading in job.readings]
+            _refuse_aborted(outputs)
             self.metrics.finished(job.parsed, outputs)
             last = streamer.end(outputs, self.receipts(job.parsed, outputs))
             yield b"".join(map(event, last)) + DONE
@@ -87,7 +91,16 @@ class Service:
 
     def terms(self, llm: AsyncLLM) -> Terms:
         """What bodies may ask of this engine."""
-        return Terms(defaults=llm.default_params, proposer=llm.config.proposer)
+        return Terms(
+            defaults=llm.default_params,
+            proposer=llm.config.proposer,
+            dialect=Dialect(llm.template, self._special(llm), llm.contract.id),
+        )
+
+    def _special(self, llm: AsyncLLM) -> dict[str, int]:
+        if self._special_of is None or self._special_of[0] is not llm:
+            self._special_of = (llm, special_tokens(llm.tokenizer))
+        return self._special_of[1]
 
     def names(self, llm: AsyncLLM) -> tuple[str, ...]:
         """What the model is called here."""
@@ -172,6 +185,15 @@ class Service:
     async def expose(self, _: Request) -> Response:
         """`/metrics`."""
         return Response(await self.metrics.text(), media_type=self.metrics.media_type)
+
+
+def _refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
+    """An answer that its grammar could not be followed to the end of is no answer."""
+    if any(one.finish_reason == "abort" for output in outputs for one in output.outputs):
+        raise ApiError(
+            "the grammar could not be followed: no token fits, or it is too large; simplify response_format",
+            status=500, kind="server_error", param="response_format", code="grammar_failed",
+        )  # fmt: skip
 
 
 def make_app(

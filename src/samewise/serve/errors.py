@@ -85,7 +85,7 @@ def invalid(param: str, message: str) -> ApiError:
 def _param(message: str) -> str | None:
     """Our own errors begin with `name=value`."""
     found = re.match(r"([a-z_]+)=", message)
-    return found[1] if found else None
+    return {"grammar": "response_format"}.get(found[1], found[1]) if found else None
 
 
 __all__ = ["RETRY_AFTER", "ApiError", "invalid", "refused"]

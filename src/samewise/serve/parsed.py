@@ -34,6 +34,15 @@ MakeReader = Callable[[RequestOutput, int], TextReader]
 """A reader for a choice, given what is known of the prompt and the choice's index."""
 
 
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a model's chat template speaks of tools, as far as reading them out of an answer needs it."""
+
+    template: Callable[[Any], str]  # the template's text, given the tools
+    special: Mapping[str, int] = field(default_factory=dict)  # tokens that stand for themselves
+    contract: str = ""  # names of calls are derived from it
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
     """What a server allows in one body, and what it takes where the body says nothing."""
@@ -41,6 +50,7 @@ class Terms:
     defaults: SamplingParams = field(default_factory=SamplingParams)  # temperature and the like
     proposer: str | None = None  # the engine's own; None: any known name will do
     receipts: bool = False  # whether a receipt can be given
+    dialect: Dialect | None = None  # None: no chat template, or nobody knows it
     max_choices: int = 1024  # prompts × n
     max_n: int = 128
     max_logprobs: int = 20
@@ -82,4 +92,4 @@ class Parsed:
         return self.params.n * (1 if self.chat else len(self.prompts))
 
 
-__all__ = ["CHAT", "COMPLETIONS", "MakeReader", "Parsed", "Prompt", "Terms", "TextReader"]
+__all__ = ["CHAT", "COMPLETIONS", "Dialect", "MakeReader", "Parsed", "Prompt", "Terms", "TextReader"]

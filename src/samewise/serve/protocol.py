@@ -14,12 +14,16 @@ from pydantic import BaseModel, ValidationError
 
 from samewise.config import PROPOSERS
 from samewise.errors import CallerError
+from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
 from samewise.serve.bodies import REFUSED, Body, ChatBody, CompletionBody, TokenizeBody
 from samewise.serve.errors import ApiError, invalid, refused
+from samewise.serve.formats import grammar_of
 from samewise.serve.messages import conversation
-from samewise.serve.parsed import CHAT, COMPLETIONS, MakeReader, Parsed, Prompt, Terms
+from samewise.serve.parsed import CHAT, COMPLETIONS, Dialect, MakeReader, Parsed, Prompt, Terms, TextReader
 from samewise.serve.replies import respond
+from samewise.serve.toolbox import toolbox_of
+from samewise.serve.tools import call_ids
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -116,6 +120,9 @@ def _completion(body: CompletionBody, terms: Terms) -> Parsed:
     prompts = _prompts(body.prompt)
     n = 1 if body.n is None else body.n
     refuse_unsupported(body, n=n)
+    for name in ("tools", "tool_choice"):
+        if (body.model_extra or {}).get(name) not in (None, [], "none", "auto"):
+            raise refused(name, f"is for conversations; use {CHAT}")
     _limit("logprobs", body.logprobs, terms.max_logprobs)
     if body.echo and body.logprobs is not None and body.prompt_logprobs not in (None, body.logprobs):
         raise invalid("prompt_logprobs", "with echo and logprobs, leave it out or give the same number")
@@ -261,17 +268,42 @@ class _Form:
     reader: MakeReader | None = None  # how to read the answer's text
 
 
-def _form(body: Body, terms: Terms) -> _Form:  # noqa: ARG001 - what a template can do will stand in the terms
-    """SEAM: the one place where formats and tools are refused, and could be honoured."""
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise refused("response_format", f"of type {_brief(kind)} is not supported; use {{'type': 'text'}}")
-    choice = getattr(body, "tool_choice", None)
-    if getattr(body, "tools", None) and choice != "none":
-        raise refused("tools", "is not supported; describe them in a message")
-    if choice not in (None, "none", "auto"):
-        raise refused("tool_choice", "is not supported; leave it out")
-    return _Form()
+def _form(body: Body, terms: Terms) -> _Form:
+    """What shape the answer must have, and how calls are read out of it."""
+    chat = body if isinstance(body, ChatBody) else None
+    dialect = terms.dialect
+    try:
+        response = grammar_of(body.response_format)
+        if chat is None or not (chat.tools or chat.tool_choice):
+            return _Form({"grammar": response} if response else {})
+        template = _template(dialect, chat.tools)
+        special = dialect.special if dialect is not None else {}
+        box = toolbox_of(
+            chat.tools, chat.tool_choice, parallel=chat.parallel_tool_calls, template=template,
+            special=special, response=response,
+        )  # fmt: skip
+    except CallerError as error:
+        raise ApiError.of(error) from error
+    params: dict[str, Any] = {"grammar": box.grammar} if box.grammar else {}
+    if box.family is None:
+        return _Form(params)
+    if body.skip_special_tokens:
+        raise invalid("skip_special_tokens", "calls of tools are read from special tokens; leave it out")
+    family, contract = box.family, dialect.contract if dialect is not None else ""
+
+    def reader(output: RequestOutput, index: int) -> TextReader:
+        return box.stream(call_ids(family, contract, output.prompt_token_ids, index))
+
+    tools = {"tools": list(box.tools)} if box.tools else {}
+    return _Form(params | {"skip_special_tokens": False}, tools, reader)
+
+
+def _template(dialect: Dialect | None, tools: Any) -> str | None:
+    """The chat template's text for these tools; None where there is none."""
+    try:
+        return dialect.template(tools) if dialect is not None else None
+    except (TypeError, ValueError, AttributeError):  # transformers' ways of saying that there is none
+        return None
 
 
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:
