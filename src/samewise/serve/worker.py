@@ -69,11 +69,12 @@ class Job:
         finally:
             for task in tasks:
                 task.cancel()  # only does something if the client has gone meanwhile
-            found = await asyncio.gather(*tasks, return_exceptions=True)
-            self.readings += [one for one in found if isinstance(one, Reading)]
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
+            if not all(task.done() for task in tasks):
+                await asyncio.gather(*tasks, return_exceptions=True)
+            # No await from here on: whoever cancels us now must not make us forget what was opened.
+            self.readings += [one.result() for one in tasks if not one.cancelled() and not one.exception()]
+        for task in tasks:
+            task.result()
 
     async def chunks(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
         """(place of the prompt, chunk) as they become final, as many at a time as there are."""
