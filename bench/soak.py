@@ -175,7 +175,9 @@ def joined(events: list[dict]) -> tuple:
         for choice in event["choices"]:
             i, logprobs = choice["index"], choice["logprobs"] or {}
             ids[i] += choice.get("token_ids", [])
-            values[i] += logprobs.get("token_logprobs", []) + [one["logprob"] for one in logprobs.get("content", [])]
+            values[i] += logprobs.get("token_logprobs", []) + [
+                one["logprob"] for one in logprobs.get("content", [])
+            ]
             texts[i] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
             ends[i] = choice["finish_reason"] or ends.get(i)
     return tuple((tuple(ids[i]), tuple(values[i]), texts[i], ends[i]) for i in sorted(ends))
@@ -335,7 +337,9 @@ class Crowd:
         body = _json(ask.body | {"stream": rng.random() < 0.5})
         head = f"POST {ask.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         noise = rng.random() < 0.15
-        sent = rng.randbytes(rng.randint(1, 300)) if noise else (head + body)[: rng.randint(0, len(head + body))]
+        sent = (
+            rng.randbytes(rng.randint(1, 300)) if noise else (head + body)[: rng.randint(0, len(head + body))]
+        )
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             writer.write(sent)
@@ -370,7 +374,9 @@ async def silence(url: str, floor: dict | None, seconds: float = 30) -> tuple[di
 
 
 def left_over(seen: dict, floor: dict | None) -> list[str]:
-    wrong = [f"{name}: {seen[name]}" for name in ("running", "waiting", "jobs", "choices", "readers") if seen[name]]
+    wrong = [
+        f"{name}: {seen[name]}" for name in ("running", "waiting", "jobs", "choices", "readers") if seen[name]
+    ]
     if seen["state"] != "ready":
         wrong.append(f"state: {seen['state']}")
     if seen["pages_available"] != seen["pages"]:
@@ -449,7 +455,9 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--rounds", type=int, help="silences to look inside at; by default one every 30 s, 4 at least")
+    parser.add_argument(
+        "--rounds", type=int, help="silences to look inside at; by default one every 30 s, 4 at least"
+    )
     parser.add_argument("--asks", type=int, default=96, help="different requests")
     parser.add_argument("--kv-memory", default="256KiB")
     parser.add_argument("--seed", type=int, default=0)
@@ -465,7 +473,9 @@ def main() -> None:
           f"{args.minutes:g} minutes in {args.rounds} rounds; {platform.machine()}, {os.cpu_count()} cores, "
           f"load {os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
     server = subprocess.Popen(
-        [sys.executable, __file__, "--serve", "--kv-memory", args.kv_memory], stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, "--serve", "--kv-memory", args.kv_memory],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         port = json.loads(server.stdout.readline())["port"]

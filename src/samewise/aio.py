@@ -22,6 +22,8 @@ from samewise.errors import BadPrompt, CallerError, MachineError
 from samewise.outputs import Chunk, RequestOutput
 from samewise.params import SamplingParams
 from samewise.probe import Report
+from samewise.receipts import Receipt, make
+from samewise.signing import SigningKey
 
 T = TypeVar("T")
 
@@ -171,6 +173,21 @@ class AsyncLLM:
     async def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
         """Token ids of a conversation; see Desk.chat_prompt."""
         return await asyncio.to_thread(self._desk.chat_prompt, messages, **template)
+
+    def receipts(
+        self,
+        output: RequestOutput,
+        params: SamplingParams,
+        *,
+        hide_prompt: bool = False,
+        key: SigningKey | None = None,
+    ) -> list[Receipt]:
+        """A receipt for each choice of an answer that `params` asked for: see samewise.receipts.make."""
+        engine = self._engine
+        return make(
+            output, params, contract=engine.contract, model=engine.config.model, settings=engine.settings,
+            hide_prompt=hide_prompt, key=key,
+        )  # fmt: skip
 
     async def tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A text's token ids."""

@@ -268,12 +268,15 @@ class Desk:
         self._sampling(params, seed, 0)
         return Asked(text, ids, params, most, seed)
 
-    def submit(self, asked: Asked, *, salt: bytes = b"") -> Answer:
-        """Queue a checked request: n sequences, the first of which reads the prompt for all."""
+    def submit(self, asked: Asked, *, salt: bytes = b"", only: int | None = None) -> Answer:
+        """Queue a checked request: n sequences, the first of which reads the prompt for all.
+
+        With `only`, that choice alone.
+        """
         self._count += 1
         answer = Answer(asked, str(self._count), self, time.monotonic())
         try:
-            for index in range(asked.params.n):
+            for index in range(asked.params.n) if only is None else (only,):
                 self._add(answer, index, salt)
         except BaseException:
             self.abort(answer)  # all of it or nothing: a full queue may refuse the last of n
@@ -291,7 +294,7 @@ class Desk:
             salt=salt,
             share=params.share,
             speculate=params.speculate,
-            leader=answer.choices[0].engine_id if index else None,
+            leader=answer.choices[0].engine_id if answer.choices else None,
         )
         choice = _Choice(index, engine_id, self._stream(asked))
         answer.choices.append(choice)

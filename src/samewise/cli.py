@@ -1,4 +1,4 @@
-"""The command line: demo, generate, chat, serve, probe, bench."""
+"""The command line: demo, generate, chat, serve, probe, batch, audit, keygen, bench."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.text import Text
 
 import samewise
 from samewise import machine
+from samewise.commands import audit, batch, keygen
 from samewise.errors import CallerError, SamewiseError
 from samewise.serve.command import serve
 
@@ -238,6 +239,10 @@ def probe(
     )
 
 
+for command in (batch, audit, keygen):
+    app.command()(command)
+
+
 @app.command()
 def bench(
     model: Model = "smollm2",
@@ -417,4 +422,4 @@ def _turn(console: Console, llm: LLM, messages: list[dict[str, str]], params: Sa
     return text
 
 
-__all__ = ["app", "bench", "chat", "demo", "generate", "main", "probe"]
+__all__ = ["app", "audit", "batch", "bench", "chat", "demo", "generate", "keygen", "main", "probe"]

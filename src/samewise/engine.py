@@ -504,6 +504,21 @@ class Engine:
         self.contract = Contract.of(facts)
         log.info("contract %s, certified by %d frames", self.contract, self.report.frames)
 
+    @property
+    def settings(self) -> dict[str, str | int | bool | None]:
+        """What another engine must be told to come to this contract, beside the model's name."""
+        return {
+            "attention": self.config.attention,
+            "compile": self.runner.compiled,
+            "date": self.config.date,
+            "device": self.device.type,
+            "dtype": str(self.runner.dtype).removeprefix("torch."),
+            "frame_rows": self.frame_rows,
+            "linear": self.linears,
+            "max_model_len": self.max_model_len,
+            "revision": self.config.revision,
+        }
+
     def _linear_name(self) -> str:
         return linear.name() if self.linears == "native" else "torch"
 

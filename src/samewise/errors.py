@@ -5,6 +5,7 @@
     │   ├── BadPrompt                   empty, out of vocabulary, not text
     │   │   └── PromptTooLong             longer than the context, or than the KV cache holds
     │   ├── BadParameter                a sampling or engine parameter out of range
+    │   ├── BadReceipt                  not a receipt, damaged, changed, or of another version
     │   ├── UnknownModel                no such folder, file, hub id or built-in name
     │   ├── UnsupportedModel            loads, but cannot be run under the promise; says why
     │   └── QueueFull                   too many requests waiting; try again later
@@ -36,6 +37,10 @@ class BadParameter(CallerError):
     """A parameter out of its range or of the wrong type."""
 
 
+class BadReceipt(CallerError):
+    """A receipt that cannot be read: damaged, changed after it was made, or of another version."""
+
+
 class UnknownModel(CallerError):
     """A model name that resolves to nothing."""
 
@@ -63,6 +68,7 @@ class InvariantBroken(SamewiseError, AssertionError):
 __all__ = [
     "BadParameter",
     "BadPrompt",
+    "BadReceipt",
     "CallerError",
     "GuaranteeLost",
     "InvariantBroken",

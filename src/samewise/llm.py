@@ -17,6 +17,8 @@ from samewise.engine import Engine, build
 from samewise.errors import BadParameter, BadPrompt
 from samewise.outputs import Chunk, RequestOutput, ScoreOutput
 from samewise.params import SamplingParams
+from samewise.receipts import Receipt, make
+from samewise.signing import SigningKey
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -141,6 +143,21 @@ class LLM:
     def contract(self) -> Contract:
         """The name of everything the bits depend on."""
         return self.engine.contract
+
+    def receipts(
+        self,
+        output: RequestOutput,
+        params: SamplingParams,
+        *,
+        hide_prompt: bool = False,
+        key: SigningKey | None = None,
+    ) -> list[Receipt]:
+        """A receipt for each choice of an answer that `params` asked for: see samewise.receipts.make."""
+        engine = self.engine
+        return make(
+            output, params, contract=engine.contract, model=engine.config.model, settings=engine.settings,
+            hide_prompt=hide_prompt, key=key,
+        )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:
         """Counters since start."""

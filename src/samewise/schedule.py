@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 
 from samewise.cache.pages import PagePool
 from samewise.cache.prefix import PrefixIndex, chain
+from samewise.counts import Counts, Tally
 from samewise.errors import BadPrompt, InvariantBroken, PromptTooLong, QueueFull
+from samewise.spans import ask_of, continued, must_land, span_of
 from samewise.types import Ask, Branch, Delta, Finish, Guide, Proposal, Request, Sequence, Span, Verdict
 
 
@@ -36,37 +38,6 @@ class Limits:
     deadline: int = 4  # steps a finished draft may wait for others before it is replayed with fewer
     max_queued: int | None = None
     prefix_caching: bool = True
-
-
-@dataclass(slots=True)
-class Tally:
-    """How one drafter fared."""
-
-    drafts: int = 0
-    guessed: int = 0
-    accepted: int = 0
-    branches: int = 0  # that won
-
-
-@dataclass(slots=True)
-class Counts:
-    """What has happened so far. Owned by the Scheduler."""
-
-    requests: int = 0
-    finished: int = 0
-    aborted: int = 0
-    preempted: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    unverified_tokens: int = 0
-    frames: int = 0
-    rows: int = 0
-    padded_rows: int = 0
-    guessed: int = 0
-    accepted: int = 0
-    rolled_back: int = 0
-    drafters: dict[str, Tally] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -196,7 +167,7 @@ class Scheduler:
                 room = self._room(seq) if verified else self._room_unverified(seq)
                 end = len(seq.tokens) + len(seq.draft) + room
                 if room > 0 and self._reserve(seq, end, force=not verified):
-                    asks.append(_ask(seq, room))
+                    asks.append(ask_of(seq, room))
         return [ask for ask in asks if ask.seq_id in self._running]
 
     def _reserve(self, seq: Sequence, length: int, *, force: bool) -> bool:
@@ -267,7 +238,7 @@ class Scheduler:
                 continue  # a draft cut short would be thrown away in part; it goes first next time
             rows = self._fit(seq, min(left, known + len(seq.draft)))
             if rows:
-                spans.append(_span(seq, rows, known))
+                spans.append(span_of(seq, rows, known))
                 seq.last_served = step
                 left -= rows
         if self._disturbed:
@@ -355,7 +326,7 @@ class Scheduler:
             return []
         for seq in free:
             seq.last_served = self._step
-        return [_span(seq, 1, 1) for seq in free]
+        return [span_of(seq, 1, 1) for seq in free]
 
     def spans_ahead(self, flying: list[Span]) -> list[Span]:
         """The frame after the one in flight, planned before its answers are known.
@@ -365,7 +336,7 @@ class Scheduler:
         takes from the device. Should that token end the sequence, the row is dropped when it lands.
         Empty when this cannot be done without preempting or without knowing tokens.
         """
-        if any(_must_land(span) for span in flying):
+        if any(must_land(span) for span in flying):
             return []
         if not any(seq.request.verify or seq.reading for seq in self._running.values()):
             return []  # nobody left who needs a frame
@@ -378,7 +349,7 @@ class Scheduler:
         spans: list[Span] = []
         served: list[Sequence] = []
         for seq in self._order():
-            planned = _continue(seq, *flown.get(seq.request.id, (None, 0)), left)
+            planned = continued(seq, *flown.get(seq.request.id, (None, 0)), left)
             if planned is None:
                 continue
             if not self._grow_idle(seq, planned.start + len(planned.inputs)):
@@ -624,13 +595,6 @@ def _append(seq: Sequence, found: tuple[int, ...]) -> int:
     return len(tokens) - before
 
 
-def _must_land(span: Span) -> bool:
-    """Whether nothing can be planned behind it: how far its guesses hold, or a token the next choice depends
-    on, is yet to be seen."""
-    rows = len(span.inputs)
-    return rows > span.given or (span.sampling.edited and rows >= span.given)
-
-
 def _drop_draft(seq: Sequence) -> None:
     if seq.draft:
         seq.draft.clear()
@@ -645,60 +609,4 @@ def _turn(seq: Sequence) -> tuple[int, bool, int]:
     return (seq.last_served, seq.reading, seq.request.id)
 
 
-def _ask(seq: Sequence, room: int) -> Ask:
-    request = seq.request
-    return Ask(
-        request.id, seq.tokens, seq.prompt_len, seq.draft, seq.kv_len, seq.pages, request.sampling, room,
-        request.salt if request.share else None, seq.guide,
-    )  # fmt: skip
-
-
-def _span(seq: Sequence, rows: int, given: int) -> Span:
-    """The next `rows` rows of a sequence: known tokens first, then guesses."""
-    request, start, tokens = seq.request, seq.kv_len, seq.tokens
-    if rows == 1:
-        inputs: tuple[int, ...] = (tokens[start],)
-    else:
-        inputs = tuple(tokens[start : start + rows]) + tuple(seq.draft[: max(0, rows - given)])
-    span = Span(
-        request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len,
-        drafter=seq.drafter, guide=seq.guide,
-    )  # fmt: skip
-    return span if seq.score_next is None else _with_targets(span, seq, seq.score_next)
-
-
-def _with_targets(span: Span, seq: Sequence, first: int) -> Span:
-    """Ask for the log-probabilities owed of prompt tokens from `first` on that this span's rows predict."""
-    start, end = span.start, span.start + len(span.inputs)
-    if end < first or first >= seq.prompt_len:
-        return span
-    row = max(0, first - 1 - start)
-    return span._replace(
-        targets=tuple(seq.tokens[start + row + 1 : min(end + 1, seq.prompt_len)]),
-        target_row=row,
-        target_tops=seq.request.prompt_logprobs or 0,
-    )
-
-
-def _continue(seq: Sequence, flying: Span | None, last: int, left: int) -> Span | None:
-    """What a sequence wants next if its span in flight, whose last row is `last`, turns out as it must."""
-    request, tokens = seq.request, seq.tokens
-    if flying is None:
-        given = seq.given
-        return None if seq.draft else _span(seq, min(left, given), given)
-    rows = len(flying.inputs)
-    start, given = flying.start + rows, flying.given - rows
-    if given > 0:  # a prompt still being read
-        inputs = tuple(tokens[start : start + min(left, given)])
-        span = Span(
-            request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len,
-            guide=seq.guide,
-        )  # fmt: skip
-        owed = seq.score_next
-        return span if owed is None else _with_targets(span, seq, owed + len(flying.targets))
-    if len(tokens) + 1 >= seq.most:
-        return None  # about to end
-    return Span(request.id, start, (0,), 1, seq.pages, request.sampling, tokens, seq.prompt_len, source=last)
-
-
-__all__ = ["Counts", "Limits", "Scheduler", "Tally"]
+__all__ = ["Limits", "Scheduler"]

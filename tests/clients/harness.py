@@ -38,8 +38,7 @@ def evaluate(url: str, folder: str, tasks: str, concurrent: int, *, ids: bool) -
 def main() -> None:
     url, folder, tasks, out = sys.argv[1:]
     runs = [
-        {"concurrent": concurrent, "ids": ids}
-        | evaluate(url, folder, tasks, concurrent, ids=ids)
+        {"concurrent": concurrent, "ids": ids} | evaluate(url, folder, tasks, concurrent, ids=ids)
         for ids in (True, False)
         for concurrent in CONCURRENT
     ]

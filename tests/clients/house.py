@@ -16,6 +16,12 @@ from samewise.testing import byte_tokenizer, tiny_model
 
 SRC = Path(__file__).parents[2] / "src"
 NAME = "tiny"
+TEMPLATE = (  # in the manner of the Hermes models, which can be told of tools
+    "{% if tools %}# Tools\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    'Answer with <tool_call>{"name": …, "arguments": …}</tool_call>\n{% endif %}'
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
 QUIET_ENV = {
     "PYTHONPATH": str(SRC),
     "OMP_NUM_THREADS": "1",
@@ -29,8 +35,10 @@ QUIET_ENV = {
 
 def make_folder(path: Path) -> Path:
     """A tiny random model with its tokenizer, as a checkpoint folder."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
     tiny_model().save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
     return path
 
 

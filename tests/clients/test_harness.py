@@ -75,7 +75,9 @@ def test_the_same_at_any_concurrency(house: House, folder: Path, tmp_path: Path)
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]
     runs: list[dict[str, Any]] = json.loads(out.read_text())
-    assert [(run["concurrent"], run["ids"]) for run in runs] == [(n, i) for i in (True, False) for n in (1, 4, 16)]
+    assert [(run["concurrent"], run["ids"]) for run in runs] == [
+        (n, i) for i in (True, False) for n in (1, 4, 16)
+    ]
     first = runs[0]
     said = {task: [one["said"] for one in listed] for task, listed in first["samples"].items()}
     assert sorted(said) == ["same_choice", "same_rolling", "same_sampled", "same_text"]

@@ -77,6 +77,7 @@ class Shop:
         assert (stats["running"], stats["waiting"]) == (0, 0)
         assert stats["pages_available"] == stats["pages"]
         await self.llm._call(self.llm._engine.check)
+        assert not await self.llm._call(lambda: dict(self.llm._readers))
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -325,7 +325,6 @@ def test_the_checkpoints_own_defaults_hold() -> None:
         (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search", "not supported"),
         (COMPLETIONS, {"prompt": "a", "proposer": "model"}, "proposer", "cannot be had"),
         (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "stream: true"),
-        (COMPLETIONS, {"prompt": "a", "receipt": True}, "receipt", "not supported"),
         (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, "cache_salt", "1 to 1024"),
         (COMPLETIONS, {"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "xml"),
         (CHAT, {"messages": []}, "messages", "empty"),

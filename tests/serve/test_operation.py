@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import random
 import socket
 import threading
 import time
@@ -95,6 +96,29 @@ def test_a_client_that_leaves_at_any_moment_of_admission_leaves_nothing() -> Non
                 job.leave()
             await here.quiet()
             assert not here.llm._readers
+
+    go(work())
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_whenever_a_client_leaves_nothing_is_left_behind(prompts: int) -> None:
+    """Cancelled at any moment of being admitted, answered or streamed."""
+    body = LONG | {"prompt": ["hello"] * prompts, "max_tokens": 2}
+
+    async def work() -> None:
+        async with shop() as here:
+            rng = random.Random(prompts)
+            for i in range(150):
+                asking = asyncio.create_task(
+                    here.client.post(COMPLETIONS, json=body | {"stream": i % 2 == 0})
+                )
+                for _ in range(rng.randrange(60)):
+                    await asyncio.sleep(0)
+                if rng.random() < 0.5:
+                    await asyncio.sleep(rng.random() * 0.02)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+            await here.quiet()
 
     go(work())
 

@@ -182,11 +182,13 @@ class Runner:
         return Views(self.model, self.arch, lambda: self.eager(pack_frame([], self.tray(1))))
 
     def skipping(self, views: Views, skipped: LayerSet) -> Path:
-        """The way that leaves these sublayers out."""
+        """The way that leaves these sublayers out. Whole layers run as compiled as they are; others do not:
+        nobody should wait for a compiler because a set has changed."""
         compiled = self.compiled and self.device.type == "cuda"
-        return Path(
-            views.without(skipped), views.without(skipped, self._compiled_layer) if compiled else None
-        )
+        return Path(views.without(skipped), views.without(skipped, self._as_compiled) if compiled else None)
+
+    def _as_compiled(self, layer: nn.Module) -> Any:
+        return self._compiled.get(layer, layer)
 
     def path(self, model: nn.Module) -> Path:
         """Another way to the same KV: modules of the same shape with other weights, for guesses alone."""

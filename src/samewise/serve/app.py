@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,8 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from samewise.aio import AsyncLLM
-from samewise.errors import SamewiseError
+from samewise.errors import MachineError, SamewiseError
+from samewise.ledger import keep
 from samewise.outputs import RequestOutput
+from samewise.receipts import Receipt, whole
 from samewise.serve import schema
 from samewise.serve.bodies import DetokenizeBody, TokenizeBody
 from samewise.serve.errors import ApiError, invalid
@@ -29,6 +34,8 @@ from samewise.serve.site import add_site
 from samewise.serve.toolbox import special_tokens
 from samewise.serve.wire import DONE, EventStream, Json, event, failure, read_body, unless_gone
 from samewise.serve.worker import Job, State, Worker
+
+log = logging.getLogger("samewise.serve")
 
 
 class Service:
@@ -53,7 +60,7 @@ class Service:
             "created": int(time.time()),
             "id": ("chatcmpl-" if parsed.chat else "cmpl-") + request.state.request_id,
         }
-        job = await unless_gone(request, self.worker.admit(parsed, request.state.customer))
+        job = await unless_gone(request, self.worker.admit(parsed, request.state.customer), Job.leave)
         if parsed.stream:
             streamer = Streamer(parsed, **wire, fingerprint=llm.contract.id, decode=llm.text)
             return EventStream(self._events(job, streamer), close=job.leave)
@@ -61,7 +68,9 @@ class Service:
             outputs = await unless_gone(request, job.outputs())
             _refuse_aborted(outputs)
             self.metrics.finished(parsed, outputs)
-            body = respond(parsed, outputs, **wire, decode=llm.text, receipts=self.receipts(parsed, outputs))
+            body = respond(
+                parsed, outputs, **wire, decode=llm.text, receipts=await self.receipts(parsed, outputs)
+            )
         return Json(body)
 
     async def _events(self, job: Job, streamer: Streamer) -> AsyncIterator[bytes]:
@@ -78,14 +87,21 @@ class Service:
             outputs = [reading.output() for reading in job.readings]
             _refuse_aborted(outputs)
             self.metrics.finished(job.parsed, outputs)
-            last = streamer.end(outputs, self.receipts(job.parsed, outputs))
+            last = streamer.end(outputs, await self.receipts(job.parsed, outputs))
             yield b"".join(map(event, last)) + DONE
         except SamewiseError as error:
             yield event(ApiError.of(error).body()) + DONE
 
-    def receipts(self, parsed: Parsed, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]] | None:  # noqa: ARG002
-        """SEAM: receipts of answers, for whoever asked (`receipt: true`) and for `settings.receipts`."""
-        return None
+    async def receipts(self, parsed: Parsed, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]] | None:
+        """Receipts for whoever asked (`receipt: true`), and one of every answer for `--receipts`."""
+        folder = self.settings.receipts
+        if not (parsed.receipt or folder) or not all(map(whole, outputs)):
+            return None
+        how: Any = {"key": self.settings.signer, "hide_prompt": self.settings.hide_prompts}
+        made = [one for out in outputs for one in self.worker.llm.receipts(out, parsed.params, **how)]
+        if folder is not None:
+            await asyncio.to_thread(_keep, folder, made)
+        return [one.as_json() for one in made] if parsed.receipt else None
 
     # ---- what it is
 
@@ -94,6 +110,7 @@ class Service:
         return Terms(
             defaults=llm.default_params,
             proposer=llm.config.proposer,
+            receipts=True,
             dialect=Dialect(llm.template, self._special(llm), llm.contract.id),
         )
 
@@ -227,6 +244,19 @@ def make_app(
         )  # fmt: skip
     app.add_middleware(Named)
     return app
+
+
+def _keep(folder: Path, receipts: Sequence[Receipt]) -> None:
+    """Where every answer is to have a receipt, there is no answer without one."""
+    try:
+        for receipt in receipts:
+            keep(folder, receipt)
+    except MachineError as error:
+        log.error("%s", error)  # noqa: TRY400 - the message says it all
+        raise ApiError(
+            "the receipt could not be kept; the server's log says why",
+            status=500, kind="server_error", code="receipt_failed",
+        ) from error  # fmt: skip
 
 
 def _route(app: FastAPI, method: str, path: str, handler: Any) -> None:

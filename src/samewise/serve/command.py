@@ -13,6 +13,7 @@ from samewise.config import EngineConfig
 from samewise.errors import BadParameter, MachineError
 from samewise.serve.logs import set_up
 from samewise.serve.settings import KEY_VARIABLE, LOG_LEVELS, MAX_QUEUED, ServeSettings, gather_keys
+from samewise.signing import SigningKey
 
 if TYPE_CHECKING:
     from samewise.aio import AsyncLLM
@@ -43,6 +44,15 @@ def serve(
     receipts: Annotated[
         Optional[Path], typer.Option(help="Write a receipt of every answer here.", rich_help_panel=_SERVER)
     ] = None,
+    receipt_key: Annotated[
+        Optional[Path], typer.Option(help="Sign receipts with this private key.", rich_help_panel=_SERVER)
+    ] = None,
+    hide_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--hide-prompts", help="Receipts keep only a digest of the prompt.", rich_help_panel=_SERVER
+        ),
+    ] = False,
     log_level: Annotated[
         str, typer.Option(help=", ".join(LOG_LEVELS) + ".", rich_help_panel=_SERVER)
     ] = "info",
@@ -134,7 +144,8 @@ def serve(
     settings = ServeSettings(
         model_names=tuple(served_model_name or ()), keys=gather_keys(api_key or (), api_key_file),
         allowed_origins=tuple(allowed_origins or ()), max_body=max_body_bytes,
-        shutdown_timeout=shutdown_timeout, receipts=receipts,
+        shutdown_timeout=shutdown_timeout, receipts=receipts, hide_prompts=hide_prompts,
+        signer=None if receipt_key is None else SigningKey.load(receipt_key),
     )  # fmt: skip
     engine: dict[str, Any] = {
         "device": device, "dtype": dtype, "attention": attention, "linear": linear, "revision": revision,

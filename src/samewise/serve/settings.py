@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from samewise.errors import BadParameter
+from samewise.signing import SigningKey
 
 KEY_VARIABLE = "SAMEWISE_API_KEY"
 MAX_QUEUED = 1024  # requests that may wait, where nobody says otherwise
@@ -74,6 +75,8 @@ class ServeSettings:
     max_body: int = 8 * 2**20  # bytes
     shutdown_timeout: float = 30.0  # seconds that requests may take to end after SIGTERM
     receipts: Path | None = None  # where a receipt of every answer goes
+    hide_prompts: bool = False  # receipts keep only a digest of the prompt
+    signer: SigningKey | None = field(default=None, repr=False)  # signs receipts
 
     def __post_init__(self) -> None:
         if self.max_body < 1024:

@@ -85,22 +85,38 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Do something for a client; should it go away, stop, and raise ClientDisconnect."""
-    return await _unless_gone(request.receive, work)
+async def unless_gone(
+    request: Request, work: Coroutine[Any, Any, T], lost: Callable[[T], object] | None = None
+) -> T:
+    """Do something for a client; should it go away, stop, and raise ClientDisconnect.
+
+    `lost` is told of a result that nobody will be given: it came as the client went, or we were cancelled.
+    """
+    return await _unless_gone(request.receive, work, lost)
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def _unless_gone(
+    receive: Receive, work: Coroutine[Any, Any, T], lost: Callable[[T], object] | None = None
+) -> T:
     doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            return doing.result()
-        raise ClientDisconnect
+    except asyncio.CancelledError:
+        await _stop(doing, lost)
+        raise
     finally:
-        for task in (doing, watching):
-            task.cancel()
-        await asyncio.gather(doing, watching, return_exceptions=True)
+        watching.cancel()
+    if not doing.done():
+        await _stop(doing, lost)
+        raise ClientDisconnect
+    return doing.result()
+
+
+async def _stop(task: asyncio.Future[T], lost: Callable[[T], object] | None) -> None:
+    task.cancel()
+    await asyncio.wait((task,))
+    if not task.cancelled() and task.exception() is None and lost is not None:
+        lost(task.result())
 
 
 async def _gone(receive: Receive) -> None:

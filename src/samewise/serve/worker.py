@@ -66,13 +66,15 @@ class Job:
         tasks = [asyncio.ensure_future(one) for one in asking]
         try:
             await asyncio.wait(tasks)
-        finally:
+        except asyncio.CancelledError:
             for task in tasks:
-                task.cancel()  # only does something if the client has gone meanwhile
-            if not all(task.done() for task in tasks):
-                await asyncio.gather(*tasks, return_exceptions=True)
-            # No await from here on: whoever cancels us now must not make us forget what was opened.
-            self.readings += [one.result() for one in tasks if not one.cancelled() and not one.exception()]
+                task.cancel()
+            await asyncio.wait(tasks)
+            raise
+        finally:
+            # Without a pause since they were done: a cancellation in between would lose what was opened.
+            done = [task for task in tasks if task.done() and not task.cancelled()]
+            self.readings += [task.result() for task in done if task.exception() is None]
         for task in tasks:
             task.result()
 
