@@ -160,6 +160,17 @@ def test_receipts_come_with_answers_and_are_true(engine: Engine, tmp_path: Path)
     assert all(finding.good for finding in findings)
 
 
+def test_formats_are_followed(engine: Engine, tmp_path: Path) -> None:
+    shape = {"type": "grammar", "syntax": "regex", "definition": "(yes|no)!"}
+    source = write(
+        tmp_path / "in.jsonl", request("a", response_format=shape), chat("b", response_format=shape)
+    )
+    go(engine, source, tmp_path / "out.jsonl")
+    found = {record["custom_id"]: record["response"]["body"] for record in read(tmp_path / "out.jsonl")}
+    assert found["a"]["choices"][0]["text"] in ("yes!", "no!")
+    assert found["b"]["choices"][0]["message"]["content"] in ("yes!", "no!")
+
+
 def test_the_engine_is_kept_full(engine: Engine, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", *[request(f"r{i}", max_tokens=2 + i % 9) for i in range(200)])
     before = engine.scheduler.counts.frames

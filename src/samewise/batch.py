@@ -22,7 +22,10 @@ from samewise.errors import BadParameter, CallerError
 from samewise.outputs import RequestOutput
 from samewise.receipts import make, whole
 from samewise.serve.errors import ApiError
+from samewise.serve.parsed import Dialect
 from samewise.serve.protocol import Parsed, Terms, parse, respond
+from samewise.serve.replies import refuse_aborted
+from samewise.serve.toolbox import special_tokens
 from samewise.signing import SigningKey
 
 
@@ -60,8 +63,12 @@ class Batch:
     def __init__(self, engine: Engine, *, names: tuple[str, ...] = (), key: SigningKey | None = None) -> None:
         self._engine, self._desk, self._key = engine, Desk(engine), key
         self._names = (*names, engine.config.model)
+        special = special_tokens(self._desk.tokenizer)
         self._terms = Terms(
-            defaults=self._desk.default_params(), proposer=engine.config.proposer, receipts=True
+            defaults=self._desk.default_params(),
+            proposer=engine.config.proposer,
+            receipts=True,
+            dialect=Dialect(self._desk.template, special, engine.contract.id),
         )
         self._room = 2 * engine.config.max_num_seqs  # half of it waits, so that the engine never does
         self._busy = 0
@@ -132,6 +139,10 @@ class Batch:
 
     def _answered(self, job: _Job) -> Record:
         outputs = [answer.output() for answer in job.answers]
+        try:
+            refuse_aborted(outputs)
+        except ApiError as error:
+            return _reply(job.line, error.status, error.body())
         name = ("chatcmpl-" if job.parsed.chat else "cmpl-") + _name(job.line)
         body = respond(
             job.parsed, outputs, model=job.parsed.model or self._names[0], created=int(time.time()), id=name,

@@ -23,7 +23,7 @@ T = TypeVar("T")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def go(work: Coroutine[Any, Any, T], seconds: float = 60) -> T:
+def go(work: Coroutine[Any, Any, T], seconds: float = 240) -> T:
     """Run a coroutine; whatever hangs is a failure."""
 
     async def timed() -> T:
@@ -97,7 +97,7 @@ def error(response: httpx.Response) -> dict[str, Any]:
     return found
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never happened"
@@ -120,7 +120,7 @@ async def shop(
             return
         async with (
             listening(app) as url,
-            httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client,
+            httpx.AsyncClient(base_url=url, headers=headers, timeout=120) as client,
         ):
             yield Shop(client, llm, app, url)
 

@@ -186,11 +186,11 @@ def test_cancelling_gives_the_pages_back() -> None:
             async for _ in stream:
                 break
             await stream.close()
-            await until(lambda: here.llm._engine.idle, 5)
+            await until(lambda: here.llm._engine.idle)
             task = asyncio.create_task(openai_.completions.create(**asked))
             await until(lambda: here.worker.num_jobs == 1)
             task.cancel()
-            await until(lambda: here.llm._engine.idle and not here.worker.num_jobs, 5)
+            await until(lambda: here.llm._engine.idle and not here.worker.num_jobs)
             await here.quiet()
             assert here.llm._engine.scheduler.counts.aborted == 2
 

@@ -272,6 +272,7 @@ def test_tls(tmp_path: Path) -> None:
             ready(url, verify=trust)
             return httpx.get(f"{url}/v1/models", verify=trust).status_code
         finally:
+            time.sleep(0.3)  # TLS says goodbye twice, and the loop must be there to hear it
             told_to_end()
 
     code, status = serve_here(client, tiny, certificate=cert, key=key)

@@ -28,7 +28,7 @@ from samewise.serve.messages import conversation
 from samewise.serve.metrics import Metrics
 from samewise.serve.parsed import CHAT, COMPLETIONS, Dialect, Parsed, Terms
 from samewise.serve.protocol import chat_template, parse, read, refuse_unsupported
-from samewise.serve.replies import Streamer, respond
+from samewise.serve.replies import Streamer, refuse_aborted, respond
 from samewise.serve.settings import ServeSettings
 from samewise.serve.site import add_site
 from samewise.serve.toolbox import special_tokens
@@ -66,7 +66,7 @@ class Service:
             return EventStream(self._events(job, streamer), close=job.leave)
         with job:
             outputs = await unless_gone(request, job.outputs())
-            _refuse_aborted(outputs)
+            refuse_aborted(outputs)
             self.metrics.finished(parsed, outputs)
             body = respond(
                 parsed, outputs, **wire, decode=llm.text, receipts=await self.receipts(parsed, outputs)
@@ -85,7 +85,7 @@ class Service:
                 if events:
                     yield b"".join(map(event, events))
             outputs = [reading.output() for reading in job.readings]
-            _refuse_aborted(outputs)
+            refuse_aborted(outputs)
             self.metrics.finished(job.parsed, outputs)
             last = streamer.end(outputs, await self.receipts(job.parsed, outputs))
             yield b"".join(map(event, last)) + DONE
@@ -202,15 +202,6 @@ class Service:
     async def expose(self, _: Request) -> Response:
         """`/metrics`."""
         return Response(await self.metrics.text(), media_type=self.metrics.media_type)
-
-
-def _refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
-    """An answer that its grammar could not be followed to the end of is no answer."""
-    if any(one.finish_reason == "abort" for output in outputs for one in output.outputs):
-        raise ApiError(
-            "the grammar could not be followed: no token fits, or it is too large; simplify response_format",
-            status=500, kind="server_error", param="response_format", code="grammar_failed",
-        )  # fmt: skip
 
 
 def make_app(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestOutput
+from samewise.serve.errors import ApiError
 from samewise.serve.parsed import Parsed, TextReader
 
 Decode = Callable[[list[int]], str]
@@ -49,6 +50,15 @@ def respond(
     if receipts is not None:
         body["receipt"] = receipts[0] if len(receipts) == 1 else list(receipts)
     return body
+
+
+def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
+    """An answer that its grammar could not be followed to the end of is no answer."""
+    if any(one.finish_reason == "abort" for output in outputs for one in output.outputs):
+        raise ApiError(
+            "the grammar could not be followed: no token fits, or it is too large; simplify response_format",
+            status=500, kind="server_error", param="response_format", code="grammar_failed",
+        )  # fmt: skip
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -378,4 +388,4 @@ class Streamer:
         return event
 
 
-__all__ = ["Decode", "Streamer", "Table", "echo", "respond", "usage"]
+__all__ = ["Decode", "Streamer", "Table", "echo", "refuse_aborted", "respond", "usage"]
