@@ -1,14 +1,14 @@
-"""Many clients with bad manners, for minutes: does the server stay whole, and its answers the same? Last line: JSON.
+"""Clients with bad manners, for minutes: does the server stay whole, its answers the same? Last line: JSON.
 
     python bench/soak.py --minutes 10 --clients 32
 
 A server over a tiny random model in a process of its own, with so little KV memory that it preempts. Clients
 ask for whole answers and streams, verified and not, one or several, with and without a grammar; leave at any
 moment, also in the middle of their own request; and send what is no request at all. Every so often they all
-fall silent, and the server is looked at from inside: every page free, no task, connection, descriptor or thread
-left over, memory no larger than after warm-up. Every completed verified answer (token ids, log-probabilities,
-text) must equal the reference, computed one at a time beforehand by another engine in another process, that
-guesses nothing and keeps no prefixes.
+fall silent, and the server is looked at from inside: every page free, no task, connection, descriptor or
+thread left over, memory no larger than after warm-up. Every completed verified answer (token ids,
+log-probabilities, text) must equal the reference, computed one at a time beforehand by another engine in
+another process, that guesses nothing and keeps no prefixes.
 """
 
 from __future__ import annotations
@@ -33,17 +33,9 @@ from pathlib import Path
 
 import httpx
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-HERE = Path(__file__).parent
-MIB = 2**20
+from soak_asks import MALFORMED, MIB, Ask, bodies, dumped, engine, joined, references, said
 
 # ---- the server
-
-
-def engine(**settings):
-    from samewise.testing import tiny_engine
-
-    return tiny_engine(eos=True, **settings)
 
 
 def serve(kv_memory: str) -> None:
@@ -72,13 +64,13 @@ def serve(kv_memory: str) -> None:
                     "tasks": len(asyncio.all_tasks()),
                     "threads": threading.active_count(),
                     "connections": len(server.server_state.connections),
-                    "descriptors": len(os.listdir("/proc/self/fd")),
+                    "descriptors": len(list(Path("/proc/self/fd").iterdir())),
                     "rss": rss(),
                     "objects": len(gc.get_objects()),
                 } | {
                     name: stats[name]
-                    for name in ("running", "waiting", "pages", "pages_available", "preempted", "frames", "aborted",
-                                 "output_tokens", "contract", "uptime")
+                    for name in ("running", "waiting", "pages", "pages_available", "preempted", "frames",
+                                 "aborted", "output_tokens", "contract")
                 }  # fmt: skip
 
             app.add_api_route("/inside", inside)
@@ -90,135 +82,9 @@ def serve(kv_memory: str) -> None:
 
 
 def rss() -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024
 
-
-# ---- what is asked
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request and, if it is verified, what it must give: per choice (token ids, log-probabilities, text)."""
-
-    path: str
-    body: dict
-    wanted: tuple | None = None
-
-
-def bodies(num: int, rng: random.Random) -> list[tuple[str, dict]]:
-    """All sorts of requests that make sense."""
-    words = ["frame", "span", "row", "page", "truth", "guess", "replay", "bit", "crowd", "alone", "ß", "日本"]
-    shared = " ".join(rng.choices(words, k=16))  # a beginning that many have in common
-    found = []
-    for i in range(num):
-        text = " ".join(rng.choices(words, k=rng.choice((1, 3, 8, 20))))
-        text = f"{shared} {text}"[:220] if i % 3 == 0 else text
-        body = {"max_tokens": rng.choice((1, 4, 12, 30, 30, 70)), "seed": i, "return_token_ids": True}
-        body["temperature"] = rng.choice((0, 0, 0.8, 1.3))
-        if i % 4 == 1:
-            body |= {"top_p": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.1}
-        if i % 5 == 2:
-            body |= {"top_k": 20, "min_p": 0.01, "stop": ["q", "zz"]}
-        if i % 7 == 3:
-            body |= {"ignore_eos": True, "min_tokens": 1}
-        if i % 6 == 4:
-            body["n"] = 2
-        if i % 8 == 5:
-            body["proposer"] = "none"
-        if i % 9 == 6:
-            body["cache_salt"] = f"customer {i % 2}"
-        if i % 10 == 7:
-            body["response_format"] = {"type": "json_object"}
-        if rng.random() < 0.3:
-            messages = [{"role": "user", "content": text}]
-            found.append((CHAT, body | {"messages": messages, "logprobs": True, "top_logprobs": 2}))
-        else:
-            echo = {"echo": True} if i % 11 == 8 else {}
-            prompt = list(text.encode()) if i % 12 == 9 else text
-            found.append((COMPLETIONS, body | {"prompt": prompt, "logprobs": 1} | echo))
-    return found
-
-
-def references(asked: list[tuple[str, dict]]) -> tuple[list[Ask], str]:
-    """Each of them alone, in this process, and the contract they were computed under."""
-    from samewise import LLM
-    from samewise.serve.protocol import parse
-    from samewise.serve.replies import respond
-    from samewise.testing import byte_tokenizer
-
-    llm = LLM.over(engine(proposer="none", enable_prefix_caching=False, max_num_seqs=1))
-    found = []
-    for path, body in asked:
-        parsed = parse(path, body)
-        prompt = llm.chat_prompt(parsed.messages, **parsed.template) if parsed.chat else parsed.prompts[0]
-        outputs = llm.generate([prompt], parsed.params, use_tqdm=False)
-        reply = respond(parsed, outputs, model="x", created=0, id="x", decode=byte_tokenizer().decode)
-        found.append(Ask(path, body, tuple(said(choice) for choice in reply["choices"])))
-    return found, llm.engine.contract.id
-
-
-def said(choice: dict) -> tuple:
-    """What must be the same: token ids, log-probabilities, text, and why it ended."""
-    logprobs = choice["logprobs"]
-    values = logprobs["token_logprobs"] if "token_logprobs" in logprobs else [
-        one["logprob"] for one in logprobs["content"]
-    ]  # fmt: skip
-    text = choice["text"] if "text" in choice else choice["message"]["content"]
-    return tuple(choice["token_ids"]), tuple(values), text, choice["finish_reason"]
-
-
-def joined(events: list[dict]) -> tuple:
-    """The same, from a stream."""
-    ids, values, texts, ends = defaultdict(list), defaultdict(list), defaultdict(str), {}
-    for event in events:
-        for choice in event["choices"]:
-            i, logprobs = choice["index"], choice["logprobs"] or {}
-            ids[i] += choice.get("token_ids", [])
-            values[i] += logprobs.get("token_logprobs", []) + [
-                one["logprob"] for one in logprobs.get("content", [])
-            ]
-            texts[i] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-            ends[i] = choice["finish_reason"] or ends.get(i)
-    return tuple((tuple(ids[i]), tuple(values[i]), texts[i], ends[i]) for i in sorted(ends))
-
-
-def _json(body: object) -> bytes:
-    return json.dumps(body).encode()
-
-
-MALFORMED: list[tuple[str, str, bytes, int]] = [
-    ("POST", COMPLETIONS, b"{", 400),
-    ("POST", COMPLETIONS, b"\xff\xfe\x00", 400),
-    ("POST", COMPLETIONS, b"[]", 400),
-    ("POST", COMPLETIONS, b"[" * 100_000, 400),
-    ("POST", COMPLETIONS, b'{"prompt": "x", "temperature": NaN}', 400),
-    ("POST", COMPLETIONS, b'{"prompt": "x", "temperature": 1e999}', 400),
-    ("POST", COMPLETIONS, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400),
-    ("POST", COMPLETIONS, _json({}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": 5}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": ["a", ""]}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": [[1, 2], [10**9]]}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": [-1]}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": "x" * 5000}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": "x", "max_tokens": "5"}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": "x", "max_tokens": 10**9}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": "x", "n": 0}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": "x", "n": 128}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": "x", "logprobs": 21}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": "x", "suffix": "y"}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": "x", "model": "other"}), 404),
-    ("POST", COMPLETIONS, _json({"prompt": "x", "response_format": {"type": "json_schema"}}), 400),
-    ("POST", COMPLETIONS, _json({"prompt": "x", "stop": [""] * 100}), 400),
-    ("POST", CHAT, _json({"messages": []}), 400),
-    ("POST", CHAT, _json({"messages": [{"role": "nobody", "content": "x"}]}), 400),
-    ("POST", CHAT, _json({"messages": [{"role": "user", "content": 5}]}), 400),
-    ("POST", CHAT, b" " * (9 * MIB), 413),
-    ("POST", "/v1/responses", _json({"input": "x"}), 404),
-    ("GET", COMPLETIONS, b"", 405),
-    ("GET", "/nowhere", b"", 404),
-]
-"""(method, path, body, status): none of these may be answered in any other way."""
 
 # ---- the clients
 
@@ -334,7 +200,7 @@ class Crowd:
 
     async def _cut(self, ask: Ask, rng: random.Random) -> None:
         """By hand: a connection that breaks anywhere, or speaks no HTTP at all."""
-        body = _json(ask.body | {"stream": rng.random() < 0.5})
+        body = dumped(ask.body | {"stream": rng.random() < 0.5})
         head = f"POST {ask.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         noise = rng.random() < 0.15
         sent = (
@@ -381,10 +247,11 @@ def left_over(seen: dict, floor: dict | None) -> list[str]:
         wrong.append(f"state: {seen['state']}")
     if seen["pages_available"] != seen["pages"]:
         wrong.append(f"pages: {seen['pages_available']} of {seen['pages']} are back")
-    for name in ("tasks", "connections", "descriptors"):
-        if floor is not None and seen[name] > floor[name]:
-            wrong.append(f"{name}: {seen[name]} instead of {floor[name]}")
-    return wrong
+    return wrong + [
+        f"{name}: {seen[name]} instead of {floor[name]}"
+        for name in ("tasks", "connections", "descriptors")
+        if floor is not None and seen[name] > floor[name]
+    ]
 
 
 def grown(looks: list[dict], floor: dict) -> list[str]:
@@ -430,7 +297,7 @@ async def soak(args: argparse.Namespace, port: int, asks: list[Ask], contract: s
         "counts": dict(counts),
         "latency": {who: percentiles(values) for who, values in sorted(crowd.tally.seconds.items())},
         "tokens_per_second": counts["completed tokens"] / (args.minutes * 60),
-        "server": {name: last[name] for name in ("preempted", "aborted", "frames", "output_tokens", "pages", "contract")},
+        "server": {name: last[name] for name in ("preempted", "aborted", "frames", "output_tokens", "pages")},
         "memory_mib": [round(look["rss"] / MIB, 1) for look in looks],
         "objects": [look["objects"] for look in looks],
         "threads": [look["threads"] for look in looks],
@@ -469,8 +336,8 @@ def main() -> None:
     args.rounds = args.rounds or max(4, round(args.minutes * 2))
     began = time.monotonic()
     asks, contract = references(bodies(args.asks, random.Random(args.seed)))
-    print(f"{len(asks)} references in {time.monotonic() - began:.1f} s, contract {contract}; {args.clients} clients, "
-          f"{args.minutes:g} minutes in {args.rounds} rounds; {platform.machine()}, {os.cpu_count()} cores, "
+    print(f"{len(asks)} references in {time.monotonic() - began:.1f} s, contract {contract}; "
+          f"{args.clients} clients, {args.minutes:g} minutes in {args.rounds} rounds; {platform.machine()}, {os.cpu_count()} cores, "
           f"load {os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
     server = subprocess.Popen(
         [sys.executable, __file__, "--serve", "--kv-memory", args.kv_memory],

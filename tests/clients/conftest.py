@@ -14,7 +14,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def house(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """One server for many tests: few pages, so that a crowd is preempted; a short queue."""
+    """One server for many tests: few pages, so that a crowd is preempted."""
     log = tmp_path_factory.mktemp("log") / "log"
-    with opened(folder, log, "--kv-memory", "512KiB", "--max-num-seqs", "16") as made:
+    with opened(folder, log, "--kv-memory", "768KiB", "--max-num-seqs", "16") as made:
         yield made

@@ -8,6 +8,7 @@ tasks go to OUT as JSON: what was asked, and every log-probability and text that
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 CONCURRENT = (1, 4, 16)
@@ -42,8 +43,7 @@ def main() -> None:
         for ids in (True, False)
         for concurrent in CONCURRENT
     ]
-    with open(out, "w") as file:
-        json.dump(runs, file, default=str)
+    Path(out).write_text(json.dumps(runs, default=str))
 
 
 if __name__ == "__main__":

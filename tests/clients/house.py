@@ -38,7 +38,7 @@ def make_folder(path: Path) -> Path:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
-    tiny_model().save_pretrained(path)
+    tiny_model(max_position_embeddings=1024).save_pretrained(path)
     return path
 
 
