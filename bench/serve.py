@@ -4,7 +4,8 @@
 
 One server process, one engine. In turns, on the same prompts: the engine alone (`add`, then `step` until
 idle, on its own thread, no text), and as many clients as requests, streaming completions from another
-process. The ceiling is 1. Nothing is shared between runs: prefixes are kept apart by salt, guesses by `share: false`.
+process. The ceiling is 1. Nothing is shared between runs: prefixes are kept apart by salt, guesses by
+`share: false`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def serve(kv_memory: str) -> None:
     from samewise.serve.app import make_app
 
     async def main() -> None:
-        async with AsyncLLM.over(engine(kv_memory=kv_memory, max_num_seqs=16, max_queued=24)) as llm:
+        async with AsyncLLM.over(engine(kv_memory=kv_memory, max_num_seqs=16, max_queued=36)) as llm:
             app = make_app(llm)
             server = uvicorn.Server(
                 uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
@@ -337,8 +337,9 @@ def main() -> None:
     began = time.monotonic()
     asks, contract = references(bodies(args.asks, random.Random(args.seed)))
     print(f"{len(asks)} references in {time.monotonic() - began:.1f} s, contract {contract}; "
-          f"{args.clients} clients, {args.minutes:g} minutes in {args.rounds} rounds; {platform.machine()}, {os.cpu_count()} cores, "
-          f"load {os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
+          f"{args.clients} clients, {args.minutes:g} minutes in {args.rounds} rounds; "
+          f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+          flush=True)  # fmt: skip
     server = subprocess.Popen(
         [sys.executable, __file__, "--serve", "--kv-memory", args.kv_memory],
         stdout=subprocess.PIPE,
