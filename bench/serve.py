@@ -4,7 +4,9 @@
 
 One server process, one engine. In turns, on the same prompts: the engine alone (`add`, then `step` until
 idle, on its own thread, no text), and as many clients as requests, streaming completions from another
-process. The ceiling is 1. Nothing is shared between runs: prefixes are kept apart by salt, guesses by
+process. The ceiling is 1. Beside it, the same ratio of the process's CPU time, which others on the machine
+disturb less: what the server would cost if nothing of it could be done beside the engine.
+Nothing is shared between runs: prefixes are kept apart by salt, guesses by
 `share: false`.
 """
 
@@ -29,7 +31,7 @@ def prompts(number: int, clients: int) -> list[str]:
     from samewise.bench import workload
 
     questions = [question.text for question in workload.read()]
-    return [questions[(number * clients + i) % len(questions)][:600] for i in range(clients)]
+    return [questions[(number * clients + i) % len(questions)][:160] for i in range(clients)]
 
 
 # ---- the server
@@ -60,7 +62,11 @@ def serve(args: argparse.Namespace) -> None:
             async def own(number: int) -> dict:
                 return await llm._call(lambda: alone(number))
 
+            async def cpu() -> float:
+                return time.process_time()
+
             app.add_api_route("/own", own)
+            app.add_api_route("/cpu", cpu)
             server = uvicorn.Server(
                 uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
             )
@@ -106,20 +112,27 @@ async def streamed(port: int, number: int, args: argparse.Namespace) -> dict:
 
 async def measure(port: int, args: argparse.Namespace) -> list[dict]:
     async def own(number: int) -> dict:
-        return json.loads((await ask(port, "GET", f"/own?number={number}")).split(b"\r\n\r\n", 1)[1])
+        return await told(f"/own?number={number}")
+
+    async def told(path: str):
+        return json.loads((await ask(port, "GET", path)).split(b"\r\n\r\n", 1)[1])
 
     rows = []
     for number in range(-args.warm, args.repeats):
         work = [("own", own(number)), ("http", streamed(port, number, args))]
         row: dict = {}
         for name, one in work if number % 2 else reversed(work):
+            before = await told("/cpu")
             found = await one
             assert found["tokens"] == args.tokens * args.clients, found
             row[name] = found["tokens"] / found["seconds"]
+            row[f"{name}_cpu"] = await told("/cpu") - before
         if number >= 0:
-            rows.append(row | {"ratio": row["http"] / row["own"]})
+            ratios = {"ratio": row["http"] / row["own"], "cpu_ratio": row["own_cpu"] / row["http_cpu"]}
+            rows.append(row | ratios)
             print(
-                f"  engine {row['own']:8.1f}   http {row['http']:8.1f} tokens/s   {rows[-1]['ratio']:.3f}",
+                f"  engine {row['own']:8.1f}   http {row['http']:8.1f} tokens/s   {ratios['ratio']:.3f}   "
+                f"CPU {row['own_cpu']:.2f} and {row['http_cpu']:.2f} s   {ratios['cpu_ratio']:.3f}",
                 flush=True,
             )
     return rows

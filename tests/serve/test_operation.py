@@ -77,7 +77,7 @@ def test_a_client_that_leaves_at_any_moment_of_admission_leaves_nothing() -> Non
     async def work() -> None:
         async with shop() as here:
             parsed = parse(COMPLETIONS, LONG)
-            for turns in range(8):
+            for turns in range(1, 9):
                 reading, handed = await here.llm.open("hello", parsed.params), []
 
                 async def opening(reading: Reading = reading, handed: list[Reading] = handed) -> Reading:
@@ -364,6 +364,17 @@ def test_salts_tell_customers_apart() -> None:
     salts = [salt_of(who, what) for who in (b"", b"a", b"b") for what in (None, "", "x", "a")]
     assert salts[0] == b""
     assert len(set(salts)) == len(salts)
+
+
+def test_a_path_reaches_the_log_as_plain_characters(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with shop() as here:
+            await here.client.get("/v1/models/%1b%5b31m%0d%0aé%07%7f")
+
+    with caplog.at_level("INFO", "samewise.serve"):
+        go(work())
+    (line,) = [record.getMessage() for record in caplog.records if "/v1/models" in record.getMessage()]
+    assert line == r"GET /v1/models/\x1b[31m\r\n\xe9\x07\x7f 404"
 
 
 def test_log_lines() -> None:
