@@ -26,6 +26,9 @@ class Slow:
     name = "slow"
     quiet = False
 
+    ready = True
+    changes = 0
+
     def __init__(self, clock, seconds):
         self.clock, self.seconds, self.passes = clock, seconds, 0
 
@@ -33,6 +36,9 @@ class Slow:
         self.passes += 1
         self.clock.now += self.seconds
         return [Proposal(ask.seq_id, (7,), drafter=self.name, more=True) for ask in asks]
+
+    def think(self, asks):
+        pass
 
     def observe(self, verdicts):
         pass

@@ -171,8 +171,9 @@ def test_a_change_of_topic_opens_the_search_again():
     assert isinstance(skip, Skip)
     assert not skip._search.open
     essential = LayerSet(frozenset(range(1, LAYERS - 1)), frozenset(range(1, LAYERS - 1)))
+    assert skip._norm is not None
     skip._search.best.skipped = essential  # what the last topic could do without, this one cannot
-    skip._use(essential)
+    skip._path = skip._rehearsal.path(essential)
     talk(engine, 1, 450, seed=5)
     kinds = [event["event"] for event in engine.stats()["skip"]["timeline"]]
     assert kinds[-1] == "accelerate"
@@ -258,6 +259,7 @@ def test_a_damaged_memory_is_ignored_with_a_warning_and_rewritten(junk, caplog):
     with caplog.at_level(logging.WARNING, logger="samewise"):
         talk(engine, 1, 300)
     assert not skip._search.open
+    assert "ignoring" in caplog.text
     assert skip._memory.recall() == skip._search.best.skipped
 
 

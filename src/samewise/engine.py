@@ -46,10 +46,11 @@ from samewise.model.folder import read_tensors
 from samewise.model.rope import pin_rope
 from samewise.probe import Report, check_linears, probe
 from samewise.propose.auto import Auto
-from samewise.propose.base import First, Nothing, Proposer
+from samewise.propose.base import Drafter, First, Nothing, Proposer
 from samewise.propose.decode import Decode
 from samewise.propose.model import READ_ROWS, DraftModel
 from samewise.propose.ngram import Ngram
+from samewise.propose.pricing import Pricing
 from samewise.propose.rehearse import Rehearsal
 from samewise.propose.search import Search
 from samewise.propose.skip import Skip
@@ -134,7 +135,7 @@ def _model(parts: Parts) -> DraftModel:
     return DraftModel(own, parts.sampler, num_pages, longest_draft)
 
 
-def _skip_if_possible(parts: Parts) -> list[Proposer]:
+def _skip_if_possible(parts: Parts) -> list[Drafter]:
     """`skip`, where the model has layers to leave out and they can be told apart."""
     try:
         made = _skip(parts, alone=False)
@@ -157,7 +158,7 @@ class _Sets:
         found = machine.recall("layersets", self._key())
         try:
             sets = [frozenset(int(i) for i in found[name]) for name in ("attention", "mlp")]  # type: ignore[index]
-        except (TypeError, KeyError, ValueError):
+        except (TypeError, KeyError, ValueError, OverflowError):
             if found is not None:
                 log.warning("ignoring a damaged layer set in the cache: %r", found)
             return None
@@ -177,10 +178,10 @@ def _skip(parts: Parts, *, alone: bool = True) -> Skip:
     weights = [views.weights(layer) for layer in range(views.num_layers)]
     linears = sum(m.weight.nbytes for m in runner.model.modules() if isinstance(m, zoo.FrameLinear))
     rest = max(0.0, linears - sum(attention + mlp for attention, mlp in weights))  # the head, mostly
+    pricing = Pricing(weights, rest, runner.kv_bytes, parts.frames, config.draft_tokens)
     made = Skip(
-        runner, parts.sampler, rehearsal, search, parts.frames, parts.clock, weights, rest,
-        memory=_Sets(parts), every=config.search_every, share=config.search_share, most=config.draft_tokens,
-        chain=parts.chain, alone=alone,
+        runner, parts.sampler, rehearsal, search, pricing, parts.frames, parts.clock, memory=_Sets(parts),
+        every=config.search_every, share=config.search_share, chain=parts.chain, alone=alone,
     )  # fmt: skip
     parts.reports["skip"] = made.stats
     parts.renewals.append(made.renew)
@@ -190,7 +191,7 @@ def _skip(parts: Parts, *, alone: bool = True) -> Skip:
 def _auto(parts: Parts) -> Auto:
     """All that could pay here: suffix matches, and a draft model and cheaper decoding if there are."""
     config, runner = parts.config, parts.runner
-    drafters: list[Proposer] = [_model(parts)] if config.draft_model else []
+    drafters: list[Drafter] = [_model(parts)] if config.draft_model else []
     if (
         config.draft_weights == "fp8"
         or cheaper(config.draft_weights, runner.model, runner.device) is not None
@@ -258,7 +259,7 @@ class Engine:
             kernel,
             num_pages=num_pages + private,
             sizes=frame_sizes(self.frame_rows, linears=self.linears, compiled=compiled),
-            max_rows=config.max_num_seqs,
+            max_rows=max(config.max_num_seqs, config.search_window),
             max_model_len=self.max_model_len,
             dtype=next(model.parameters()).dtype,
             device=device,
@@ -355,7 +356,8 @@ class Engine:
         self.frames.observe(rows, self._landed - began)
         self._waited += flight.waited
         self._flight = None
-        self.proposer.observe(verdicts)
+        # Of those who have gone nobody remembers what was guessed.
+        self.proposer.observe([v for v in verdicts if self.scheduler.is_running(v.seq_id)])
         deltas = self.scheduler.commit(verdicts)
         committed = sum(len(delta.tokens) for delta in deltas)
         self.recent.landed(flight.spans, self.frames.size(rows), committed, self._landed)

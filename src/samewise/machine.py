@@ -45,10 +45,11 @@ def recall(kind: str, key: Key) -> object | None:
         entry = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("ignoring the damaged cache entry %s: %s", path, error)
         return None
     if not isinstance(entry, dict) or entry.get("key") != dict(key):
+        log.warning("ignoring the damaged cache entry %s: it is not about this", path)
         return None
     value: object = entry.get("value")
     return value

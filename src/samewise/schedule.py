@@ -208,8 +208,7 @@ class Scheduler:
                 if token in ends:  # what would come after it is of no use
                     break
             grown = len(seq.draft) > before
-            if proposal.branches:
-                seq.branches = tuple(branch for branch in proposal.branches if self._sensible(seq, branch))
+            seq.branches = tuple(branch for branch in proposal.branches if self._sensible(seq, branch))
             seq.open = proposal.more and grown and self._room(seq) > 0 and seq.draft[-1] not in ends
 
     def _sensible(self, seq: Sequence, branch: Branch) -> bool:

@@ -137,8 +137,8 @@ def two_topics(layers: int = 12, hidden: int = 128, **overrides: Any) -> Loaded:
         for place, way in ((3, 1.0), (8, -1.0)):
             layer = model.model.layers[place]
             layer.post_attention_layernorm.weight[0] = 1.0
-            layer.mlp.gate_proj.weight[:, 0] = 4.0 * way
-            layer.mlp.down_proj.weight.div_(4.0)
+            layer.mlp.gate_proj.weight[:, 0] = 8.0 * way
+            layer.mlp.down_proj.weight.div_(8.0)
     return replace(loaded, facts={"weights": fingerprint(loaded.model)})
 
 

@@ -25,6 +25,7 @@ TRIALS = [
     Trial(LLAMA, "model"),
     Trial(LLAMA, "ngram+model"),
     Trial(LLAMA, "skip"),
+    Trial(LLAMA, "skip-4"),
     Trial(LLAMA, "forked"),
     Trial(LLAMA, "auto"),
     Trial(LLAMA, "auto", chained=True),

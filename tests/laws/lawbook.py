@@ -16,7 +16,7 @@ import torch
 from samewise.assemble import Loaded
 from samewise.engine import MAKERS, Engine, MakeProposer, Parts
 from samewise.model import zoo
-from samewise.propose.auto import Auto
+from samewise.propose.auto import Auto, Known
 from samewise.propose.base import First
 from samewise.propose.decode import Decode
 from samewise.propose.model import DraftModel
@@ -259,7 +259,11 @@ def auto(parts: Parts) -> Auto:
     """Everything at once, with drafters that would pay if the clock is to be believed."""
     cheaper = "int4" if parts.runner.device.type == "cpu" else "auto"
     parts = changed(with_draft(parts), proposer="auto", draft_weights=cheaper)
-    return MAKERS["auto"](replace(parts, clock=Fickle()))
+    made = MAKERS["auto"](replace(parts, clock=Fickle()))
+    restless = skip(parts)
+    restless._alone = False
+    made._drafters["skip"] = Known(restless)
+    return made
 
 
 class Restless(Search):
@@ -283,6 +287,13 @@ def skip(parts: Parts) -> Skip:
     parts = changed(parts, proposer="skip", search_every=1, search_share=1.0)
     made = MAKERS["skip"](replace(parts, clock=Fickle()))
     made._search = Restless(made._search.layers)
+    return made
+
+
+def chained_skip(parts: Parts) -> Skip:
+    """The same, four guesses at a time, as on CUDA."""
+    made = skip(parts)
+    made._chain = 4
     return made
 
 
@@ -312,6 +323,8 @@ PROPOSERS: dict[str, MakeProposer | None] = {
     "model": draft_model,
     "ngram+model": lambda parts: First([MAKERS["ngram"](parts), draft_model(parts)]),
     "skip": skip,
+    "skip-4": chained_skip,
+    "ngram+skip": lambda parts: First([MAKERS["ngram"](parts), skip(parts)]),
     "forked": forked,
     "auto": auto,
 }

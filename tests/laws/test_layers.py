@@ -69,6 +69,7 @@ LAYERS = {
     "model.attention.cpu": 4,  # picks native, or does without
     "model.weights": 4,  # reads GGUF files too
     "propose.auto": 4,
+    "propose.pricing": 4,
     "receipts": 4,
     "schedule": 4,
     "serve.parsed": 4,

@@ -111,7 +111,7 @@ def plot(line: Timeline, path: Path, title: str, layers: int) -> None:
     figure, (upper, middle, lower) = plt.subplots(
         3, 1, figsize=(10, 6.5), sharex=True, height_ratios=(3, 3, 1.6)
     )
-    end = line.points[-1].tokens if line.points else 1
+    end = max([1, *(p.tokens for p in line.points[-1:]), *(e["tokens"] for e in line.events[-1:])])
     for axis in (upper, middle, lower):
         _bands(axis, line.events, end)
         for tokens, _ in line.topics[1:]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from samewise.costs import Curve, Frames, Rate, expected
-from samewise.propose.base import Proposer
+from samewise.propose.base import Drafter
 from samewise.propose.ngram import Match, Ngram
 from samewise.types import Ask, Proposal, Verdict
 
@@ -27,6 +27,7 @@ MARGIN = 1.05  # a drafter must promise this much more than not drafting
 WORTH = 1.25  # and a guess this much more than its row costs
 LENGTHS = 8  # matches longer than this are believed alike
 EXPLORE = 400  # steps after which a drafter that does not pay is tried again
+UNKNOWN = 8  # and one of which too little is known
 TRIAL = 4  # guesses of such a trial
 STILL = 6  # steps without a guess after which nobody need ask for a while
 REST = 12  # frames that while lasts
@@ -34,29 +35,33 @@ EARLY = 12.0  # trials a sequence's own record must have to count as much as eve
 
 
 @dataclass(slots=True)
-class Drafter:
-    """A proposer that runs a model, and what is known of it."""
+class Known:
+    """A drafter, and what is known of it."""
 
-    proposer: Proposer
+    proposer: Drafter
     cost: Curve = field(default_factory=Curve)  # seconds of one pass, by number of sequences
     rate: Rate = field(default_factory=lambda: Rate(3.4, 4.0))
     tried: int = -EXPLORE  # the step of its last draft
     changes: int = 0  # how often it had changed its ways when last looked at
+    sizes: set[int] = field(default_factory=set)  # numbers of sequences it has drafted for
 
-    @property
-    def ready(self) -> bool:
-        """Whether it could draft at all; one that has changed its ways is to be got to know anew."""
-        changes = getattr(self.proposer, "changes", 0)
-        if changes != self.changes:
-            self.changes, self.tried = changes, -EXPLORE * 10**6
-            self.cost, self.rate = Curve(), Rate(3.4, 4.0)
-        return bool(getattr(self.proposer, "ready", True))
+    def look(self) -> None:
+        """Forget what was known of it before it changed its ways."""
+        if self.proposer.changes != self.changes:
+            self.changes, self.tried = self.proposer.changes, -EXPLORE * 10**6
+            self.cost, self.rate, self.sizes = Curve(), Rate(3.4, 4.0), set()
+
+    def observe(self, live: int, seconds: float) -> None:
+        """A pass took so long. The first of its size may have had to build something, and says nothing."""
+        if live in self.sizes:
+            self.cost.observe(live, seconds)
+        self.sizes.add(live)
 
 
 class Choice(NamedTuple):
     """Draft with whom, how far, and why."""
 
-    drafter: Drafter | None
+    drafter: Known | None
     guesses: int
     gain: float  # tokens per second over not drafting
 
@@ -69,7 +74,7 @@ class Auto:
     def __init__(
         self,
         ngram: Ngram,
-        drafters: list[Proposer],
+        drafters: list[Drafter],
         frames: Frames,
         clock: Callable[[], float],
         *,
@@ -79,9 +84,8 @@ class Auto:
     ) -> None:
         self._restful = restful  # not being asked is worth something here: frames then follow one another
         self._ngram, self._frames, self._clock, self._most = ngram, frames, clock, most
-        self._drafters = {drafter.name: Drafter(drafter) for drafter in drafters}
+        self._drafters = {drafter.name: Known(drafter) for drafter in drafters}
         self._explain = explain
-        self._thinkers = [think for d in drafters if (think := getattr(d, "think", None)) is not None]
         self._by_length = [Rate(0.5 * i / LENGTHS + 1.0, 3.0) for i in range(LENGTHS + 1)]
         self._by_seq: dict[int, dict[str, Rate]] = {}  # a sequence's own record with each drafter
         self._matched: dict[int, int] = {}  # length of the match a sequence's draft came from
@@ -101,8 +105,9 @@ class Auto:
     def propose(self, asks: list[Ask]) -> list[Proposal]:
         """Guesses where they pay."""
         self._step += 1
-        for think in self._thinkers:
-            think(asks)
+        for drafter in self._drafters.values():
+            drafter.proposer.think(asks)
+            drafter.look()
         fresh = [ask for ask in asks if not ask.draft]
         proposals = self._match(fresh, len(asks))
         served = {proposal.seq_id for proposal in proposals}
@@ -227,7 +232,7 @@ class Auto:
         plain = live / self._frames.cost(live)
         best = Choice(None, 0, 0.0)
         for drafter in self._drafters.values():
-            if not drafter.ready:
+            if not drafter.proposer.ready:
                 continue
             if self._worth_a_trial(drafter, live, plain):
                 return Choice(drafter, min(TRIAL, self._most), 0.0)
@@ -244,7 +249,7 @@ class Auto:
             )  # fmt: skip
         return best
 
-    def _best_length(self, drafter: Drafter, live: int, rate: float) -> tuple[int, float]:
+    def _best_length(self, drafter: Known, live: int, rate: float) -> tuple[int, float]:
         step = drafter.cost.at(live)
         paces = [
             (live * expected(rate, k) / (k * step + self._frames.cost(live * (k + 1))), k)
@@ -253,9 +258,9 @@ class Auto:
         pace, k = max(paces, key=lambda found: found[0])
         return k, pace
 
-    def _worth_a_trial(self, drafter: Drafter, live: int, plain: float) -> bool:
+    def _worth_a_trial(self, drafter: Known, live: int, plain: float) -> bool:
         """Whether it was not tried for long, and would pay if it were always right."""
-        if self._step - drafter.tried < EXPLORE:
+        if self._step - drafter.tried < (EXPLORE if drafter.cost.known else UNKNOWN):
             return False
         if not drafter.cost.known:
             return True
@@ -277,10 +282,10 @@ class Auto:
             found = drafter.proposer.propose(mine)
             passes = max((len(p.tokens) for p in found), default=0)
             if passes:
-                drafter.cost.observe(len(mine), (self._clock() - began) / passes)
+                drafter.observe(len(mine), (self._clock() - began) / passes)
             room = {ask.seq_id: ask.room for ask in mine}
             proposals += [p._replace(more=p.more and len(p.tokens) < room[p.seq_id]) for p in found]
         return proposals
 
 
-__all__ = ["Auto", "Choice", "Drafter"]
+__all__ = ["Auto", "Choice", "Known"]

@@ -36,6 +36,24 @@ class Proposer(Protocol):
         ...
 
 
+class Drafter(Proposer, Protocol):
+    """A proposer that runs a model, and may need time for itself."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it could guess at all."""
+        ...
+
+    @property
+    def changes(self) -> int:
+        """How often it has changed its ways: what was known of it before holds no longer."""
+        ...
+
+    def think(self, asks: list[Ask]) -> None:
+        """Time for itself, at every step, whether or not it is asked for guesses."""
+        ...
+
+
 class Nothing:
     """Guesses nothing: one row per sequence and frame. The reference for every law."""
 
@@ -89,4 +107,4 @@ class First:
             member.forget(seq_id)
 
 
-__all__ = ["First", "Nothing", "Proposer"]
+__all__ = ["Drafter", "First", "Nothing", "Proposer"]

@@ -29,6 +29,8 @@ class Decode:
 
     name = "decode"
     quiet = False
+    ready = True
+    changes = 0
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class Decode:
             logits = self._logits([asks[i] for i in live], sources, ahead)
             draws = _draws([asks[i] for i in live], ahead)
             picks = self._sampler.pick(logits, draws)
-            self._look([asks[i] for i in live], logits, draws)
+            self._look([asks[i] for i in live], logits, picks, draws)
             for i, top in zip(live, self._tops(logits, [asks[i] for i in live]), strict=True):
                 tops[i] += top
             if max(lens) > ahead + 1:
@@ -77,7 +79,7 @@ class Decode:
             for i, ask in enumerate(asks)
         ]
 
-    def _look(self, asks: list[Ask], logits: torch.Tensor, draws: list[Draw]) -> None:
+    def _look(self, asks: list[Ask], logits: torch.Tensor, picks: Picks, draws: list[Draw]) -> None:
         """Whoever wants to know more of a pass than its tokens looks here."""
 
     def warm(self, most: int) -> None:
@@ -87,6 +89,9 @@ class Decode:
             sizes = sorted({runner.fast_tray(rows).num_rows for rows in range(1, most + 1)})
             for size in sizes:
                 runner.fast(pack_fast([], runner.tray(size)), self._path)
+
+    def think(self, asks: list[Ask]) -> None:
+        """Nothing to think about."""
 
     def observe(self, verdicts: list[Verdict]) -> None:
         """Nothing to learn."""

@@ -35,6 +35,8 @@ class DraftModel:
 
     name = "model"
     quiet = False
+    ready = True
+    changes = 0
 
     def __init__(self, runner: Runner, sampler: Sampler, num_pages: int, max_len: int) -> None:
         self._runner, self._sampler, self._max_len = runner, sampler, max_len
@@ -60,6 +62,9 @@ class DraftModel:
             Proposal(ask.seq_id, (token,), drafter=self.name, more=True)
             for (ask, _), token in zip(done, tokens, strict=True)
         ]
+
+    def think(self, asks: list[Ask]) -> None:
+        """Nothing to think about."""
 
     def observe(self, verdicts: list[Verdict]) -> None:
         """Nothing to learn: what was wrong is seen when the sequence is read on."""

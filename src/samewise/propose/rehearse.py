@@ -41,6 +41,7 @@ class Rehearsal:
     def __init__(self, runner: Runner, sampler: Sampler, views: Views, pages: range, *, window: int) -> None:
         self._runner, self._sampler, self._views = runner, sampler, views
         self._pages, self._window = pages, min(window, len(pages) * PAGE)
+        self._turn = 0
         self._recent: deque[tuple[int, ...]] = deque(maxlen=RECENT)
         self._whole = Path(runner.model, None)
         self._paths: dict[LayerSet, Path] = {}
@@ -60,20 +61,32 @@ class Rehearsal:
 
     # ---- which text
 
-    def gather(self, asks: list[Ask]) -> list[Piece]:
-        """Pieces of what was committed last, live sequences first, as many rows as the window has."""
+    def gather(self, asks: list[Ask], least: int) -> list[Piece]:
+        """Pieces of what was committed last, live sequences first, as many rows as the window has.
+
+        Nothing where that is fewer than `least` tokens. The window is shared by all, whose turn it is first.
+        """
         pieces: list[Piece] = []
         left, free = self._window, list(self._pages)
-        for ask in asks:
+        self._turn += 1
+        order = asks[self._turn % len(asks) :] + asks[: self._turn % len(asks)]
+        each = min(LENGTH, max(PAGE, self._window // len(asks)))
+        for ask in order:
             if ask.guide is not None:  # what its grammar allowed back then, nobody knows any more
                 continue
-            piece = _live(ask, min(left, LENGTH), free)
+            piece = _live(ask, min(left, each + PAGE - 1), free)
             if piece is not None:
                 pieces.append(piece)
                 left -= len(piece.span.inputs)
-        texts = [text for text in reversed(self._recent) if len(text) <= left]
-        fresh = [_again(text, free) for text in texts[: min(left // LENGTH, len(free) * PAGE // LENGTH)]]
+        texts = list(reversed(self._recent))[: min(left // LENGTH, len(free) * PAGE // LENGTH)]
+        fresh = [_again(text, free) for text in texts]
+        if sum(len(piece.targets) for piece in pieces + fresh) < least:
+            return []
         return pieces + self._answered(fresh)
+
+    def forget(self) -> None:
+        """What was said so far is about something else."""
+        self._recent.clear()
 
     def _answered(self, pieces: list[Piece]) -> list[Piece]:
         """Recent answers stand without what came before: what the whole model says there is the truth."""

@@ -24,6 +24,8 @@ from samewise.types import LayerSet
 Vector = npt.NDArray[np.float64]
 
 LOSS, DOUBT = 0.15, 0.3  # what a sublayer of which nothing is known is believed to lose, and how surely
+SOME = 6  # rounds before which nothing is good enough
+ENOUGH = 0.98  # of the pace that is believed possible
 BETTER = 1.01  # a challenger must promise this much more: scores are estimates
 
 
@@ -35,6 +37,11 @@ class Prices(NamedTuple):
     attention: float  # of one attention sublayer in it
     mlp: float  # of one MLP sublayer
     frames: tuple[float, ...]  # of a frame with 0, 1, 2, … guesses for each live sequence
+
+    @property
+    def plain(self) -> float:
+        """Tokens per second when nobody guesses."""
+        return self.live / self.frames[0]
 
     def draft(self, attention: int, mlp: int) -> float:
         """A draft pass with so many sublayers of each kind."""
@@ -110,9 +117,18 @@ class Search:
         self.stale = 0 if won else self.stale + 1
         if won:
             self.best = Best(candidate, rate, pace)
-        if self.stale >= self._patience or self.round >= self._rounds:
+        elif (
+            self.best.skipped
+            and max(self.best.pace, self._believed(self.best.skipped, prices)) <= prices.plain
+        ):
+            self.best = Best(LayerSet(), 1.0, prices.plain)  # nothing is better than what does not pay
+        if self.stale >= self._patience or self.round >= self._rounds or self._good_enough(prices):
             self.open = False
         return won
+
+    def settle(self, skipped: LayerSet, rate: float) -> None:
+        """Somebody knows the set: no search."""
+        self.best, self.open = Best(skipped, rate), False
 
     def reopen(self) -> None:
         """The text has changed: scores of before were of another, and are forgotten. Inform it anew."""
@@ -130,12 +146,24 @@ class Search:
 
     # ---- inside
 
+    def _good_enough(self, prices: Prices) -> bool:
+        """Whether, by all that is believed after some rounds, nothing better is to be found."""
+        if self.round < SOME:
+            return False
+        return self._believed(self.best.skipped, prices) >= ENOUGH * self._believed(
+            self._wish(prices), prices
+        )
+
     def _pace(self, skipped: LayerSet, rate: float, trials: int, prices: Prices) -> float:
+        if not skipped:
+            return prices.plain
         draft = prices.draft(self.layers - len(skipped.attention), self.layers - len(skipped.mlp))
         return prices.pace(_careful(rate, trials), draft)
 
     def _believed(self, skipped: LayerSet, prices: Prices) -> float:
-        losses = np.maximum(np.linalg.solve(self._precision, self._weighted), 0.0)
+        if not skipped:
+            return prices.plain
+        losses = np.maximum(self._mean(), 0.0)
         draft = prices.draft(self.layers - len(skipped.attention), self.layers - len(skipped.mlp))
         return prices.pace(math.exp(-float(self._row(skipped) @ losses)), draft)
 
@@ -148,18 +176,24 @@ class Search:
         self._precision += np.outer(x, x) / variance
         self._weighted += x * (-math.log(chance) / variance)
 
+    def _mean(self) -> Vector:
+        return np.asarray(np.linalg.solve(self._precision, self._weighted), dtype=np.float64)
+
     def _guided(self, prices: Prices) -> LayerSet:
-        """The best set for losses drawn from what is believed."""
+        """The best set by what is believed; every other time by what is merely possible."""
+        if self.round % 4 == 0:
+            return self._wish(prices)
         factor = np.linalg.cholesky(self._precision)
-        mean = np.linalg.solve(self._precision, self._weighted)
-        drawn = mean
-        if self.round % 4 == 2:  # every other one dares to believe what is merely possible
-            drawn = mean + np.linalg.solve(factor.T, self._random.standard_normal(len(mean)))
-        losses = np.maximum(drawn, 1e-4)
+        noise = np.linalg.solve(factor.T, self._random.standard_normal(len(self._free)))
+        return self._wish(prices, noise)
+
+    def _wish(self, prices: Prices, noise: Vector | float = 0.0) -> LayerSet:
+        """The set that would be fastest if the losses were what they are believed to be, give or take."""
+        losses = np.maximum(self._mean() + noise, 1e-4)
         saved = np.array([(prices.attention, prices.mlp)[kind] for _, kind in self._free])
         order = np.argsort(losses / np.maximum(saved, 1e-12), kind="stable")
         counts, loss = [self.layers, self.layers], 0.0
-        best, best_pace = 0, prices.pace(1.0, prices.draft(*counts))
+        best, best_pace = 0, prices.plain
         for num, place in enumerate(order, 1):
             counts[self._free[place][1]] -= 1
             loss += float(losses[place])

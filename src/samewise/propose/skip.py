@@ -17,13 +17,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from samewise.costs import Curve, Frames, Rate, Trust
+from samewise.costs import Frames, Rate, Trust
 from samewise.propose.decode import Decode
+from samewise.propose.pricing import Pricing
 from samewise.propose.rehearse import Piece, Rehearsal
-from samewise.propose.search import Best, Prices, Search
+from samewise.propose.search import Search
 from samewise.run.frame import pack_fast
-from samewise.run.runner import Runner
-from samewise.sampling import Draw, Sampler
+from samewise.run.runner import Path, Runner
+from samewise.sampling import Draw, Picks, Sampler
 from samewise.types import Ask, Branch, LayerSet, Proposal, Verdict
 
 log = logging.getLogger("samewise.skip")
@@ -31,6 +32,7 @@ log = logging.getLogger("samewise.skip")
 LEAST = 24  # tokens a set must be scored on
 RIVALS = 3  # alternatives looked at where a guess is unsure
 BRANCHES = 4  # of which a draft may have at once
+SURE = 0.95  # and above this probability nobody looks for any
 UNSURE = 0.8  # below this chance a guess has alternatives worth a thought
 FAITH = 0.9  # a draft is broken off for want of chance above this at the latest
 FALL = 0.15  # how much less often first guesses may be right before the search is opened again
@@ -72,16 +74,25 @@ class Event(NamedTuple):
         }
 
 
+class _Rival(NamedTuple):
+    """Another token that might stand at a place of a draft."""
+
+    gain: float  # the chance that the draft holds up to there and this is what follows
+    place: int
+    token: int
+    share: float  # how sure the model was of it
+
+
 @dataclass(slots=True)
 class _Draft:
     """What is known of the guesses a sequence has outstanding."""
 
     changes: int  # the set they were made with
+    sampled: bool
     confidences: list[float] = field(default_factory=list)
     reach: float = 1.0  # the chance that all of them are right
-    rivals: list[tuple[float, int, int, float]] = field(default_factory=list)  # gain, place, token, share
-    branches: tuple[tuple[Branch, float], ...] = ()  # and how sure each alternative looked
-    sampled: bool = False
+    rivals: list[_Rival] = field(default_factory=list)
+    branches: tuple[_Rival, ...] = ()  # those that are offered
 
 
 class Skip(Decode):
@@ -98,45 +109,46 @@ class Skip(Decode):
         sampler: Sampler,
         rehearsal: Rehearsal,
         search: Search,
+        pricing: Pricing,
         frames: Frames,
         clock: Callable[[], float],
-        weights: list[tuple[float, float]],
-        rest: float,
         *,
         memory: Memory | None = None,
-        every: int = 32,
+        every: int = 16,
         share: float = 0.02,
-        most: int = 16,
         chain: int = 1,
         alone: bool = True,
     ) -> None:
         super().__init__(runner, sampler, chain=chain)
-        self._rehearsal, self._search, self._frames, self._clock = rehearsal, search, frames, clock
-        self._memory, self._every, self._share, self._most, self._alone = memory, every, share, most, alone
-        self._weights, self._rest = weights, rest  # bytes read by each sublayer, and by all else
-        self._full = Curve()  # seconds of a pass with nothing left out, by number of sequences
-        self._seen: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []  # rivals of the passes under way
+        self._rehearsal, self._search, self._pricing = rehearsal, search, pricing
+        self._frames, self._clock, self._memory = frames, clock, memory
+        self._every, self._share, self._alone = every, share, alone
+        self._seen: list[tuple[list[int], list[list[int]], list[list[float]]]] = []  # of the passes under way
         self._drafts: dict[int, _Draft] = {}
         self._texts: dict[int, tuple[list[int], int]] = {}
-        self._trust = {False: Trust(), True: Trust()}  # greedy guesses, sampled ones
-        self._rival = Trust()
+        self._greedy, self._sampled, self._rival = Trust(), Trust(), Trust()
         self._first = Rate(0.0, 0.0, memory=64.0)  # of first guesses, since the set is in use
-        self.changes = 0  # how often the set was changed
-        self._tokens = self._scored_at = 0
-        self._spent = self._active = self._last = 0.0
-        self._step_cost = 0.0
+        self._norm: float | None = None  # what that was when it had settled
+        self._changes = 0
+        self._bar = 0.0
+        self._tokens = self._scored_at = self._branched = 0
+        self._spent = self._active = self._saved = self._last = self._step_cost = 0.0
         self._informed = False
-        self._branched = 0
-        self._context = 0.0  # bytes of KV that each attention read when prices were last looked at
+        self._promise = 0.0  # tokens per second of one sequence, with the set
         self._events: list[Event] = []
         self._note("accumulate")
 
     # ---- guessing
 
     @property
-    def ready(self) -> bool:
+    def ready(self) -> bool:  # type: ignore[override]
         """Whether there is a set to draft with."""
         return len(self._search.best.skipped) > 0
+
+    @property
+    def changes(self) -> int:  # type: ignore[override]
+        """How often the set was changed."""
+        return self._changes
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
         """The next guess of every ask, or the next few, while they can be expected to pay."""
@@ -146,74 +158,89 @@ class Skip(Decode):
             return []
         for ask in asks:
             if not ask.draft:
-                self._drafts[ask.seq_id] = _Draft(self.changes, sampled=ask.sampling.temperature > 0)
+                self._drafts[ask.seq_id] = _Draft(self._changes, ask.sampling.temperature > 0)
         # What another set left out of the KV, this one must not look for: such drafts end where they are.
         asks = [
-            a for a in asks if (d := self._drafts.get(a.seq_id)) is not None and d.changes == self.changes
+            a for a in asks if (d := self._drafts.get(a.seq_id)) is not None and d.changes == self._changes
         ]
         if not asks:
             return []
         self._seen.clear()
-        began = self._clock()
-        found = super().propose(asks)
-        passes = max(len(proposal.tokens) for proposal in found)
-        self._book(len(asks), (self._clock() - began) / passes)
-        return self._paced(asks, found)
+        return self._paced(asks, super().propose(asks))
 
-    def _look(self, asks: list[Ask], logits: torch.Tensor, draws: list[Draw]) -> None:
-        ids, shares = self._sampler.rivals(logits, draws, RIVALS + 1)
+    def _look(self, asks: list[Ask], logits: torch.Tensor, picks: Picks, draws: list[Draw]) -> None:
+        """How sure each guess is, and what else it might have been."""
+        rows = list(range(len(asks)))
+        ids: list[list[int]] = [[] for _ in rows]
+        shares: list[list[float]] = [[] for _ in rows]
+        if self._runner.device.type == "cpu":  # a sure greedy guess needs no second look
+            sure = picks.logprobs.exp().tolist()
+            plain = [ask.sampling.plain and sure[i] > SURE for i, ask in enumerate(asks)]
+            for i in (i for i in rows if plain[i]):
+                ids[i], shares[i] = [int(picks.tokens[i])], [sure[i]]
+            rows = [i for i in rows if not plain[i]]
+        if rows:
+            places = {row: i for i, row in enumerate(rows)}
+            moved = [draw._replace(row=places[draw.row]) for draw in draws if draw.row in places]
+            some = logits[rows] if len(rows) < len(asks) else logits
+            found_ids, found = self._sampler.rivals(some, moved, RIVALS + 1)
+            for i, tokens, values in zip(rows, found_ids.tolist(), found.tolist(), strict=True):
+                ids[i], shares[i] = tokens, values
         self._seen.append(([ask.seq_id for ask in asks], ids, shares))
 
     def _paced(self, asks: list[Ask], found: list[Proposal]) -> list[Proposal]:
         """Keep each draft as far as it pays, and offer alternatives where it is unsure."""
         looks: dict[int, list[tuple[list[int], list[float]]]] = {}
-        for seq_ids, choices, surely in self._seen:
-            for seq_id, tokens, values in zip(seq_ids, choices.tolist(), surely.tolist(), strict=True):
+        for seq_ids, ids, shares in self._seen:
+            for seq_id, tokens, values in zip(seq_ids, ids, shares, strict=True):
                 looks.setdefault(seq_id, []).append((tokens, values))
-        live = len(asks)
-        pace = live / max(self._frames.cost(live), 1e-9)
-        rows = live + sum(len(ask.draft) + 1 for ask in asks)
-        a_pass = self._full.at(live) * self._left(self._search.best.skipped) / live
-        bar = min(FAITH, (a_pass + self._frames.cost(rows + 1) - self._frames.cost(rows)) * pace)
+        live = max(len(asks), len(self._drafts))  # those whose drafts wait for the frame are there, too
+        rows = sum(len(draft.confidences) + 1 for draft in self._drafts.values()) + len(asks)
+        pace = live * max(self._promise, 1.0 / max(self._frames.cost(live), 1e-9))
+        a_pass = self._pricing.seconds(self._search.best.skipped, len(asks)) / len(asks)
+        self._bar = min(FAITH, (a_pass + self._frames.cost(rows + 1) - self._frames.cost(rows)) * pace)
         proposals = []
         for ask, proposal in zip(asks, found, strict=True):
-            draft, trust = self._drafts[ask.seq_id], self._trust[self._drafts[ask.seq_id].sampled]
-            kept, goes_on = 0, True
-            for token, (ids, shares) in zip(proposal.tokens, looks[ask.seq_id], strict=True):
-                sure = dict(zip(ids, shares, strict=True)).get(token, 0.0)
-                chance, before = trust.chance(sure), draft.reach
-                place = len(draft.confidences)
-                draft.confidences.append(sure)
-                draft.reach *= chance
-                kept += 1
-                if chance < UNSURE:
-                    others = [(t, s) for t, s in zip(ids, shares, strict=True) if t != token][:RIVALS]
-                    draft.rivals += [(before * self._rival.chance(s), -place, t, s) for t, s in others]
-                if draft.reach * self._typical < bar:
-                    goes_on = False
-                    break
+            draft = self._drafts[ask.seq_id]
+            kept = self._kept(draft, proposal.tokens, looks[ask.seq_id])
             draft.branches = self._alternatives(draft, rows, pace)
-            rows += sum(branch.at + 2 for branch, _ in draft.branches)
+            rows += sum(rival.place + 2 for rival in draft.branches)
             proposals.append(
                 proposal._replace(
                     tokens=proposal.tokens[:kept],
                     logprobs=proposal.logprobs[:kept],
                     tops=proposal.tops[:kept],
-                    more=goes_on,
-                    branches=tuple(branch for branch, _ in draft.branches),
+                    more=draft.reach * self._typical >= self._bar,
+                    branches=tuple(Branch(rival.place, (rival.token,)) for rival in draft.branches),
                 )
             )
         return proposals
 
-    def _alternatives(self, draft: _Draft, rows: int, pace: float) -> tuple[tuple[Branch, float], ...]:
+    def _kept(
+        self, draft: _Draft, tokens: tuple[int, ...], looks: list[tuple[list[int], list[float]]]
+    ) -> int:
+        """How many of these guesses a draft takes on: up to the one behind which none would pay."""
+        trust = self._sampled if draft.sampled else self._greedy
+        for num, (token, (ids, shares)) in enumerate(zip(tokens, looks, strict=True), 1):
+            sure = dict(zip(ids, shares, strict=True)).get(token, 0.0)
+            chance, before, place = trust.chance(sure), draft.reach, len(draft.confidences)
+            draft.confidences.append(sure)
+            draft.reach *= chance
+            if chance < UNSURE:
+                others = [(t, s) for t, s in zip(ids, shares, strict=True) if t != token][:RIVALS]
+                draft.rivals += [_Rival(before * self._rival.chance(s), place, t, s) for t, s in others]
+            if draft.reach * self._typical < self._bar:
+                return num
+        return len(tokens)
+
+    def _alternatives(self, draft: _Draft, rows: int, pace: float) -> tuple[_Rival, ...]:
         """Branches whose rows cost less than the token they may bring is worth, the likeliest first."""
-        chosen: list[tuple[Branch, float]] = []
-        for gain, back, token, share in sorted(draft.rivals, reverse=True)[:BRANCHES]:
-            price = self._frames.cost(rows - back + 2) - self._frames.cost(rows)
-            if gain < max(0.02, price * pace):
-                continue
-            chosen.append((Branch(-back, (token,)), share))
-            rows += 2 - back
+        chosen: list[_Rival] = []
+        for rival in sorted(draft.rivals, key=lambda r: (-r.gain, r.place, r.token))[:BRANCHES]:
+            price = self._frames.cost(rows + rival.place + 2) - self._frames.cost(rows)
+            if rival.gain >= max(0.02, price * pace):
+                chosen.append(rival)
+                rows += rival.place + 2
         return tuple(chosen)
 
     @property
@@ -230,30 +257,42 @@ class Skip(Decode):
         for verdict in verdicts:
             self._tokens += len(verdict.tokens)
             draft = self._drafts.pop(verdict.seq_id, None) if verdict.drafter == self.name else None
-            if draft is None or not verdict.guessed:
-                continue
-            won = verdict.branch
-            self._branched += len(draft.branches)
-            held = draft.branches[won - 1][0].at if 0 < won <= len(draft.branches) else verdict.accepted
-            for place, sure in enumerate(draft.confidences[: held + 1]):
-                self._trust[draft.sampled].observe(sure, right=place < held)
-            for number, (branch, share) in enumerate(draft.branches, 1):
-                if branch.at == held:
-                    self._rival.observe(share, right=number == won)
-            self._first.observe(1, int(held > 0))
-        norm = self._search.best.rate
-        fallen = self._first.trials >= SETTLED and self._first.value < norm - FALL
-        if fallen and not self._search.open and self.ready:
-            self._search.best.rate = self._first.value
+            if draft is not None and verdict.guessed:
+                self._learn(draft, verdict)
+        if self._search.open or not self.ready or self._first.trials < SETTLED:
+            return
+        if self._norm is None:
+            self._norm = self._first.value
+        elif self._first.value < self._norm - FALL:
             self._search.reopen()
-            self._informed = False
+            self._rehearsal.forget()  # what was said before was about something else
+            self._informed, self._saved = False, 0.0
+            self._settle()
             self._note("optimise")
+
+    def _learn(self, draft: _Draft, verdict: Verdict) -> None:
+        """How sure it was, and how right. A branch that wins is one token longer than the draft was right."""
+        held = verdict.guessed - 1 if verdict.branch else verdict.accepted
+        tested = draft.confidences[: min(held + 1, verdict.guessed)]
+        trust = self._sampled if draft.sampled else self._greedy
+        for place, sure in enumerate(tested):
+            trust.observe(sure, right=place < held)
+        self._branched += len(draft.branches)
+        for rival in draft.branches:
+            if rival.place == held and held < len(verdict.tokens):
+                self._rival.observe(rival.share, right=rival.token == verdict.tokens[held])
+        if draft.changes == self._changes:
+            self._first.observe(1, int(held > 0))
+
+    def _settle(self) -> None:
+        """From here on first guesses say how good the set is."""
+        self._first, self._norm = Rate(0.0, 0.0, memory=64.0), None
 
     def forget(self, seq_id: int) -> None:
         """The sequence is gone; its text may be rehearsed."""
         self._drafts.pop(seq_id, None)
         known = self._texts.pop(seq_id, None)
-        if known is not None and self._search.open:
+        if known is not None:
             self._rehearsal.remember(*known)
 
     def stats(self) -> dict[str, Any]:
@@ -264,7 +303,7 @@ class Skip(Decode):
             "set": self._events[-1].plain()["set"] | {"skipped": len(best.skipped)},
             "matchness": best.rate,
             "first_guess_acceptance": self._first.value if self._first.trials else None,
-            "threshold": self._trust[False].least(0.5),
+            "threshold": self._greedy.least(self._bar / max(self._typical, 1e-9)),
             "branches": self._branched,
             "search": {
                 "rounds": self._search.round,
@@ -283,15 +322,17 @@ class Skip(Decode):
     def renew(self) -> None:
         """The weights were replaced: what was found is of the past, and the incumbent has to prove itself."""
         self._informed = False
-        self._first = Rate(0.0, 0.0, memory=64.0)
+        self._settle()
         if self._events[-1].event != "accumulate":
             self._search.reopen()
+            self._rehearsal.forget()
             self._note("accumulate")
 
     def settle(self, skipped: LayerSet, rate: float) -> None:
         """Draft with this set, which somebody knows to be good; search only if it proves otherwise."""
-        self._search.best, self._search.open = Best(skipped, rate), False
+        self._search.settle(skipped, rate)
         self._use(skipped)
+        self._norm = rate
         self._note("accelerate")
 
     # ---- searching
@@ -299,56 +340,73 @@ class Skip(Decode):
     def think(self, asks: list[Ask]) -> None:
         """One step of the search, if one is due and affordable."""
         now = self._clock()
-        self._active += min(now - self._last, IDLE) if self._last else 0.0
+        passed = min(now - self._last, IDLE) if self._last else 0.0
         self._last = now
-        if self._search.open:
-            for ask in asks:
+        self._active += passed
+        for ask in asks:
+            if ask.pool is not None:  # one that is kept to itself is not kept at all
                 self._texts[ask.seq_id] = (ask.tokens, ask.prompt_len)
-        due = self._search.open and asks and self._tokens - self._scored_at >= self._every
-        if not due or not self._frames.curve.known or self._too_dear(len(asks)):
+        if not self._search.open:
             return
-        pieces = self._rehearsal.gather(asks)
-        if sum(len(piece.targets) for piece in pieces) < LEAST:
-            return
-        began = self._clock()
-        self._scored_at = self._tokens
-        self._round(asks, pieces)
-        self._step_cost = self._clock() - began
-        self._spent += self._step_cost
-        self._last = self._clock()
-        self._active += self._step_cost
-
-    def _too_dear(self, live: int) -> bool:
-        """Whether a step would take more than the share of time that searching may have."""
+        self._saved += self._share * passed
         expected = self._step_cost or 2 * self._frames.cost(64)
-        return self._spent + expected > self._share * self._active and live > 0
+        if not asks or self._tokens - self._scored_at < self._every or self._saved < expected:
+            return
+        if self._frames.curve.known:
+            self._step(asks, now)
+
+    def _step(self, asks: list[Ask], began: float) -> None:
+        pieces = self._rehearsal.gather(asks, LEAST)
+        if pieces:
+            self._scored_at = self._tokens
+            self._round(asks, pieces)
+            taken = self._clock() - began
+            self._step_cost = min(taken, self._step_cost or taken)
+        taken = self._clock() - began
+        self._spent += taken
+        self._active += taken
+        self._saved -= taken
+        self._last = self._clock()
 
     def _round(self, asks: list[Ask], pieces: list[Piece]) -> None:
-        search = self._search
+        search, live = self._search, len(asks)
         if not self._informed:
             self._inform(pieces)
-        prices = self._prices(asks)
+        self._pricing.see(sum(len(ask.tokens) for ask in asks))
+        if not self._pricing.known:
+            self._pricing.observe_whole(live, self._timed(asks, None))
+        prices, before = self._pricing.prices(live), search.best.skipped
         candidate = search.suggest(prices)
         rate, trials = self._rate(pieces, candidate)
-        own, _ = self._rate(pieces, search.best.skipped)
-        if self._events[-1].event == "accumulate":
-            self._note("optimise")
-        if search.score(candidate, rate, own, trials, prices):
-            log.info("layer set: skip %s (%d of %d right)", candidate, round(rate * trials), trials)
-            self._use(candidate)
-            self._note("optimise")
+        own, _ = self._rate(pieces, before)
+        search.score(candidate, rate, own, trials, prices)
+        self._promise = search.best.pace / live
+        if search.best.skipped != before:
+            log.info("layer set: skip %s (%.0f%% right)", search.best.skipped, 100 * search.best.rate)
+            self._use(search.best.skipped)
+            self._calibrate(asks)
+            self._keep()
+        self._note("optimise")
         if not search.open:
+            self._settle()
             self._note("accelerate")
-            if self._memory is not None and self.ready:
-                self._memory.remember(search.best.skipped, search.best.rate)
+            self._keep()
+
+    def _keep(self) -> None:
+        if self._memory is not None and self.ready:
+            self._memory.remember(self._search.best.skipped, self._search.best.rate)
 
     def _inform(self, pieces: list[Piece]) -> None:
         """What one look at the hidden states tells, and what an earlier process found."""
         self._informed = True
         self._search.inform(self._rehearsal.shares(pieces))
         found = self._memory.recall() if self._memory is not None and not self.ready else None
-        if found is not None and self._search.start_from(found):
+        if found is None:
+            return
+        if self._search.start_from(found):
             self._use(found)
+        else:
+            log.warning("ignoring a layer set of another model in the cache: %s", found)
 
     def _rate(self, pieces: list[Piece], skipped: LayerSet) -> tuple[float, int]:
         if not skipped:
@@ -357,61 +415,34 @@ class Skip(Decode):
         return right / asked, asked
 
     def _use(self, skipped: LayerSet) -> None:
-        self._path = self._rehearsal.path(skipped)
-        self._first = Rate(0.0, 0.0, memory=64.0)
-        self.changes += 1
+        self._path = self._rehearsal.path(skipped) if skipped else None
+        self._settle()
+        self._changes += 1
+
+    def _calibrate(self, asks: list[Ask]) -> None:
+        """What the new set's passes take, measured now, where whatever they need is built."""
+        if self.ready:
+            self._pricing.observe_whole(len(asks), self._timed(asks, None))
+            self._pricing.observe(len(asks), self._search.best.skipped, self._timed(asks, self._path))
+
+    @torch.inference_mode()
+    def _timed(self, asks: list[Ask], path: Path | None) -> float:
+        """Seconds of a pass over what is live, choices included: it writes scratch like any guess."""
+        runner, seconds = self._runner, 0.0
+        if path is None and runner.device.type != "cpu":  # would be captured; a frame is dearer by little
+            return self._frames.cost(len(asks))
+        for _ in range(2):  # the first may have to build something
+            began = self._clock()
+            batch = pack_fast(asks, runner.fast_tray(len(asks)))
+            logits = runner.fast(batch, path)[: len(asks)].float()
+            self._sampler.pick(logits, []).tokens.tolist()
+            seconds = self._clock() - began
+        return seconds
 
     def _note(self, event: str) -> None:
         best = self._search.best
         self._events.append(Event(event, self._tokens, best.pace, best.rate, best.skipped))
-        del self._events[1 : len(self._events) - EVENTS]
-
-    # ---- what things cost
-
-    def _prices(self, asks: list[Ask]) -> Prices:
-        live = len(asks)
-        if not self._full.known:
-            self._time_whole(asks)
-        whole = self._full.at(live)
-        attention, mlp, total = self._parts(asks)
-        frames = tuple(self._frames.cost(live * (k + 1)) for k in range(self._most + 1))
-        rest = whole * self._rest / total
-        return Prices(live, rest, whole * attention / total, whole * mlp / total, frames)
-
-    def _parts(self, asks: list[Ask]) -> tuple[float, float, float]:
-        """Bytes a pass reads: of an average attention with its KV as long as it is now, of an MLP, of all."""
-        layers = len(self._weights)
-        kv = sum(len(ask.tokens) for ask in asks) * self._runner.kv_bytes
-        attention = sum(a for a, _ in self._weights) / layers + kv
-        mlp = sum(m for _, m in self._weights) / layers
-        self._context = kv
-        return attention, mlp, self._rest + layers * (attention + mlp)
-
-    def _time_whole(self, asks: list[Ask]) -> None:
-        """A fast pass with nothing left out, on what is live: it writes scratch like any guess."""
-        if (
-            self._runner.device.type != "cpu"
-        ):  # it would have to be captured first; a frame is dearer by little
-            self._full.observe(len(asks), self._frames.cost(len(asks)))
-            return
-        for _ in range(2):  # the first may have to build something
-            began = self._clock()
-            batch = pack_fast(asks, self._runner.fast_tray(len(asks)))
-            self._runner.fast(batch)[:1].sum().item()
-            seconds = self._clock() - began
-        self._full.observe(len(asks), max(seconds, 1e-9))
-
-    def _left(self, skipped: LayerSet) -> float:
-        """The share of a whole pass that is left."""
-        kv = self._context
-        out = sum(self._weights[i][0] + kv for i in skipped.attention)
-        out += sum(self._weights[i][1] for i in skipped.mlp)
-        total = self._rest + sum(a + m + kv for a, m in self._weights)
-        return max(1e-3, 1.0 - out / total)
-
-    def _book(self, live: int, seconds: float) -> None:
-        """A pass without some sublayers tells what the whole would take."""
-        self._full.observe(live, seconds / self._left(self._search.best.skipped))
+        del self._events[1 : max(1, len(self._events) - EVENTS)]
 
 
 __all__ = ["Event", "Memory", "Skip"]
