@@ -6,8 +6,8 @@ One server process, one engine. In turns, on the same prompts: the engine alone 
 idle, on its own thread, no text), and as many clients as requests, streaming completions from another
 process. The ceiling is 1. Beside it, the same ratio of the process's CPU time, which others on the machine
 disturb less: what the server would cost if nothing of it could be done beside the engine.
-Nothing is shared between runs: prefixes are kept apart by salt, guesses by
-`share: false`.
+Last, what the event loop's thread took. Nothing is shared between runs: prefixes are kept apart by salt,
+guesses by `share: false`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def serve(args: argparse.Namespace) -> None:
             async def own(number: int) -> dict:
                 return await llm._call(lambda: alone(number))
 
-            async def cpu() -> float:
-                return time.process_time()
+            async def cpu() -> tuple[float, float]:
+                return time.process_time(), time.thread_time()  # all of it, and the event loop's
 
             app.add_api_route("/own", own)
             app.add_api_route("/cpu", cpu)
@@ -126,13 +126,15 @@ async def measure(port: int, args: argparse.Namespace) -> list[dict]:
             found = await one
             assert found["tokens"] == args.tokens * args.clients, found
             row[name] = found["tokens"] / found["seconds"]
-            row[f"{name}_cpu"] = await told("/cpu") - before
+            after = await told("/cpu")
+            row[f"{name}_cpu"], row[f"{name}_loop"] = (b - a for a, b in zip(before, after, strict=True))
         if number >= 0:
             ratios = {"ratio": row["http"] / row["own"], "cpu_ratio": row["own_cpu"] / row["http_cpu"]}
             rows.append(row | ratios)
             print(
                 f"  engine {row['own']:8.1f}   http {row['http']:8.1f} tokens/s   {ratios['ratio']:.3f}   "
-                f"CPU {row['own_cpu']:.2f} and {row['http_cpu']:.2f} s   {ratios['cpu_ratio']:.3f}",
+                f"CPU {row['own_cpu']:.2f} and {row['http_cpu']:.2f} s   {ratios['cpu_ratio']:.3f}   "
+                f"event loop {row['http_loop']:.2f} s",
                 flush=True,
             )
     return rows
@@ -166,9 +168,9 @@ def main() -> None:
         server.terminate()
         server.wait(30)
     middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    print(
-        f"median: engine {middle['own']:.1f}, http {middle['http']:.1f} tokens/s, ratio {middle['ratio']:.3f}"
-    )
+    print(f"median: engine {middle['own']:.1f}, http {middle['http']:.1f} tokens/s, ratio {middle['ratio']:.3f}; "
+          f"of CPU time {middle['cpu_ratio']:.3f}, of which the event loop took "
+          f"{middle['http_loop'] / middle['http_cpu']:.1%}")  # fmt: skip
     asked = {name: getattr(args, name) for name in ("model", "proposer", "clients", "tokens")}
     seen = {"median": middle, "repeats": rows, "load": os.getloadavg()[0]}
     print(json.dumps(asked | seen | {"contract": told["contract"]}))
