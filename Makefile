@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+GUESTS := $(VENV)/.clients
 
-.PHONY: demo test check format test-gpu bench clean setup
+.PHONY: demo test test-clients check format test-gpu bench clean setup
 .DEFAULT_GOAL := help
 
 help: ## what there is
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(READY) ## virtual environment and dependencies
 $(READY): pyproject.toml
@@ -25,7 +26,16 @@ demo: $(READY) ## watch the embedded model answer, the same way every time
 
 test: check ## everything that can be proved on this machine
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n auto --dist worksteal --durations=12
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --ignore tests/clients -n auto --dist worksteal --durations=12
+
+test-clients: $(GUESTS) ## openai, lm-evaluation-harness and schemathesis against a server process
+	@echo "== clients"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients --durations=12
+
+$(GUESTS): $(READY)
+	@echo "== setting up clients (once)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e '.[dev,clients]'
+	@touch $(GUESTS)
 
 check: $(READY) ## format, lint, types, layers
 	@echo "== format";  $(BIN)/ruff format --check .

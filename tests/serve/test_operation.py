@@ -13,9 +13,11 @@ import pytest
 from shop import CHAT, COMPLETIONS, Shop, error, events, go, listening, shop, until
 
 from samewise import AsyncLLM
+from samewise.aio import Reading
 from samewise.serve.app import make_app
 from samewise.serve.logs import JsonLines, Lines
-from samewise.serve.worker import State, Worker, salt_of
+from samewise.serve.protocol import parse
+from samewise.serve.worker import Job, State, Worker, salt_of
 from samewise.testing import Scripted, tiny_engine
 
 LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
@@ -67,6 +69,32 @@ def test_a_client_that_leaves_before_it_is_admitted_leaves_nothing() -> None:
             gate.set()
             here.llm._desk.ask = inner  # type: ignore[method-assign]
             await here.quiet()
+
+    go(work())
+
+
+def test_a_client_that_leaves_at_any_moment_of_admission_leaves_nothing() -> None:
+    async def work() -> None:
+        async with shop() as here:
+            parsed = parse(COMPLETIONS, LONG)
+            for turns in range(1, 9):
+                reading, handed = await here.llm.open("hello", parsed.params), []
+
+                async def opening(reading: Reading = reading, handed: list[Reading] = handed) -> Reading:
+                    handed.append(reading)
+                    return reading
+
+                job = Job(parsed, lambda _: None)
+                asking = asyncio.ensure_future(job.open([opening()]))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                assert job.readings == handed
+                reading.leave()
+                job.leave()
+            await here.quiet()
+            assert not here.llm._readers
 
     go(work())
 
@@ -336,6 +364,17 @@ def test_salts_tell_customers_apart() -> None:
     salts = [salt_of(who, what) for who in (b"", b"a", b"b") for what in (None, "", "x", "a")]
     assert salts[0] == b""
     assert len(set(salts)) == len(salts)
+
+
+def test_a_path_reaches_the_log_as_plain_characters(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with shop() as here:
+            await here.client.get("/v1/models/%1b%5b31m%0d%0aé%07%7f")
+
+    with caplog.at_level("INFO", "samewise.serve"):
+        go(work())
+    (line,) = [record.getMessage() for record in caplog.records if "/v1/models" in record.getMessage()]
+    assert line == r"GET /v1/models/\x1b[31m\r\n\xe9\x07\x7f 404"
 
 
 def test_log_lines() -> None:

@@ -103,8 +103,8 @@ def _bearer(headers: Headers) -> str:
 
 
 def _printable(path: str) -> str:
-    """A path as a log may hold it: no line breaks, no end."""
-    return path[:200].encode("ascii", "backslashreplace").decode().replace("\n", "\\n").replace("\r", "\\r")
+    """A path as a log may hold it: plain characters, on one line, with an end; nothing a terminal obeys."""
+    return "".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in path[:200])
 
 
 __all__ = ["Guard", "Named"]

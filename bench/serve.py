@@ -1,0 +1,180 @@
+"""What the server costs: tokens/s streamed over HTTP, over the engine's own rate. Last line: JSON.
+
+    OMP_NUM_THREADS=2 python bench/serve.py --clients 8
+
+One server process, one engine. In turns, on the same prompts: the engine alone (`add`, then `step` until
+idle, on its own thread, no text), and as many clients as requests, streaming completions from another
+process. The ceiling is 1. Beside it, the same ratio of the process's CPU time, which others on the machine
+disturb less: what the server would cost if nothing of it could be done beside the engine.
+Last, what the event loop's thread took. Nothing is shared between runs: prefixes are kept apart by salt,
+guesses by `share: false`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+PATH = "/v1/completions"
+
+
+def prompts(number: int, clients: int) -> list[str]:
+    """A repeat's prompts: the project's own questions, in turn."""
+    from samewise.bench import workload
+
+    questions = [question.text for question in workload.read()]
+    return [questions[(number * clients + i) % len(questions)][:160] for i in range(clients)]
+
+
+# ---- the server
+
+
+def serve(args: argparse.Namespace) -> None:
+    import uvicorn
+
+    from samewise import AsyncLLM, SamplingParams
+    from samewise.serve.app import make_app
+
+    async def main() -> None:
+        async with AsyncLLM(args.model, proposer=args.proposer, max_num_seqs=max(8, args.clients)) as llm:
+            app = make_app(llm)
+            desk, engine = llm._desk, llm._engine
+            params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, share=False)
+
+            def alone(number: int) -> dict:
+                asked = [desk.ask(prompt, params) for prompt in prompts(number, args.clients)]
+                tokens, began = 0, time.perf_counter()
+                for one in asked:
+                    engine.add(one.token_ids, desk._sampling(params, one.seed, 0), max_tokens=args.tokens,
+                               salt=f"alone {number}".encode(), share=False)  # fmt: skip
+                while not engine.idle:
+                    tokens += sum(len(delta.tokens) for delta in engine.step())
+                return {"tokens": tokens, "seconds": time.perf_counter() - began}
+
+            async def own(number: int) -> dict:
+                return await llm._call(lambda: alone(number))
+
+            async def cpu() -> tuple[float, float]:
+                return time.process_time(), time.thread_time()  # all of it, and the event loop's
+
+            app.add_api_route("/own", own)
+            app.add_api_route("/cpu", cpu)
+            server = uvicorn.Server(
+                uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+            )
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                print(
+                    json.dumps({"port": listener.getsockname()[1], "contract": llm.contract.id}), flush=True
+                )
+                await server.serve(sockets=[listener])
+
+    asyncio.run(main())
+
+
+# ---- the clients: as little as will do, so that what is measured is the server
+
+
+async def ask(port: int, method: str, path: str, body: bytes = b"") -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    lines = (f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}")
+    writer.write("".join(f"{line}\r\n" for line in (*lines, "")).encode())
+    writer.write(body)
+    found = await reader.read(-1)
+    writer.close()
+    return found
+
+
+async def streamed(port: int, number: int, args: argparse.Namespace) -> dict:
+    bodies = [
+        json.dumps({"prompt": prompt, "temperature": 0, "max_tokens": args.tokens, "ignore_eos": True,
+                    "stream": True, "stream_options": {"include_usage": True}, "share": False,
+                    "cache_salt": f"http {number}"})
+        for prompt in prompts(number, args.clients)
+    ]  # fmt: skip
+    began = time.perf_counter()
+    found = await asyncio.gather(*(ask(port, "POST", PATH, body.encode()) for body in bodies))
+    seconds = time.perf_counter() - began
+    tokens = 0
+    for one in found:
+        events = [line for line in one.decode().splitlines() if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]", one[-500:]
+        tokens += json.loads(events[-2].removeprefix("data: "))["usage"]["completion_tokens"]
+    return {"tokens": tokens, "seconds": seconds}
+
+
+async def measure(port: int, args: argparse.Namespace) -> list[dict]:
+    async def own(number: int) -> dict:
+        return await told(f"/own?number={number}")
+
+    async def told(path: str):
+        return json.loads((await ask(port, "GET", path)).split(b"\r\n\r\n", 1)[1])
+
+    rows = []
+    for number in range(-args.warm, args.repeats):
+        work = [("own", own(number)), ("http", streamed(port, number, args))]
+        row: dict = {}
+        for name, one in work if number % 2 else reversed(work):
+            before = await told("/cpu")
+            found = await one
+            assert found["tokens"] == args.tokens * args.clients, found
+            row[name] = found["tokens"] / found["seconds"]
+            after = await told("/cpu")
+            row[f"{name}_cpu"], row[f"{name}_loop"] = (b - a for a, b in zip(before, after, strict=True))
+        if number >= 0:
+            ratios = {"ratio": row["http"] / row["own"], "cpu_ratio": row["own_cpu"] / row["http_cpu"]}
+            rows.append(row | ratios)
+            print(
+                f"  engine {row['own']:8.1f}   http {row['http']:8.1f} tokens/s   {ratios['ratio']:.3f}   "
+                f"CPU {row['own_cpu']:.2f} and {row['http_cpu']:.2f} s   {ratios['cpu_ratio']:.3f}   "
+                f"event loop {row['http_loop']:.2f} s",
+                flush=True,
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--proposer", default="auto")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--warm", type=int, default=1, help="repeats that do not count")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args)
+        return
+    server = subprocess.Popen(
+        [sys.executable, __file__, "--serve", *sys.argv[1:]], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        told = json.loads(server.stdout.readline())
+        print(f"{args.model}, proposer {args.proposer}, {args.clients} clients of {args.tokens} tokens, "
+              f"contract {told['contract']}; {platform.machine()}, {os.cpu_count()} cores, "
+              f"load {os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
+        rows = asyncio.run(measure(told["port"], args))
+    finally:
+        server.terminate()
+        server.wait(30)
+    middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    print(f"median: engine {middle['own']:.1f}, http {middle['http']:.1f} tokens/s, ratio {middle['ratio']:.3f}; "
+          f"of CPU time {middle['cpu_ratio']:.3f}, of which the event loop took "
+          f"{middle['http_loop'] / middle['http_cpu']:.1%}")  # fmt: skip
+    asked = {name: getattr(args, name) for name in ("model", "proposer", "clients", "tokens")}
+    seen = {"median": middle, "repeats": rows, "load": os.getloadavg()[0]}
+    print(json.dumps(asked | seen | {"contract": told["contract"]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Schemathesis over the server's own OpenAPI document: whatever is sent, the server does not fail."""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from house import NAME, QUIET_ENV, House
+
+pytest.importorskip("schemathesis", reason="schemathesis is not installed; see make test-clients")
+
+CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance,status_code_conformance"
+ASKING = ("/v1/completions", "/v1/chat/completions")
+
+
+def run(house: House, where: Path, document: str, *options: str) -> collections.Counter[tuple[str, int]]:
+    """Let it ask; how often each path gave each status."""
+    seen = len(house.log.read_text().splitlines())
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "run", document, "--url", house.url),
+        *("--checks", CHECKS, "--seed", "1", "--generation-database", "none", "--request-timeout", "60"),
+        *("--continue-on-failure", "--no-shrink", "--no-color", "--warnings", "off", *options),
+    ]
+    env = os.environ | QUIET_ENV
+    ran = subprocess.run(
+        command, env=env, cwd=where, capture_output=True, text=True, check=False, timeout=400
+    )
+    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
+    house.quiet()
+    assert httpx.get(f"{house.url}/ready").status_code == 200
+    entries = [json.loads(line) for line in house.log.read_text().splitlines()[seen:]]
+    return collections.Counter((entry["path"], entry["status"]) for entry in entries if "path" in entry)
+
+
+def test_anything_at_all(house: House, tmp_path: Path) -> None:
+    """Bodies as the document describes them, and bodies as it does not."""
+    found = run(
+        house, tmp_path, f"{house.url}/openapi.json", "--max-examples", "24", "--phases", "coverage,fuzzing"
+    )
+    assert max(status for _, status in found) < 500
+    for path in (*ASKING, "/tokenize", "/detokenize"):
+        assert found[path, 200] > 0, found
+        assert found[path, 400] > 0, found
+
+
+def test_requests_that_make_sense(house: House, tmp_path: Path) -> None:
+    """The same document with its fields narrowed to what is likely to be answered, in any combination."""
+    document = tmp_path / "narrow.json"
+    document.write_text(json.dumps(narrowed(httpx.get(f"{house.url}/openapi.json").json())))
+    found = run(
+        house, tmp_path, str(document), "--max-examples", "100", "--mode", "positive", "--phases", "fuzzing"
+    )
+    assert {status for path, status in found if path in ASKING} <= {200, 400}
+    for path in ASKING:
+        assert found[path, 200] > 40, found
+
+
+def narrowed(document: dict[str, Any]) -> dict[str, Any]:
+    """The document without its other paths, and with fields that a random value would only get refused."""
+    token = {"type": "integer", "minimum": 0, "maximum": 255}
+    word = {"type": "string", "minLength": 1, "maxLength": 6}
+    schema = {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    narrow: dict[str, Any] = {
+        "model": {"enum": [NAME, None]},
+        "prompt": {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": 60},
+                {"type": "array", "items": token, "minItems": 1, "maxItems": 60},
+                {"type": "array", "items": word, "minItems": 1, "maxItems": 3},
+            ]
+        },
+        "messages": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": word},
+                "required": ["role", "content"],
+                "additionalProperties": False,
+            },
+            "minItems": 1,
+            "maxItems": 3,
+        },
+        "max_tokens": {"enum": [0, 1, 2, 7, 24]},  # 7.0 is an integer to a schema, and refused here
+        "max_completion_tokens": {"type": "null"},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 3},
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "top_k": {"type": "integer", "minimum": -1, "maximum": 400},
+        "n": {"type": "integer", "minimum": 1, "maximum": 3},
+        "stop": {"type": "array", "items": word, "maxItems": 3},
+        "bad_words": {"type": "array", "items": word, "maxItems": 2},
+        "proposer": {"enum": ["none", "auto", None]},
+        "logit_bias": {
+            "type": "object",
+            "properties": {str(i): {"type": "number", "minimum": -100, "maximum": 100} for i in (0, 65, 319)},
+            "additionalProperties": False,
+        },
+        "stop_token_ids": {"type": "array", "items": token, "maxItems": 3},
+        "allowed_token_ids": {"type": "array", "items": token, "minItems": 4, "maxItems": 12},
+        "min_tokens": {"type": "integer", "minimum": 0, "maximum": 2},
+        "prompt_logprobs": {"type": "null"},
+        "truncate_prompt_tokens": {"type": "integer", "minimum": 1, "maximum": 99},
+        "cache_salt": word,
+        "stream_options": {"type": "null"},
+        "response_format": {
+            "enum": [
+                *(None, {"type": "text"}, {"type": "json_object"}),
+                {"type": "json_schema", "json_schema": schema},
+            ]
+        },
+        "receipt": {"enum": [False, None]},
+        "tools": {"type": "null"},
+        "tool_choice": {"type": "null"},
+        "logprobs": {"type": "null"},
+        "top_logprobs": {"type": "null"},
+        "add_generation_prompt": {"type": "null"},
+        "continue_final_message": {"enum": [False, None]},
+        "chat_template_kwargs": {"enum": [None, {}, {"extra": 1}]},
+    }  # fmt: skip
+    for name in ("CompletionBody", "ChatBody"):
+        body = document["components"]["schemas"][name]
+        for field in body["properties"].keys() & narrow.keys():
+            body["properties"][field] = narrow[field]
+        body["additionalProperties"] = False
+        body["required"] = [*body["required"], "max_tokens"]
+    document["components"]["schemas"]["CompletionBody"]["properties"]["logprobs"] = {
+        "type": "integer", "minimum": 0, "maximum": 20,
+    }  # fmt: skip
+    document["components"]["schemas"]["ChatBody"]["properties"]["logprobs"] = {"type": "boolean"}
+    document["paths"] = {path: document["paths"][path] for path in ASKING}
+    return document
