@@ -168,7 +168,8 @@ def main() -> None:
         server.terminate()
         server.wait(30)
     middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    print(f"median: engine {middle['own']:.1f}, http {middle['http']:.1f} tokens/s, ratio {middle['ratio']:.3f}; "
+    print(f"median: engine {middle['own']:.1f}, http {middle['http']:.1f} tokens/s, "
+          f"ratio {middle['ratio']:.3f}; "
           f"of CPU time {middle['cpu_ratio']:.3f}, of which the event loop took "
           f"{middle['http_loop'] / middle['http_cpu']:.1%}")  # fmt: skip
     asked = {name: getattr(args, name) for name in ("model", "proposer", "clients", "tokens")}
