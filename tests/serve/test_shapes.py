@@ -1,8 +1,12 @@
 """`response_format` and tools over the wire: what comes back parses, whole and streamed, and is the same."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+
+from samewise.serve.errors import ApiError
+from samewise.serve.replies import refuse_aborted
 
 from shop import CHAT, COMPLETIONS, go, shop  # isort: skip
 
@@ -169,6 +173,16 @@ def test_tools_beside_special_tokens_that_are_skipped():
             assert found["choices"][0]["message"]["content"] is not None
 
     go(run())
+
+
+def test_an_answer_whose_grammar_could_not_be_followed_is_an_error():
+    """It ends with `abort`, which no client knows: no token fits, or the grammar's own limits."""
+    fine = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="stop")])
+    stuck = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="abort")])
+    refuse_aborted([fine])
+    with pytest.raises(ApiError, match="grammar") as caught:
+        refuse_aborted([fine, stuck])
+    assert (caught.value.status, caught.value.param) == (400, "response_format")
 
 
 def test_completions_have_no_tools():

@@ -57,7 +57,7 @@ def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
     if any(one.finish_reason == "abort" for output in outputs for one in output.outputs):
         raise ApiError(
             "the grammar could not be followed: no token fits, or it is too large; simplify response_format",
-            status=500, kind="server_error", param="response_format", code="grammar_failed",
+            param="response_format", code="grammar_failed",
         )  # fmt: skip
 
 
