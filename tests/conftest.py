@@ -15,3 +15,8 @@ import torch  # noqa: E402
 # triton is first imported by anybody.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest first, so that none of them is left to one worker at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
