@@ -134,7 +134,6 @@ class Skip(Decode):
         self._tokens = self._scored_at = self._branched = 0
         self._spent = self._active = self._saved = self._last = self._step_cost = 0.0
         self._informed = False
-        self._promise = 0.0  # tokens per second of one sequence, with the set
         self._events: list[Event] = []
         self._note("accumulate")
 
@@ -196,7 +195,9 @@ class Skip(Decode):
                 looks.setdefault(seq_id, []).append((tokens, values))
         live = max(len(asks), len(self._drafts))  # those whose drafts wait for the frame are there, too
         rows = sum(len(draft.confidences) + 1 for draft in self._drafts.values()) + len(asks)
-        pace = live * max(self._promise, 1.0 / max(self._frames.cost(live), 1e-9))
+        pace = live / max(
+            self._frames.cost(live), 1e-9
+        )  # without guesses: a pass that others need costs little
         a_pass = self._pricing.seconds(self._search.best.skipped, len(asks)) / len(asks)
         self._bar = min(FAITH, (a_pass + self._frames.cost(rows + 1) - self._frames.cost(rows)) * pace)
         proposals = []
@@ -380,7 +381,6 @@ class Skip(Decode):
         rate, trials = self._rate(pieces, candidate)
         own, _ = self._rate(pieces, before)
         search.score(candidate, rate, own, trials, prices)
-        self._promise = search.best.pace / live
         if search.best.skipped != before:
             log.info("layer set: skip %s (%.0f%% right)", search.best.skipped, 100 * search.best.rate)
             self._use(search.best.skipped)
