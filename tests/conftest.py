@@ -1,6 +1,9 @@
 """Runs before any test module is imported, and so before torch is."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 # Threads that wait by spinning make two busy processes on two cores slow each other down many times over.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -15,6 +18,17 @@ import torch  # noqa: E402
 # triton is first imported by anybody.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with its tokenizer, as a folder of safetensors."""
+    from samewise.testing import byte_tokenizer, tiny_model
+
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
 
 
 def pytest_collection_modifyitems(items):

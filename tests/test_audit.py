@@ -16,7 +16,7 @@ from samewise.audit import Auditor, Case, Finding, Status, audit_files, read_pro
 from samewise.errors import BadParameter
 from samewise.receipts import Receipt, loads, logprob_check, sealed
 from samewise.signing import SigningKey, new_key
-from samewise.testing import byte_tokenizer, tiny_engine, tiny_model
+from samewise.testing import tiny_engine
 from samewise.types import Grammar
 
 AUDITING = {"make_proposer": reciting, "enable_prefix_caching": False, "draft_tokens": 4096}
@@ -428,14 +428,6 @@ def test_leaving_early_leaves_nothing_behind(auditor: Auditor, honest: list[Rece
 
 
 # ---- files, models and the command line
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

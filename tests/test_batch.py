@@ -18,7 +18,7 @@ from samewise.batch import Tally, run
 from samewise.batchfile import Results, read_lines, survey
 from samewise.engine import Engine
 from samewise.errors import BadParameter, MachineError
-from samewise.testing import byte_tokenizer, tiny_engine, tiny_model
+from samewise.testing import tiny_engine
 
 SRC = Path(__file__).parents[1] / "src"
 
@@ -311,14 +311,6 @@ def test_a_full_disk_loses_nothing(engine: Engine, tmp_path: Path) -> None:
     tally, _ = go(engine, source, target)
     assert tally.before == len(before)
     assert len(answers(target)) == 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
 
 
 def start(folder: Path, source: Path, target: Path) -> subprocess.Popen[str]:

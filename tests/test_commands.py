@@ -45,14 +45,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def receipts(folder: Path) -> list[Receipt]:
     params = SamplingParams(temperature=0.9, max_tokens=9, n=2)
     with LLM(folder, device="cpu", kv_memory="4MiB", frame_rows=16, max_model_len=64) as llm:
