@@ -1,5 +1,6 @@
 """`skip`: views of layers, rehearsal, phases, memory."""
 
+import json
 import logging
 import random
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from samewise import machine
+from samewise.bench import timeline
 from samewise.config import EngineConfig
 from samewise.engine import Engine
 from samewise.errors import BadParameter
@@ -199,6 +201,19 @@ def test_two_topics_and_back():
     assert kinds.count("accelerate") == 3
 
 
+def test_the_timeline_is_recorded_and_drawn(tmp_path):
+    rng = random.Random(1)
+    asked = {name: [[rng.randrange(256) for _ in range(10)] for _ in range(2)] for name in ("one", "two")}
+    line = timeline.record(engine_of(), asked, 1, 120)
+    assert [topic for _, topic in line.topics] == ["one", "two"]
+    assert [point.tokens for point in line.points] == sorted(point.tokens for point in line.points)
+    assert {event["event"] for event in line.events} >= {"accumulate", "optimise"}
+    assert any(point.acceptance for point in line.points)
+    timeline.plot(line, tmp_path / "line.png", "planted", LAYERS)
+    assert (tmp_path / "line.png").stat().st_size > 10_000
+    assert json.loads(json.dumps(line.as_json()))["events"] == line.events
+
+
 def test_recent_answers_are_rehearsed_when_live_ones_are_too_short():
     engine = engine_of(search_every=1)
     for seed in range(20):
@@ -252,8 +267,6 @@ def test_a_damaged_memory_is_ignored_with_a_warning_and_rewritten(junk, caplog):
     (path,) = (machine.cache_dir() / "facts" / "layersets").glob("*.json")
     key = skip._memory._key()
     if junk.startswith('{"a'):
-        import json
-
         path.write_text(json.dumps({"key": key, "value": json.loads(junk)}))
     else:
         path.write_text(junk)

@@ -143,9 +143,6 @@ def test_digests_are_sha256_of_the_bits(page: Driver) -> None:
 def test_a_receipt_can_be_downloaded(page: Driver, downloads: Path) -> None:
     ask(page, tokens=8)
     button = all_of(page, "button.receipt")[0]
-    if not button.is_enabled():
-        assert "gives no receipts" in button.get_attribute("title")
-        pytest.skip("this server gives no receipts")
     button.click()
     file = until(lambda: list(downloads.glob("receipt-*.json")))[0]
     receipt = until(lambda: json.loads(file.read_text(encoding="utf-8") or "null"))
