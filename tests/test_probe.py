@@ -9,14 +9,15 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from samewise import engine as engine_module
-from samewise import probe as probe_module
+from samewise import operators as operators_module
 from samewise.assemble import Loaded, pick_kernel
 from samewise.config import EngineConfig
 from samewise.engine import Engine
 from samewise.errors import GuaranteeLost
 from samewise.model.attention import LayerKV, Rows
 from samewise.model.zoo import FrameLinear, Steady
-from samewise.probe import check_linears, probe
+from samewise.operators import check_linears
+from samewise.probe import probe
 from samewise.testing import tiny, tiny_engine
 
 CONFIG = EngineConfig(model="tiny", kv_memory=2**22, device="cpu", max_num_seqs=4)
@@ -163,12 +164,12 @@ def test_check_linears_alone_names_it(kind: type[FrameLinear]) -> None:
 def test_shapes_are_tried_once_each_and_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SAMEWISE_CACHE", str(tmp_path))
     tried: list[str] = []
-    real = probe_module._check_linear
-    monkeypatch.setattr(probe_module, "_check_linear", lambda *a: (tried.append(a[1]), real(*a)))
+    real = operators_module._try_linear
+    monkeypatch.setattr(operators_module, "_try_linear", lambda *a: (tried.append(a[1]), real(*a))[1])
     facts = {"cpu": "this one"}
     for _ in range(2):
         # q and o, k and v, gate and up, down, head
-        assert check_linears(tiny().model, 16, facts) == 5
+        assert len(check_linears(tiny().model, 16, facts)) == 5
         assert len(tried) == 5
     check_linears(tiny().model, 16, {"cpu": "another"})
     assert len(tried) == 10

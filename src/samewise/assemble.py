@@ -5,7 +5,7 @@ Decides everything an engine needs before it exists. Measures nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
@@ -138,13 +138,35 @@ def pick_linear(name: str, device: torch.device) -> str:
     return name
 
 
-def frame_sizes(rows: int, *, linears: str, compiled: bool) -> tuple[int, ...]:
+ELASTIC = {"cuda": (1, 8, 32, 64, 128, 256, 512, 1024), "cpu": (1, 16, 64, 128, 512)}
+"""Sizes of a frame, in 128ths of the canonical number of rows, where each has to be settled by itself."""
+
+
+def frame_sizes(
+    rows: int, *, linears: str, compiled: bool, device: str, asked: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """The numbers of rows a frame may have, least first: at each, every operator gives the bits of `rows`.
 
-    Native linears do at any number; a compiled layer has one shape per size, so there they are few.
+    Native linears do at any number; a compiled layer has one shape per size, so there they are few, as they
+    are where a library's linears have to be tried at each.
     """
+    if asked is not None:
+        odd = [size for size in asked if size > rows and size % rows]
+        if odd:
+            raise BadParameter(
+                f"frame_sizes={list(asked)}: {odd[0]} is above frame_rows={rows} and no multiple of it; "
+                f"give {odd[0] // rows * rows} or {-(-odd[0] // rows) * rows}"
+            )
+        if linears == "native" and max(asked) > rows:
+            raise BadParameter(
+                f"frame_sizes={list(asked)}: with native linears a frame has at most frame_rows={rows} rows; "
+                f"give a larger frame_rows, or leave {max(asked)} out"
+            )
+        return tuple(sorted({*asked, rows}))
     if linears != "native":
-        return (rows,)
+        if device == "cpu" and compiled:
+            return (rows,)
+        return tuple(sorted({rows, *(max(1, rows * share // 128) for share in ELASTIC[device])}))
     if compiled:
         return tuple(sorted({min(1 << i, rows) for i in range(rows.bit_length() + 1)}))
     return tuple(range(1, rows + 1))

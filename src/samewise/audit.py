@@ -129,7 +129,7 @@ class Recital:
 
 def reciting(parts: Parts) -> Recital:
     """What an engine that audits is built with."""
-    return Recital(parts.runner.frame_rows)
+    return Recital(parts.runner.widest)
 
 
 @dataclass(frozen=True, slots=True)

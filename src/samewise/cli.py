@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -24,6 +25,7 @@ from samewise.errors import CallerError, SamewiseError
 from samewise.serve.command import serve
 
 if TYPE_CHECKING:
+    from samewise.engine import Engine
     from samewise.llm import LLM
     from samewise.params import SamplingParams
 
@@ -226,17 +228,52 @@ def probe(
     )  # fmt: skip
     report, contract = llm.engine.report, llm.contract
     if as_json:
-        typer.echo(json.dumps({"contract": contract.id, "facts": dict(contract.facts)}, indent=2))
+        sizes = {str(size): how for size, how in llm.engine.sizes.items()}
+        operators = [asdict(operator) for operator in llm.engine.operators]
+        found = {
+            "contract": contract.id,
+            "facts": dict(contract.facts),
+            "sizes": sizes,
+            "operators": operators,
+        }
+        typer.echo(json.dumps(found, indent=2))
         return
     table = Table(title=f"contract {contract.id}", show_header=False, title_style="bold")
     for name, value in contract.facts:
         table.add_row(name, value)
     console = Console()
     console.print(table)
+    if llm.engine.runner.elastic:
+        console.print(_sizes_table(llm.engine))
     console.print(
-        f"[green]holds[/]: {report.frames} frames at {llm.engine.frame_rows} rows and {report.operators} "
-        f"shapes of linear gave the same bits at every place and in any company ({report.seconds:.1f} s)"
+        f"[green]holds[/]: {report.frames} frames and {report.operators} shapes of linear gave the bits of "
+        f"{llm.engine.frame_rows} rows at every place and in any company ({report.seconds:.1f} s)"
     )
+
+
+def _sizes_table(engine: Engine) -> Table:
+    """At how many rows every operator runs in a frame of each size."""
+    if engine.runner.native:
+        table = Table(title="sizes of a frame", show_header=False, title_style="bold")
+        table.add_row("from", str(engine.runner.sizes[0]))
+        table.add_row("to", str(engine.runner.widest))
+        table.add_row("linears", "natural at every size")
+        return table
+    table = Table(title="what runs at how many rows, in a frame of", title_style="bold")
+    for name in ("operator", "shape", *(str(size) for size in engine.sizes)):
+        table.add_column(name, justify="left" if name in ("operator", "shape") else "right")
+    for operator in engine.operators:
+        told = [_told(size, piece) for size, piece in operator.pieces.items()]
+        table.add_row(operator.name.split(".")[-1], f"{operator.outputs}×{operator.inputs}", *told)
+    frames = [how if how == "as it is" else how.split(":")[0] for how in engine.sizes.values()]
+    table.add_row("norms and all else", "", *("=" if how == "as it is" else how for how in frames))
+    return table
+
+
+def _told(size: int, piece: int) -> str:
+    if piece == size:
+        return "="
+    return f"{piece}" if piece > size else f"{size // piece}×{piece}"
 
 
 for command in (batch, audit, keygen):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -32,6 +33,7 @@ class EngineSettings(TypedDict, total=False):
     linear: str
     compile: bool | None
     frame_rows: int | None
+    frame_sizes: Sequence[int] | None
     proposer: str
     draft_model: str | None
     draft_tokens: int
@@ -61,7 +63,9 @@ class EngineConfig:
     attention: which kernel; `auto` is `triton` on CUDA, and on CPU `native` where there is a compiler.
     linear: which linears; `auto` is torch's own on CUDA, and on CPU `native` where there is a compiler.
     compile: compile each layer; by default on CUDA only.
-    frame_rows: rows of a frame, T; 128 on CUDA, on CPU 64 (16 with torch's own linears).
+    frame_rows: the canonical rows of a frame, T; 128 on CUDA, on CPU 64 (16 with torch's own linears).
+    frame_sizes: the rows a frame may have, all with the bits of T; by default from 1 to 8 T on CUDA.
+        The output does not depend on it; each size is compiled and proved at start.
     proposer: who guesses: `auto`, `none`, `ngram`, `decode`, `model`, `skip`, or several in turn
         (`ngram+decode`).
         The output does not depend on it.
@@ -92,6 +96,7 @@ class EngineConfig:
     linear: str = "auto"
     compile: bool | None = None
     frame_rows: int | None = None
+    frame_sizes: Sequence[int] | None = None
     proposer: str = "auto"
     draft_model: str | None = None
     draft_tokens: int = 16
@@ -120,6 +125,13 @@ class EngineConfig:
         _whole("max_num_seqs", self.max_num_seqs, 1, 65536)
         if self.frame_rows is not None:
             _whole("frame_rows", self.frame_rows, 1, 4096)
+        if self.frame_sizes is not None:
+            if not isinstance(self.frame_sizes, list | tuple):
+                raise BadParameter(f"frame_sizes={self.frame_sizes!r}: give a list of numbers of rows")
+            if not self.frame_sizes:
+                raise BadParameter("frame_sizes=[]: give at least one number of rows, or leave it out")
+            for size in self.frame_sizes:
+                _whole("frame_sizes", size, 1, 65536)
         if self.max_queued is not None:
             _whole("max_queued", self.max_queued, 1, 10**9)
         if self.max_model_len is not None:

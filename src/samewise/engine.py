@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from samewise import grammar, machine
+from samewise import grammar, machine, operators
 from samewise.assemble import (
     FRAME_ROWS,
     Loaded,
@@ -44,7 +44,7 @@ from samewise.model import fp8, linear, zoo
 from samewise.model.attention import PAGE
 from samewise.model.folder import read_tensors
 from samewise.model.rope import pin_rope
-from samewise.probe import Report, check_linears, probe
+from samewise.probe import Report, probe, settle_sizes
 from samewise.propose.auto import Auto
 from samewise.propose.base import Drafter, First, Nothing, Proposer
 from samewise.propose.decode import Decode
@@ -250,7 +250,15 @@ class Engine:
         rope = pin_rope(model, self.max_model_len)
         if self.linears == "native":
             zoo.pack_linears(model)
-        operators = check_linears(model, self.frame_rows, self._where() | {"linear": self._linear_name()})
+        sizes: tuple[int, ...] = (self.frame_rows,)
+        if operators.elastic(model):
+            sizes = frame_sizes(
+                self.frame_rows, linears=self.linears, compiled=compiled, device=device.type,
+                asked=config.frame_sizes,
+            )  # fmt: skip
+        self.operators = operators.check_linears(
+            model, self.frame_rows, self._where() | {"linear": self._linear_name()}, sizes
+        )
         num_pages = count_pages(config, arch, self.max_model_len, device)
         private = -(-config.search_window // PAGE)
         self.runner = Runner(
@@ -258,7 +266,8 @@ class Engine:
             arch,
             kernel,
             num_pages=num_pages + private,
-            sizes=frame_sizes(self.frame_rows, linears=self.linears, compiled=compiled),
+            sizes=sizes,
+            frame_rows=self.frame_rows,
             max_rows=max(config.max_num_seqs, config.search_window),
             max_model_len=self.max_model_len,
             dtype=next(model.parameters()).dtype,
@@ -266,7 +275,9 @@ class Engine:
             compile=compiled,
         )
         self.sampler = Sampler(arch.vocab, device, compile=device.type == "cuda")
-        self.sampler.warm(self.frame_rows, next(model.parameters()).dtype)
+        self.sizes = settle_sizes(self.runner, self._where())
+        for size in self.runner.sizes:
+            self.sampler.warm(size, self.runner.dtype)
         self.verifier = Verifier(
             self.runner, self.sampler, ahead=device.type == "cuda" if ahead is None else ahead
         )
@@ -283,7 +294,8 @@ class Engine:
         limits = Limits(
             num_pages=num_pages,
             page=PAGE,
-            frame_rows=self.frame_rows,
+            frame_rows=self.runner.widest,
+            full=self.frame_rows,
             frame_sizes=self.runner.sizes,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
@@ -297,7 +309,6 @@ class Engine:
         self.scheduler = Scheduler(limits)
         self.grammars = grammar.Grammars(loaded.tokenizer, arch.vocab, loaded.eos_ids)
         self._facts = dict(loaded.facts) | {"rope": rope or "as configured"}
-        self._operators = operators
         self._flight: Flight | None = None
         self._launched: list[float] = []  # when the frames in flight were
         self._landed = 0.0
@@ -488,7 +499,9 @@ class Engine:
 
     def _certify(self) -> None:
         self.verifier.prove()
-        self.report: Report = probe(self.runner, max_model_len=self.max_model_len, operators=self._operators)
+        self.report: Report = probe(
+            self.runner, max_model_len=self.max_model_len, operators=len(self.operators)
+        )
         runner = self.runner
         compiler = numerics.compiler(self.device) if runner.compiled else "off"
         facts = self._facts | self._where() | {

@@ -11,11 +11,13 @@ graph, module by module, and names the first operator that answers differently t
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain, repeat
 from typing import Any
@@ -26,11 +28,11 @@ from torch import nn
 from samewise import machine
 from samewise.errors import GuaranteeLost
 from samewise.model.attention import PAGE
-from samewise.model.linear import multiply, plain
-from samewise.model.zoo import FrameLinear, Steady
-from samewise.run.batch import Batch, Tray
+from samewise.model.fit import is_norm
+from samewise.model.zoo import Steady
+from samewise.run.batch import Tray
 from samewise.run.frame import pack_frame
-from samewise.run.runner import Runner
+from samewise.run.runner import Runner, compiling
 from samewise.types import Sampling, Span
 
 TEXT_LEN = 20
@@ -56,33 +58,154 @@ class Reading:
 
 
 READINGS = 2  # beside the one alone
+ROWS = 64  # compared at least at every size, in as many frames as it takes
+AS_IT_IS = "as it is"
 
 
-def check_linears(model: nn.Module, frame_rows: int, facts: Mapping[str, str]) -> int:
-    """Try every shape of linear at the frame's size on cancelling inputs. Returns how many shapes.
+def settle_sizes(runner: Runner, facts: Mapping[str, str]) -> dict[int, str]:
+    """Keep the sizes of a frame that give the bits of the canonical one; what became of each.
 
-    What it finds is a property of the machine, its libraries (`facts`) and the shapes, not of the weights:
-    it is found out once and remembered. Run before the KV cache takes its memory: it needs a weight
-    matrix of its own.
+    Linears were settled before. Norms are tried here by themselves, then whole frames of random spans are
+    read at each size and again at the canonical number of rows. Norms that show are run at that number; where
+    a frame still shows, the size is given up. Native linears were made for every size, so there a difference
+    is for the probe to tell.
     """
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            part = getattr(module, "part", None)
-            weight = module.weight if part is None else part.weight
-            seen.setdefault((type(module), weight.shape, weight.dtype, weight.device), name)
+    found = dict.fromkeys(runner.sizes, AS_IT_IS)
+    if runner.native or not runner.elastic:
+        return found
+    trial, rows = _Trial(runner), runner.frame_rows
+    unsteady = _unsteady_norms(runner, facts)
+    for size in [size for size in runner.sizes if size != rows]:
+        if not trial.fits(size):
+            found[size] = "not used: more rows than the KV cache has room for"
+            runner.drop(size)
+            continue
+        if unsteady.get(size):
+            runner.steady(size, unsteady[size])
+            found[size] = f"norms of {' and '.join(map(str, unsteady[size]))} at {rows} rows"
+        if trial.agrees(size):
+            continue
+        runner.steady(size)
+        found[size] = f"norms at {rows} rows"
+        if not trial.agrees(size):
+            found[size] = "not used: an operator without a remedy gives other bits"
+            runner.drop(size)
+    return found
+
+
+def _unsteady_norms(runner: Runner, facts: Mapping[str, str]) -> dict[int, list[int]]:
+    """By size, the widths of norms that give other bits there than at the canonical number of rows.
+
+    Their inputs are float32, whatever the model's dtype: norms work in it, and what they give back then hides
+    no bit. A property of machine and libraries, so it is found out once and remembered.
+    """
+    norms = _norms_seen(runner)
+    shapes = {str((type(norm).__qualname__, *tail)): (norm, tail) for norm, tail in norms}
     key = dict(facts) | {
-        "rows": str(frame_rows),
-        "shapes": str(sorted((kind.__qualname__, *shape, str(dtype)) for kind, shape, dtype, _ in seen)),
+        "norms": str(sorted(shapes)),
+        "rows": str(runner.frame_rows),
+        "sizes": str(runner.sizes),
+        "compiled": str(runner.compiled),
     }
-    ours = all(kind in (nn.Linear, FrameLinear) for kind, *_ in seen)  # a stranger's code may change
-    if ours and machine.recall("linears", key) == "invariant":
-        return len(seen)
-    for (_, shape, dtype, device), name in seen.items():
-        _check_linear(model.get_submodule(name), name, shape, dtype, device, frame_rows)
+    # A stranger's code may change.
+    ours = all(
+        type(norm).__mro__[1].__module__.split(".")[0] in ("torch", "transformers") for norm, _ in norms
+    )
+    known = machine.recall("norms", key) if ours else None
+    if isinstance(known, dict) and set(known) <= set(map(str, runner.sizes)):
+        return {int(size): list(widths) for size, widths in known.items()}
+    found: dict[int, list[int]] = {}
+    for norm, tail in shapes.values():
+        for size in _felt(runner, norm, tail):
+            found.setdefault(size, []).append(tail[-1])
+    found = {size: sorted(set(widths)) for size, widths in found.items()}
     if ours:
-        machine.remember("linears", key, "invariant")
-    return len(seen)
+        machine.remember("norms", key, {str(size): widths for size, widths in found.items()})
+    return found
+
+
+def _norms_seen(runner: Runner) -> list[tuple[nn.Module, tuple[int, ...]]]:
+    """Every kind of norm with the shape of one row it is given, seen in a pass."""
+    seen: dict[tuple[Any, ...], tuple[nn.Module, tuple[int, ...]]] = {}
+
+    def note(module: nn.Module, given: tuple[Any, ...]) -> None:
+        x = given[0]
+        if x.dim() >= 3 and x.shape[1] == runner.frame_rows:
+            tail = tuple(x.shape[2:])
+            seen.setdefault((type(module), *tail), (module, tail))
+
+    handles = [m.register_forward_pre_hook(note) for m in runner.model.modules() if is_norm(m)]
+    try:
+        runner.eager(pack_frame([], runner.tray(runner.frame_rows)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(seen.values())
+
+
+@torch.inference_mode()
+def _felt(runner: Runner, norm: nn.Module, tail: tuple[int, ...]) -> list[int]:
+    """The sizes at which a norm gives other bits."""
+    rows, most = runner.frame_rows, -(-max(*runner.sizes, ROWS) // runner.frame_rows) * runner.frame_rows
+    generator = torch.Generator(runner.device).manual_seed(0)
+    x = torch.randn(1, most, *tail, generator=generator, device=runner.device)
+    x *= torch.exp2(torch.randint(-6, 7, x.shape, generator=generator, device=runner.device).float())
+    run = runner.alone(norm)
+
+    def bits(size: int, total: int) -> torch.Tensor:
+        parts = [run(x[:, start : start + size]) for start in range(0, total, size)]
+        return _bits(torch.cat(parts, dim=1)[:, :total])
+
+    with compiling() if runner.compiled else nullcontext():
+        truth = bits(rows, most)
+        totals = {size: max(size, ROWS // size * size) for size in runner.sizes if size != rows}
+        return [
+            size for size, total in totals.items() if not torch.equal(bits(size, total), truth[:, :total])
+        ]
+
+
+class _Trial:
+    """Reads random spans at one size of a frame and at the canonical one."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._random = random.Random(21)
+
+    def fits(self, size: int) -> bool:
+        """Whether there are pages for it."""
+        return -(-size // self._length(size)) < self._runner.store.num_pages - 1
+
+    def _length(self, size: int) -> int:
+        """Rows of a span: as many as go evenly into this size and the canonical one, and into a page."""
+        return math.gcd(size, self._runner.frame_rows, PAGE)
+
+    @torch.inference_mode()
+    def agrees(self, size: int) -> bool:
+        runner = self._runner
+        rows = runner.frame_rows
+        length = self._length(size)
+        for _ in range(max(1, ROWS // size)):
+            spans = [self._span(length, 1 + i) for i in range(size // length)]
+            truth = [
+                self._logits(spans[first : first + rows // length], rows)
+                for first in range(0, len(spans), rows // length)
+            ]
+            tray, expected = runner.tray(size), torch.cat(truth)
+            if not torch.equal(_bits(runner.frame(pack_frame(spans, tray))), _bits(expected)):
+                return False
+            if tray.num_kept:  # less of the head
+                keep = sorted(self._random.sample(range(size), tray.num_kept))
+                if not torch.equal(_bits(runner.frame(pack_frame(spans, tray, keep))), _bits(expected[keep])):
+                    return False
+        return True
+
+    def _logits(self, spans: list[Span], rows: int) -> torch.Tensor:
+        used = sum(len(span.inputs) for span in spans)
+        return self._runner.frame(pack_frame(spans, self._runner.tray(rows)))[:used].clone()
+
+    def _span(self, length: int, page: int) -> Span:
+        tokens = [self._random.randrange(self._runner.arch.vocab) for _ in range(length)]
+        return Span(-1, 0, tuple(tokens), length, array("i", [page]), GREEDY, tokens, length)
 
 
 def probe(runner: Runner, *, max_model_len: int, operators: int = 0) -> Report:
@@ -92,11 +215,13 @@ def probe(runner: Runner, *, max_model_len: int, operators: int = 0) -> Report:
     reference = plan.reading(alone=True)
     truth = _read(runner, reference, compiled=True)
     count = len(reference.frames)
-    if runner.natural:  # one reading in whole frames, one in growing pieces
+    if runner.native and runner.elastic:  # one reading in whole frames, one in growing pieces
         _check_rowwise(runner, plan.reading(alone=False).frames[0][0])
         others = [plan.reading(alone=False), plan.in_pieces(_spread(runner.sizes))]
     else:
         others = [plan.reading(alone=False) for _ in range(READINGS)]
+        if runner.elastic:
+            others.append(plan.in_pieces(runner.sizes))
     for other in others:
         count += len(other.frames)
         if not torch.equal(_bits(truth), _bits(_read(runner, other, compiled=True))):
@@ -149,7 +274,7 @@ class _Plan:
     """Makes readings of the known text out of the runner's pages, from one fixed seed."""
 
     def __init__(self, runner: Runner, max_model_len: int) -> None:
-        self._rows, self._natural = runner.frame_rows, runner.natural
+        self._rows, self._natural = runner.frame_rows, runner.native and runner.elastic
         self._vocab = runner.arch.vocab
         self._random = random.Random(20)
         self._far = min(FAR, max_model_len) - 1
@@ -206,13 +331,11 @@ def _read(runner: Runner, reading: Reading, *, compiled: bool) -> torch.Tensor:
     """Logits [text, V] of the known text, read this way."""
     found = []
     for spans, first, length in reading.frames:
-        batch: Batch = pack_frame(list(spans), _tray(runner, spans))
-        if compiled and runner.natural:  # as frames are run there: the head on wanted rows only
-            wanted = torch.arange(first, first + length)
-            found.append(runner.frame(replace(batch, keep=wanted)).float().cpu())
-            continue
+        wanted = list(range(first, first + length))
+        batch, keep = runner.load(list(spans), wanted if compiled else None)
         logits = runner.frame(batch) if compiled else runner.eager(batch)
-        found.append(logits[first : first + length].float().cpu())  # waits: the tray may be filled again
+        part = slice(length) if keep is not None else slice(first, first + length)
+        found.append(logits[part].float().cpu())  # waits: the tray may be filled again
     return torch.cat(found)
 
 
@@ -288,57 +411,4 @@ def _trace(runner: Runner, reading: Reading) -> list[tuple[str, torch.Tensor, to
     return [(name, torch.cat(found[name][0]), torch.cat(found[name][1])) for name in order]
 
 
-@torch.inference_mode()
-def _check_linear(
-    linear: nn.Module, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, rows: int
-) -> None:
-    """One linear's operator with W = [V, V] and x = [a, -a] + a little noise: the big terms cancel."""
-    out, width = shape
-    half = width // 2
-    generator = torch.Generator(device).manual_seed(0)
-
-    def noise(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, device=device, dtype=torch.float32)
-
-    # A few random rows, repeated: it is the operator that is tried, and a large head takes long to fill.
-    block = noise(min(out, 64), half).to(dtype).repeat(-(-out // 64), 1)[:out]
-    weight = torch.cat([block, block, block[:, : width - 2 * half]], 1)
-    del block
-    a = noise(rows, half)
-    x = torch.cat([a, -a, torch.zeros(rows, width - 2 * half, device=device)], 1)
-    x = (x + 1e-3 * noise(rows, width)).to(dtype).unsqueeze(0)
-    swap = {"weight": weight}
-    if linear.bias is not None:  # a part is tried as the whole it is cut from
-        swap["bias"] = torch.zeros(out, device=device, dtype=dtype)
-
-    native = plain(weight) if getattr(linear, "packed", None) is not None else None
-
-    def run(inputs: torch.Tensor) -> torch.Tensor:
-        answer: torch.Tensor = (
-            torch.func.functional_call(linear, swap, (inputs,))
-            if native is None
-            else multiply(inputs, native, swap.get("bias"))
-        )
-        return _bits(answer[0])
-
-    expected = run(x)
-    for size in range(1, rows) if native is not None else ():
-        if not torch.equal(run(x[:, :size]), expected[:size]):
-            raise GuaranteeLost(
-                f"the operator {name} ({out}×{width}, {dtype}) gives other bits at {size} rows than "
-                f'at {rows}. The engine will not start. Try linear="torch"'
-            )
-    for shift in sorted({1 % rows, rows // 2, rows - 1}):
-        if not torch.equal(run(x.roll(shift, 1)), expected.roll(shift, 0)):
-            raise GuaranteeLost(
-                f"the operator {name} ({out}×{width}, {dtype}) gives a row other bits at another place "
-                f"among {rows} rows. The engine will not start. Try frame_rows={_suggest(rows)}"
-            )
-
-
-def _suggest(rows: int) -> int:
-    """A friendlier size: kernels tile rows by powers of two."""
-    return max(16, 1 << rows.bit_length())
-
-
-__all__ = ["Reading", "Report", "check_linears", "probe"]
+__all__ = ["Reading", "Report", "probe", "settle_sizes"]

@@ -24,7 +24,7 @@ from samewise.types import Ask, Branch, Delta, Finish, Guide, Proposal, Request,
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the scheduler may spend. `max_queued` counts waiting requests."""
+    """What the scheduler may spend: at most `frame_rows` rows a frame; `max_queued` counts the waiting."""
 
     num_pages: int
     page: int
@@ -32,6 +32,7 @@ class Limits:
     max_num_seqs: int
     max_model_len: int
     frame_sizes: tuple[int, ...] = ()  # the rows a frame may have; by default exactly frame_rows
+    full: int | None = None  # rows with which a frame is worth firing; by default frame_rows
     vocab: int = 2**31
     max_draft: int = 16
     burst: int = 1  # tokens a request that opted out may take in one step
@@ -316,7 +317,9 @@ class Scheduler:
         if not drafting:
             return True
         limits = self.limits
-        return rows >= limits.frame_rows or (rows > 0 and self._step - oldest >= limits.deadline)
+        return rows >= (limits.full or limits.frame_rows) or (
+            rows > 0 and self._step - oldest >= limits.deadline
+        )
 
     def _riders(self, left: int) -> list[Span]:
         """Requests that opted out, as rows of a frame that runs anyway, if it has room for all of them."""

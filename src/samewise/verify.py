@@ -7,7 +7,7 @@ frame's tokens into text meanwhile; `verdicts` waits and judges.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from samewise.errors import GuaranteeLost
 from samewise.judge import judge, settle
+from samewise.run.batch import Batch
 from samewise.run.frame import pack_frame
 from samewise.run.graph import Captured
 from samewise.run.runner import Runner
@@ -77,48 +78,77 @@ class Verifier:
         self.cuda = runner.device.type == "cuda"
         self.ahead = ahead
         # Two, in turn: one frame's answers may be read while the next one's arrive.
-        shape = (2, runner.frame_rows)
+        shape = (2, runner.widest)
         self._hosts = [torch.empty(shape, dtype=torch.int32, pin_memory=self.cuda) for _ in range(2)]
-        self._plain: Captured[None] | None = None
-        if self.cuda:
-            # A frame's logits always lie in the same buffer, so its plain choices can be captured too.
-            raw = runner.frame(pack_frame([], runner.tray(runner.frame_rows)))
-            self._plain = Captured(lambda: self._choose(raw, []), runner.device)
+        # A frame's logits always lie in the same buffer, so its plain choices can be captured too.
+        self._plain: dict[tuple[int, bool], Captured[None]] = {}
+        for batch in self._kinds() if self.cuda else ():
+            self._plain[_kind(batch)] = self._capture(batch)
+
+    def _kinds(self) -> Iterator[Batch]:
+        """An empty frame of every size, with the whole head and with less of it."""
+        for size in self._runner.sizes:
+            tray = self._runner.tray(size)
+            yield pack_frame([], tray)
+            if tray.num_kept:
+                yield pack_frame([], tray, list(range(tray.num_kept)))
+
+    def _capture(self, batch: Batch) -> Captured[None]:
+        raw, keep = self._runner.frame(batch), batch.keep
+        return Captured(lambda: self._choose(raw, [], keep), self._runner.device)
 
     @torch.inference_mode()
     def prove(self) -> None:
         """Raise GuaranteeLost unless every way to a choice gives a row the same bits, wherever it stands.
 
-        A frame whose rows are all greedy takes a shorter way than one with a sampled row in it, and
-        scoring takes a third: company must not show in the answer.
+        A frame whose rows are all greedy takes a shorter way than one with a sampled row in it, scoring takes
+        a third, and each is taken at every size: company must not show in the answer.
         """
-        if self._plain is None:  # any tensor will do
-            shape = (self._runner.frame_rows, self._runner.arch.vocab)
-            raw = torch.empty(shape, dtype=self._runner.dtype, device=self._runner.device)
-        else:  # the captured choices read a frame's own
-            raw = self._runner.frame(pack_frame([], self._runner.tray(self._runner.frame_rows)))
-        generator = torch.Generator(raw.device).manual_seed(0)
-        block = torch.randn(raw.shape, generator=generator, device=raw.device, dtype=torch.float32) * 4
-        raw.copy_(block)
-        rows, draws = raw.shape[0], [Draw(0, Sampling(temperature=1.0), (), (), 1)]
-        found = []
-        for shift, company in ((0, []), (0, draws), (rows // 2, []), (rows - 1, draws)):
-            raw.copy_(block.roll(shift, 0))
-            if company or self._plain is None:
-                self._choose(raw.float(), company)
-            else:
-                self._plain()
-            found.append(self._runner.picks.roll(-shift, 1).cpu())
-        tokens: list[int] = found[0][0].tolist()
-        raw.copy_(block)
-        scores = self._sampler.score(raw.float(), list(range(rows)), tokens).cpu().view(torch.int32)
-        # The sampled row itself may choose otherwise: it stands at row 0 here and at 1 after the roll.
-        same = all(torch.equal(other[:, 2:], found[0][:, 2:]) for other in found)
-        if not same or not torch.equal(scores, found[0][1]):
+        runner = self._runner
+        rows = runner.frame_rows
+        generator = torch.Generator(runner.device).manual_seed(0)
+        shape = (rows, runner.arch.vocab)
+        block = torch.randn(shape, generator=generator, device=runner.device, dtype=torch.float32) * 4
+        block = block.to(runner.dtype)
+        truth = self._proof(block, pack_frame([], runner.tray(rows)))
+        others = [self._proof(block, batch) for batch in self._kinds()] if self.cuda else []
+        if truth is None or any(other is None for other in others):
+            same = False
+        else:
+            same = all(
+                other is not None and torch.equal(other, truth[:, : other.shape[1]]) for other in others
+            )
+        if not same:
             raise GuaranteeLost(
                 "the sampler gives a row other bits in other company or at another place; "
                 "the engine will not start. Try another device or dtype"
             )
+
+    def _proof(self, block: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        """What is chosen for the rows of a block, as many as fit, in a frame like this; None if it varies."""
+        runner, keep = self._runner, batch.keep
+        plain = self._plain.get(_kind(batch))
+        head = batch.num_rows if keep is None else len(keep)
+        if plain is None:  # any tensor will do
+            raw = torch.empty(head, runner.arch.vocab, dtype=runner.dtype, device=runner.device)
+        else:  # the captured choices read a frame's own
+            raw = runner.frame(batch)
+        rows = min(head, block.shape[0])
+        draws = [Draw(0, Sampling(temperature=1.0), (), (), 1)]
+        found = []
+        for shift, company in ((0, []), (0, draws), (head // 2, []), (head - 1, draws)):
+            raw.copy_(block[torch.arange(head, device=block.device) % block.shape[0]].roll(shift, 0))
+            if company or plain is None:
+                self._choose(raw.float(), company, keep)
+            else:
+                plain()
+            found.append(runner.picks[:, :head].roll(-shift, 1).cpu())
+        tokens: list[int] = found[0][0].tolist()
+        raw.copy_(raw.roll(-(head - 1), 0))
+        scores = self._sampler.score(raw.float(), list(range(head)), tokens).cpu().view(torch.int32)
+        # The sampled row itself may choose otherwise: it stands at row 0 here and at 1 after the roll.
+        same = all(torch.equal(other[:, 2:], found[0][:, 2:]) for other in found)
+        return found[0][:, :rows] if same and torch.equal(scores, found[0][1]) else None
 
     def launch(self, spans: list[Span]) -> Flight:
         """A frame over these spans."""
@@ -128,24 +158,19 @@ class Verifier:
     def run(self, spans: list[Span]) -> _Found:
         """One frame: logits, choices, and whatever else was asked about its rows."""
         sampler, runner = self._sampler, self._runner
-        size = sum(len(span.inputs) for span in spans)
         runner.store.copy([span.copy for span in spans if span.copy is not None])
-        batch = pack_frame(spans, runner.frame_tray(size))
-        keep = _wanted(spans) if runner.natural else None
-        if keep is not None and len(keep) < size:
-            batch = replace(batch, keep=torch.tensor(keep, dtype=torch.int64))
-        else:
-            keep = None
+        batch, keep = runner.load(spans, _wanted(spans) if runner.elastic else None)
         raw = runner.frame(batch)
         place = range(raw.shape[0]) if keep is None else {row: i for i, row in enumerate(keep)}
+        plain = self._plain.get(_kind(batch))
         draws = _draws(spans, place)
         rows, nums = _top_rows(spans)
         targeted = any(span.targets for span in spans)
-        if self._plain is not None and not draws:
-            self._plain()
-        logits = raw.float() if draws or rows or targeted or self._plain is None else raw
-        if draws or self._plain is None:
-            self._choose(logits, draws, keep)
+        if plain is not None and not draws:
+            plain()
+        logits = raw.float() if draws or rows or targeted or plain is None else raw
+        if draws or plain is None:
+            self._choose(logits, draws, batch.keep)
         scores, score_tops = self._score(logits, spans, place) if targeted else ([], [])
         found = sampler.top(logits, [place[row] for row in rows], nums) if rows else []
         host = self._hosts[0][:, : batch.num_rows]
@@ -153,12 +178,12 @@ class Verifier:
         host.copy_(runner.picks[:, : batch.num_rows], non_blocking=True)
         return _Found(host, dict(zip(rows, found, strict=True)), scores, score_tops)
 
-    def _choose(self, logits: torch.Tensor, draws: list[Draw], keep: list[int] | None = None) -> None:
+    def _choose(self, logits: torch.Tensor, draws: list[Draw], keep: torch.Tensor | None = None) -> None:
         """Every row's token, left where the next frame can take its inputs from."""
         if logits.shape[0] == 0:
             return
         picks = self._sampler.pick(logits, draws)
-        rows: slice | list[int] = slice(picks.tokens.shape[0]) if keep is None else keep
+        rows: slice | torch.Tensor = slice(picks.tokens.shape[0]) if keep is None else keep
         self._runner.picks[0, rows] = picks.tokens.to(torch.int32)
         self._runner.picks[1, rows] = picks.logprobs.view(torch.int32)
 
@@ -182,6 +207,11 @@ class Verifier:
         wants = [(row, num) for row, num in zip(rows, nums, strict=True) if num]
         found = iter(self._sampler.top(logits, [r for r, _ in wants], [n for _, n in wants]) if wants else [])
         return scores, [next(found) if num else () for num in nums]
+
+
+def _kind(batch: Batch) -> tuple[int, bool]:
+    """What a captured choice depends on: how many rows there are, and whether the head sees all of them."""
+    return batch.num_rows, batch.keep is not None
 
 
 def _wanted(spans: list[Span]) -> list[int]:

@@ -10,10 +10,12 @@ from lawbook import Heard, Setup, Trial, truth_of
 LLAMA = Setup("llama", "cpu", "float32", 16)
 MISTRAL = Setup("mistral", "cpu", "float32", 16)  # a window of 24: shorter than the prompts
 QWEN = Setup("qwen3", "cpu", "bfloat16", 16)
-CUDA = Setup("llama", "cuda", "float32", 16)
-CUDA_BF16 = Setup("mistral", "cuda", "bfloat16", 128, compile=True)
+ELASTIC = Setup("qwen3", "cpu", "float32", 16, linear="torch")  # a library's linears, sizes from 1 to 64
+CUDA = Setup("llama", "cuda", "float32", 16, sizes=(1, 8, 16, 64))
+CUDA_BF16 = Setup("mistral", "cuda", "bfloat16", 128, compile=True, sizes=(1, 32, 128, 512))
+CUDA_QWEN = Setup("qwen3", "cuda", "bfloat16", 64, compile=True, sizes=(1, 16, 64, 256))  # norms over heads
 
-SETUPS = [LLAMA, MISTRAL, QWEN, CUDA, CUDA_BF16]
+SETUPS = [LLAMA, MISTRAL, QWEN, ELASTIC, CUDA, CUDA_BF16, CUDA_QWEN]
 TRIALS = [
     Trial(LLAMA, "none"),
     Trial(LLAMA, "none", chained=True),
@@ -35,6 +37,10 @@ TRIALS = [
     Trial(MISTRAL, "skip"),
     Trial(QWEN, "jitter"),
     Trial(QWEN, "auto"),
+    Trial(ELASTIC, "none", chained=True),
+    Trial(ELASTIC, "jitter"),
+    Trial(ELASTIC, "forked"),
+    Trial(ELASTIC, "auto"),
     Trial(CUDA, "none"),
     Trial(CUDA, "jitter"),
     Trial(CUDA, "decode"),
@@ -50,6 +56,8 @@ TRIALS = [
     Trial(CUDA_BF16, "skip"),
     Trial(CUDA_BF16, "forked"),
     Trial(CUDA_BF16, "auto"),
+    Trial(CUDA_QWEN, "jitter"),
+    Trial(CUDA_QWEN, "auto"),
 ]
 
 

@@ -39,9 +39,12 @@ class Setup:
     dtype: str
     frame_rows: int
     compile: bool = False
+    linear: str = "auto"
+    sizes: tuple[int, ...] | None = None  # of a frame; no bit depends on them
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.device}-{self.dtype}-{self.frame_rows}"
+        linear = "" if self.linear == "auto" else f"-{self.linear}"
+        return f"{self.family}-{self.device}-{self.dtype}-{self.frame_rows}{linear}"
 
     def engine(
         self,
@@ -57,6 +60,8 @@ class Setup:
             "dtype": self.dtype,
             "frame_rows": self.frame_rows,
             "compile": self.compile,
+            "linear": self.linear,
+            "frame_sizes": self.sizes,
             "max_num_seqs": 2 * self.frame_rows,
             "proposer": "none",
         } | settings

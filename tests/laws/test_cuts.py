@@ -33,7 +33,7 @@ def test_prompts_are_cut_at_random(trial):
 
 @pytest.mark.parametrize("rows", [8, 48])
 def test_within_any_frame_size(plain, rows):
-    sized = replace(plain, frame_rows=rows)
+    sized = replace(plain, frame_rows=rows, sizes=None)
     truth = reference(sized, CASES)
     others = company(rows - 5, most=10)
     engine = sized.engine(jitter)

@@ -195,7 +195,7 @@ def test_two_engines_over_one_model_agree_or_the_second_is_refused(plain, plain_
 def test_guesses_in_flight_when_asking_stops(plain, rows, seed):
     """Sequences that repeat themselves wait with their drafts behind a burst of prompts; frames chain."""
     rng = random.Random(seed)
-    setup = replace(plain, frame_rows=rows)
+    setup = replace(plain, frame_rows=rows, sizes=None)
     loops = [Case(f"loop-{i}", text(3, i), Sampling(allowed_token_ids=(5, 7)), most=40) for i in range(4)]
     plains = [Case(f"plain-{i}", text(2 + i, i), warm(i), most=30) for i in range(6)]
     burst = [Case(f"burst-{i}", text(rng.choice((rows, 2 * rows, 33)), i), most=4) for i in range(6)]

@@ -285,7 +285,7 @@ def test_mixed_traffic(plain, plain_truth, proposer, verified):
 def test_drafts_of_many_share_frames(plain):
     """Grouped verification: far fewer frames than tokens, and guesses that are all right."""
     cases = [Case(f"{i}", text(3 + i, i), most=18) for i in range(4)]
-    setup = replace(plain, frame_rows=64)
+    setup = replace(plain, frame_rows=64, sizes=None)
     expected = reference(setup, cases)
     engine = setup.engine(PROPOSERS["decode"], draft_tokens=8)
     assert play(engine, cases) == expected

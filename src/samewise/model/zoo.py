@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from samewise.errors import UnsupportedModel
 from samewise.model.attention import Kernel, LayerKV, Rows
+from samewise.model.fit import Pieces, in_pieces
 from samewise.model.linear import Packed, multiply, pack
 from samewise.model.refuse import refuse
 from samewise.model.rope import pin_rope
@@ -230,13 +231,14 @@ class Group:
 
 
 class FrameLinear(nn.Linear):
-    """A linear under the frame rule: in a frame it is always given the canonical number of rows.
+    """A linear under the frame rule: it gives the bits of the canonical number of rows.
 
-    The one place where an operator may run in another form than its own: as a part of a wider product where
-    the compiler merges those, or from packed weights that are exactly its own, whose bits do not depend on
-    the number of rows. Shares the weights of the linear it replaces.
+    The one place where a linear may run in another form than its own: at another number of rows, as a part
+    of a wider product where the compiler merges those, or from packed weights that are exactly its own,
+    whose bits do not depend on the number of rows. Shares the weights of the linear it replaces.
     """
 
+    pieces: Pieces  # of the product it is a part of, where it is one
     part: Part | None
     packed: Packed | None  # its own, or the one it is a part of
     group: tuple[Group, int, int] | None
@@ -246,6 +248,7 @@ class FrameLinear(nn.Linear):
         """The same linear, wrapped; no memory of its own."""
         wrapped = cls.__new__(cls)
         wrapped.__dict__ = linear.__dict__
+        wrapped.pieces = {}
         wrapped.part = None
         wrapped.packed = None
         wrapped.group = None
@@ -270,8 +273,14 @@ class FrameLinear(nn.Linear):
             return multiply(x, packed, bias)
         part = self.part
         if part is None or not torch.compiler.is_compiling():
-            return F.linear(x, self.weight, self.bias)
-        return F.linear(x, part.weight, part.bias)[..., part.start : part.stop]
+            return self._product(x, self.weight, self.bias)
+        return self._product(x, part.weight, part.bias)[..., part.start : part.stop]
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        piece = self.pieces.get(x.shape[1]) if x.dim() == 3 else None
+        if piece is None:
+            return F.linear(x, weight, bias)
+        return in_pieces(lambda part: F.linear(part, weight, bias), x, piece)
 
 
 ACTIVATIONS = frozenset({"torch.nn.modules.activation", "transformers.activations"})
@@ -467,12 +476,17 @@ def layer_list(model: nn.Module, arch: Arch) -> tuple[str, nn.ModuleList]:
 
 def with_layers(model: nn.Module, name: str, layers: list[nn.Module]) -> nn.Module:
     """The same model over other layers: a shell that shares every weight and changes nothing."""
+    return with_module(model, name, nn.ModuleList(layers))
+
+
+def with_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """The same model with another module under this name: a shell, likewise."""
     shell = _shallow(model)
     parent, parts = shell, name.split(".")
     for part in parts[:-1]:
         parent._modules[part] = _shallow(parent._modules[part])  # type: ignore[arg-type]
         parent = parent._modules[part]  # type: ignore[assignment]
-    parent._modules[parts[-1]] = nn.ModuleList(layers)
+    parent._modules[parts[-1]] = module
     return shell
 
 
@@ -505,5 +519,6 @@ __all__ = [
     "twin",
     "weights_version",
     "with_layers",
+    "with_module",
     "wrap",
 ]

@@ -9,7 +9,7 @@ Knows tensors and layout; has never heard of a request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -52,9 +52,12 @@ class Tray:
         workspace: torch.Tensor,
         device: torch.device,
         num_buffers: int = 2,
+        num_kept: int = 0,
     ) -> None:
-        self.num_rows = num_rows
-        self._head = len(FIELDS) * num_rows + num_rows + 1
+        self.num_rows, self.num_kept = num_rows, num_kept
+        self._splits = len(FIELDS) * num_rows
+        self._keep = self._splits + num_rows + 1
+        self._head = self._keep + num_kept
         size = self._head + max_pages
         cuda = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(num_buffers)]
@@ -62,6 +65,8 @@ class Tray:
         self._turn = 0
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self.batch = self._views(self._device, workspace)
+        self.keeping = replace(self.batch, keep=self._device[self._keep : self._head])
+        """The same pass, with logits of `num_kept` rows only: which, the tray says each time."""
 
     @property
     def array(self) -> Ints:
@@ -76,22 +81,24 @@ class Tray:
     @property
     def split_start(self) -> Ints:
         """The host side of the [R + 1] split counts."""
-        return self.array[self._head - self.num_rows - 1 : self._head]
+        return self.array[self._splits : self._keep]
 
-    def send(self, pages: Ints) -> Batch:
-        """Add the page numbers and start the copy to the device."""
+    def send(self, pages: Ints, keep: list[int] | None = None) -> Batch:
+        """Add the page numbers, and `num_kept` rows to keep if any, and start the copy to the device."""
         end = self._head + len(pages)
         self.array[self._head : end] = pages
+        if keep is not None:
+            self.array[self._keep : self._head] = keep
         self._device[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
         self._turn = (self._turn + 1) % len(self._hosts)
-        return self.batch
+        return self.batch if keep is None else self.keeping
 
     def _views(self, flat: torch.Tensor, workspace: torch.Tensor) -> Batch:
         r = self.num_rows
         tokens, source, positions, lengths, slots, starts = (
             flat[i * r : (i + 1) * r] for i in range(len(FIELDS))
         )
-        splits = flat[self._head - r - 1 : self._head]
+        splits = flat[self._splits : self._keep]
         rows = Rows(lengths, slots, starts, flat[self._head :], splits, workspace)
         return Batch(tokens.unsqueeze(0), source.unsqueeze(0), positions.unsqueeze(0), rows)
 

@@ -17,9 +17,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 _ATEN = torch.ops.aten
 PURE = frozenset({
     _ATEN.mm.default, _ATEN.addmm.default, _ATEN.view.default, _ATEN.reshape.default, _ATEN.permute.default,
-    _ATEN.t.default, _ATEN.unsqueeze.default,
+    _ATEN.t.default, _ATEN.unsqueeze.default, _ATEN.constant_pad_nd.default, _ATEN.slice.Tensor,
+    _ATEN.cat.default,
 })  # fmt: skip
-"""What may be merged: products, and the reshaping before them. None of it is ever written to."""
+"""What may be merged: products, and what pads, cuts and reshapes around them. None of it is written to."""
 OURS = "samewise.linear.default"  # likewise
 
 

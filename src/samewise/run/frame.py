@@ -16,8 +16,8 @@ from samewise.run.batch import Batch, Tray
 from samewise.types import Ask, Span
 
 
-def pack_frame(spans: list[Span], tray: Tray) -> Batch:
-    """Place spans in consecutive rows, pad the rest, and send."""
+def pack_frame(spans: list[Span], tray: Tray, keep: list[int] | None = None) -> Batch:
+    """Place spans in consecutive rows, pad the rest, and send. `keep`: the only rows whose logits count."""
     tokens: list[int] = []
     sources: list[int] = []
     positions: list[int] = []
@@ -41,7 +41,7 @@ def pack_frame(spans: list[Span], tray: Tray) -> Batch:
             starts += [start] * rows
         tables.append(pages)
         start += len(pages)
-    return _fill(tray, tokens, sources, positions, slots, starts, b"".join(tables))
+    return _fill(tray, tokens, sources, positions, slots, starts, b"".join(tables), keep)
 
 
 def pack_fast(asks: list[Ask], tray: Tray, sources: list[int] | None = None, ahead: int = 0) -> Batch:
@@ -74,6 +74,7 @@ def _fill(
     slots: list[int],
     starts: list[int],
     pages: bytes,
+    keep: list[int] | None = None,
 ) -> Batch:
     used, rows = len(tokens), tray.num_rows
     if used > rows:
@@ -92,7 +93,7 @@ def _fill(
     np.add(tray.field("positions")[:used], 1, out=lengths[:used])
     lengths[used:] = 0
     np.cumsum((lengths + (SPLIT - 1)) // SPLIT, out=tray.split_start[1:])
-    return tray.send(np.frombuffer(pages, dtype=np.int32))
+    return tray.send(np.frombuffer(pages, dtype=np.int32), keep)
 
 
 __all__ = ["pack_fast", "pack_frame"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -13,10 +13,11 @@ T = TypeVar("T")
 class Captured(Generic[T]):
     """Calling it replays the graph; the result's tensors are the same ones each time, with new content.
 
-    The function must read only buffers that stay where they are, and must not wait for the device.
+    The function must read only buffers that stay where they are, and must not wait for the device. Graphs
+    that are never replayed at the same time may share a `pool` of memory.
     """
 
-    def __init__(self, work: Callable[[], T], device: torch.device) -> None:
+    def __init__(self, work: Callable[[], T], device: torch.device, pool: Any = None) -> None:
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):  # once or twice before capture, as torch asks, off the main stream
@@ -25,7 +26,7 @@ class Captured(Generic[T]):
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, pool=pool):
             self._result = work()
         torch.cuda.synchronize(device)
 

@@ -7,8 +7,10 @@ and captured where asked; and `fast`, at however many rows are live. Only a fram
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,16 +19,20 @@ from torch import nn
 from samewise.cache.store import KVStore, page_bytes
 from samewise.errors import GuaranteeLost
 from samewise.model.attention import PAGE, Kernel
+from samewise.model.fit import Pieces, fit, is_norm, norm_width
 from samewise.model.views import Views
-from samewise.model.zoo import Arch, layer_list, seat, with_layers
+from samewise.model.zoo import Arch, FrameLinear, layer_list, seat, twin, with_layers, with_module
 from samewise.run.batch import Batch, Tray
 from samewise.run.frame import pack_frame
 from samewise.run.graph import Captured
 from samewise.run.numerics import inductor_options
-from samewise.types import LayerSet
+from samewise.types import LayerSet, Span
 
 CHAIN = 8  # fast passes that may be under way at once
-FAST_SIZES = tuple(4**i for i in range(9))  # rows of a fast pass where each size costs a capture
+WIDER = tuple(
+    4**i for i in range(9)
+)  # rows of a fast pass beyond the widest frame, where each costs a capture
+SPANS = 4  # of one sequence in a frame at most, on average: itself and its branches
 
 
 @dataclass(slots=True)
@@ -38,7 +44,7 @@ class Path:
     graphs: dict[int, Captured[torch.Tensor]] = field(default_factory=dict)
 
 
-def _compiling() -> Any:
+def compiling() -> Any:
     """Where layers may be compiled: as often as needed, and never silently left uncompiled."""
     import torch._dynamo.config as dynamo  # seconds to import, and only needed here
 
@@ -73,31 +79,46 @@ class Runner:
         dtype: torch.dtype,
         device: torch.device,
         compile: bool,  # noqa: A002 - the public name of the switch
+        frame_rows: int | None = None,
     ) -> None:
         self.arch, self.kernel, self.device, self.dtype = arch, kernel, device, dtype
         self.sizes = sizes
-        self.frame_rows = frame_rows = sizes[-1]
+        """The numbers of rows a frame may have, least first: all give the bits of `frame_rows`."""
+        self.frame_rows = frame_rows or sizes[-1]
         self.model = model.to(device)
+        linears = [m for m in self.model.modules() if isinstance(m, FrameLinear)]
+        self.native = any(linear.packed is not None for linear in linears)
+        """Whether linears give the same bits at any number of rows by themselves."""
+        self._norms: dict[int, Pieces] = {}  # by width
+        for norm in [] if self.native else [m for m in self.model.modules() if is_norm(m)]:
+            fit(norm, self._norms.setdefault(norm_width(norm), {}))
         self.store = KVStore(kernel, kv_shapes(arch), num_pages, dtype, device)
         seat(self.model, arch, kernel, self.store.layers)
         heads = max(layer.num_heads * layer.head_dim for layer in arch.layers)
         dim = max(layer.head_dim for layer in arch.layers)
-        rows = max(frame_rows, max_rows)
+        rows = max(self.widest, max_rows)
+        self._max_spans = SPANS * max_rows
         scratch = kernel.workspace_len(rows, max_model_len, -(-heads // dim), dim)
         self._workspace = torch.empty(scratch, dtype=torch.float32, device=device)
         self._max_pages = -(-max_model_len // PAGE) + 1
         self._trays: dict[int, Tray] = {}
-        self.picks = torch.zeros(2, frame_rows, dtype=torch.int32, device=device)
+        self.picks = torch.zeros(2, self.widest, dtype=torch.int32, device=device)
         """What the last frame answered: tokens, and the bits of their log-probabilities. The verifier
         writes it; the next frame may take its inputs from it without asking the host."""
-        self.guesses = torch.zeros(max(rows, FAST_SIZES[-1]), dtype=torch.int32, device=device)
+        self.guesses = torch.zeros(max(rows, WIDER[-1]), dtype=torch.int32, device=device)
         """What the last fast pass answered, for the next one of a chain."""
         self.compiled = compile
         self._compiled: dict[nn.Module, Any] = {}  # by the layer it was made of
         self._canonical = self._compile(self.model) if compile else self.model
-        self._own = Path(self.model, self._canonical if compile else None)
-        self._graphs: dict[int, Captured[torch.Tensor]] = {}
-        self._warm()
+        self._own: Path | None = None
+        self._graphs: dict[tuple[int, bool], Captured[torch.Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._warm(self.sizes)
+
+    @property
+    def widest(self) -> int:
+        """Rows of the largest frame."""
+        return self.sizes[-1]
 
     def frame_tray(self, num_rows: int) -> Tray:
         """Staging for a frame of at least this many rows: the smallest size that holds them."""
@@ -106,9 +127,38 @@ class Runner:
     def tray(self, num_rows: int) -> Tray:
         """Staging for a pass of this many rows."""
         if num_rows not in self._trays:
-            size = num_rows * self._max_pages
-            self._trays[num_rows] = Tray(num_rows, size, self._workspace, self.device, CHAIN + 1)
+            size = min(num_rows, self._max_spans) * self._max_pages
+            kept = self.frame_rows if self.device.type == "cuda" and num_rows > self.frame_rows else 0
+            self._trays[num_rows] = Tray(num_rows, size, self._workspace, self.device, CHAIN + 1, kept)
         return self._trays[num_rows]
+
+    def load(self, spans: list[Span], wanted: list[int] | None = None) -> tuple[Batch, list[int] | None]:
+        """A frame over these spans, on its way to the device, and the rows its logits will be of (None: all).
+
+        With `wanted` the head may leave out the others.
+        """
+        used = sum(len(span.inputs) for span in spans)
+        tray = self.frame_tray(used)
+        keep = None if wanted is None else self._kept(wanted, used, tray)
+        if keep is None or tray.num_kept:
+            return pack_frame(spans, tray, keep), keep
+        return replace(pack_frame(spans, tray), keep=torch.tensor(keep, dtype=torch.int64)), keep
+
+    def _kept(self, wanted: list[int], used: int, tray: Tray) -> list[int] | None:
+        """The rows to run the head on: those wanted, and others up to a number it can be run at."""
+        if not self.elastic:
+            return None
+        if self.native:
+            return wanted if len(wanted) < used else None
+        if self.device.type == "cuda":
+            number = tray.num_kept or tray.num_rows
+        else:
+            number = self.sizes[bisect_left(self.sizes, len(wanted))]
+        if not len(wanted) <= number < tray.num_rows:
+            return None
+        looked_at = set(wanted)
+        others = (row for row in range(tray.num_rows) if row not in looked_at)
+        return wanted + list(islice(others, number - len(wanted)))
 
     @property
     def kv_bytes(self) -> float:
@@ -116,14 +166,30 @@ class Runner:
         return kv_page_bytes(self.arch, self.dtype) / PAGE / len(self.arch.layers)
 
     @property
-    def natural(self) -> bool:
-        """Whether a frame has as many rows as are used, and its head as many as are wanted."""
+    def elastic(self) -> bool:
+        """Whether frames come in several sizes, and heads in fewer rows than their frames."""
         return len(self.sizes) > 1
+
+    def steady(self, size: int, widths: Iterable[int] | None = None) -> None:
+        """From now on run norms (of these widths) at the canonical number of rows in frames of this size."""
+        for width in self._norms if widths is None else widths:
+            self._norms[width][size] = self.frame_rows
+        self._warm([size])
+
+    def alone(self, module: nn.Module) -> Any:
+        """A module outside the model as frames run it inside: compiled, or as it is."""
+        return self._compiled_layer(module) if self.compiled else module
+
+    def drop(self, size: int) -> None:
+        """Do without frames of this size."""
+        self.sizes = tuple(rows for rows in self.sizes if rows != size)
+        for kept in (False, True):
+            self._graphs.pop((size, kept), None)
 
     @torch.inference_mode()
     def frame(self, batch: Batch) -> torch.Tensor:
         """Logits [R, V] of a frame of one of the sizes, or of its kept rows. Valid until the next frame."""
-        graph = self._graphs.get(batch.num_rows)
+        graph = self._graphs.get((batch.num_rows, batch.keep is not None))
         if graph is not None:
             return graph()
         guard: Any = nullcontext()
@@ -147,25 +213,35 @@ class Runner:
     def fast_tray(self, num_rows: int) -> Tray:
         """Staging for a fast pass of at least this many rows.
 
-        Where a size has to be compiled or captured there are few sizes, each some times the one before.
+        Where a size has to be compiled or captured there are few sizes: a frame's.
         """
         if self.device.type == "cuda":
-            return self.tray(min(size for size in FAST_SIZES if size >= num_rows))
-        if self.compiled and num_rows <= self.frame_rows:
+            return self.tray(min(size for size in (*self.sizes, *WIDER) if size >= num_rows))
+        if self.compiled and num_rows <= self.widest:
             return self.frame_tray(num_rows)
         return self.tray(num_rows)
 
     @torch.inference_mode()
     def fast(self, batch: Batch, path: Path | None = None) -> torch.Tensor:
         """Logits [B, V] at the shape of whatever is live, by these modules or others. Not the truth."""
-        path = path or self._own
+        path = path or self._ordinary()
         size = batch.num_rows
         if self.device.type == "cuda":
             if size not in path.graphs:
-                with _compiling():
+                with compiling():
                     path.graphs[size] = Captured(lambda: self._fast_pass(path, batch), self.device)
             return path.graphs[size]()
         return self._fast_pass(path, batch)
+
+    def _ordinary(self) -> Path:
+        """The model as it is: every operator at whatever size it is given."""
+        if self._own is None:
+            model = twin(self.model)
+            fitted = [m for m in model.modules() if getattr(m, "pieces", None)]
+            for module in fitted:
+                module.pieces = {}  # type: ignore[assignment]
+            self._own = self.path(model) if fitted else Path(self.model, self._canonical)
+        return self._own
 
     def _fast_pass(self, path: Path, batch: Batch) -> torch.Tensor:
         small = self.device.type == "cuda" or (path is self._own and batch.num_rows in self.sizes)
@@ -211,7 +287,12 @@ class Runner:
     def _compile(self, model: nn.Module) -> nn.Module:
         """A shell whose layers are compiled: whole graph, static shapes, nothing chosen by timing."""
         name, layers = layer_list(model, self.arch)
-        return with_layers(model, name, [self._compiled_layer(layer) for layer in layers])
+        shell = with_layers(model, name, [self._compiled_layer(layer) for layer in layers])
+        if self.device.type == "cuda":
+            for norm, module in [(n, m) for n, m in model.named_modules() if is_norm(m)]:
+                if not norm.startswith(f"{name}."):
+                    shell = with_module(shell, norm, self._compiled_layer(module))
+        return shell
 
     def _compiled_layer(self, layer: nn.Module) -> Any:
         if layer not in self._compiled:
@@ -222,20 +303,24 @@ class Runner:
         return self._compiled[layer]
 
     @torch.inference_mode()
-    def _warm(self) -> None:
+    def _warm(self, sizes: Iterable[int]) -> None:
         """Compile before anything else uses a layer, then capture. Padding rows only: no page is touched."""
         if not self.compiled and self.device.type != "cuda":
             return
-        for size in reversed(self.sizes):
-            batch = pack_frame([], self.tray(size))
+        for size in sorted(sizes, reverse=True):
+            tray = self.tray(size)
+            batch = pack_frame([], tray)
             if self.compiled:
-                with _compiling():
+                with compiling():
                     self._pass(self._canonical, batch)
             if self.device.type == "cuda":
-                self._graphs[size] = self._capture(batch)
+                self._graphs[size, False] = self._capture(batch)
+                if tray.num_kept:
+                    keeping = pack_frame([], tray, list(range(tray.num_kept)))
+                    self._graphs[size, True] = self._capture(keeping)
 
     def _capture(self, batch: Batch) -> Captured[torch.Tensor]:
-        return Captured(lambda: self._pass(self._canonical, batch), self.device)
+        return Captured(lambda: self._pass(self._canonical, batch), self.device, self._pool)
 
 
-__all__ = ["CHAIN", "Path", "Runner", "kv_page_bytes", "kv_shapes"]
+__all__ = ["CHAIN", "Path", "Runner", "compiling", "kv_page_bytes", "kv_shapes"]
