@@ -274,10 +274,8 @@ class Engine:
             device=device,
             compile=compiled,
         )
-        self.sampler = Sampler(arch.vocab, device, compile=device.type == "cuda")
+        self.sampler = Sampler(arch.vocab, device)
         self.sizes = settle_sizes(self.runner, self._where())
-        for size in self.runner.sizes:
-            self.sampler.warm(size, self.runner.dtype)
         self.verifier = Verifier(
             self.runner, self.sampler, ahead=device.type == "cuda" if ahead is None else ahead
         )

@@ -12,8 +12,8 @@ its place or its company. Two ways to keep it:
 - CPU: the vector and tail paths of exp and log differ, and where one ends depends on the flat offset. So
   they only ever see a tensor of V elements made for one row. Exact operations (argmax, comparisons,
   sums of integers, single additions and divisions) may see anything.
-- Elsewhere: exp and log are the same function of every element, and what is compiled sees the block
-  [R, V] the caller passes, always of the same R. Sums are sums of integers, so no order of summation shows.
+- CUDA: exp and log are the same function of every element, in any block [R, V]. Sums are sums of integers,
+  so no order of summation shows (`scan`).
 
 Probability masses are exp(logit - max) as integers, 2**s times the real thing, s so large as int64
 allows for V of them. Sums are then exact, and tokens of equal logits stay or go together.
@@ -21,7 +21,7 @@ allows for V of them. Sums are then exact, and tokens of equal logits stay or go
 If the bars leave nothing to choose from, the last ones give way: min_tokens first, then bad words.
 Allowed ids and grammars always hold, even where the model itself says -inf.
 
-Stateless: a Sampler keeps compiled functions and its vocabulary size, and nothing from call to call.
+Stateless: a Sampler keeps nothing from call to call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from samewise import noise
-from samewise.run.numerics import inductor_options
 from samewise.types import Sampling, TopLogprobs
 
 _LOWEST = -3.4028234663852886e38  # the lowest finite float32
@@ -45,7 +44,6 @@ _COLDEST = 1e-5  # below this a temperature would underflow float32 arithmetic
 
 Ids = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float32]
-Block = TypeVar("Block", bound=Callable[..., object])
 
 
 class Draw(NamedTuple):
@@ -74,33 +72,12 @@ class _Scale(NamedTuple):
 
 
 class Sampler:
-    """Choose, score and rank. Off CPU, blocks whose bits are to be compared have the same number of rows.
+    """Choose, score and rank."""
 
-    With `compile`, blocks of a size that was warmed run fused; others run the same operations one by one,
-    so nothing is ever compiled while requests wait. On CPU there is nothing to compile.
-    """
-
-    def __init__(self, vocab: int, device: torch.device, *, compile: bool = False) -> None:  # noqa: A002
+    def __init__(self, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
         self._device = device
         self._by_row = device.type == "cpu"
-        self._compile = compile and not self._by_row
-        self._fused: dict[int, _Blocks] = {}
-
-    @torch.inference_mode()
-    def warm(self, rows: int, dtype: torch.dtype = torch.float32) -> None:
-        """Compile every block function for [rows, V] blocks made in inference mode, raw ones of `dtype`.
-
-        Sampling works without, one operation at a time.
-        """
-        if not self._compile or rows in self._fused:
-            return
-        self._fused[rows] = _PLAIN.fused()
-        sampled = Sampling(temperature=1.0)
-        block = torch.zeros(rows, self._vocab, device=self._device)
-        with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):  # noqa: SLF001 - every size counts as one
-            self.pick(block, [Draw(0, sampled, (), (), 0)])
-            self.pick(block.to(dtype), [])
 
     def pick(self, logits: Tensor, draws: Sequence[Draw]) -> Picks:
         """A token for every row of [R, V] float32; rows without a Draw get the plain argmax.
@@ -110,9 +87,10 @@ class Sampler:
         busy = [draw for draw in draws if not draw.sampling.plain]
         if self._by_row:
             return self._pick_by_row(logits, busy)
-        tokens, top, log_sum = self._blocks(logits).measure(logits)
-        if busy:
-            tokens = self._pick_block(logits, busy)
+        tokens, top, log_sum = self._measure(logits)
+        if not busy:
+            return Picks(tokens, log_sum.neg())  # what the largest logit comes to
+        tokens = self._pick_block(logits, busy)
         chosen = logits.gather(1, tokens[:, None])[:, 0].float()
         return Picks(tokens, chosen - top - log_sum)
 
@@ -193,8 +171,9 @@ class Sampler:
 
     def _pick_block(self, logits: Tensor, busy: Sequence[Draw]) -> Tensor:
         """[R, V] -> [R] tokens. Whatever a row did not ask for leaves its bits as they are."""
-        logits, temperature, keys = self._prepared(logits, busy)
-        return self._blocks(logits).choose(logits, temperature, keys)
+        from samewise import scan
+
+        return scan.choose(*self._prepared(logits, busy))
 
     def _block_scores(self, logits: Tensor, busy: Sequence[Draw]) -> Tensor:
         """[R, V] -> what is compared, [R, V]."""
@@ -227,8 +206,11 @@ class Sampler:
         reach = _reaches(gap, self._send(far), self._send(most), self._send(share))
         return logits.index_copy(0, rows, some.masked_fill_(gap > reach, -math.inf))
 
-    def _blocks(self, logits: Tensor) -> _Blocks:
-        return self._fused.get(logits.shape[0], _PLAIN)
+    def _measure(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[R, V], also in 16 bits → argmax, largest logit, log of the sum of exp above it, each [R]."""
+        from samewise import scan  # needs triton, which only CUDA has
+
+        return scan.measure(logits, _mass_bits(logits))
 
     def _send(self, array: npt.NDArray[Any]) -> Tensor:
         """To the device, without waiting for what the device is doing."""
@@ -239,7 +221,7 @@ class Sampler:
     def _scale(self, logits: Tensor, rows: Sequence[int], best: Ids | None = None) -> _Scale:
         """Of the given rows, in that order. `best` are their argmaxes where known."""
         if not self._by_row:
-            _, top, log_sum = self._blocks(logits).measure(logits)
+            _, top, log_sum = self._measure(logits)
             where = self._send(np.array(rows))
             return _Scale(top[where], log_sum[where])
         scratch = torch.empty(self._vocab)
@@ -450,29 +432,13 @@ def _mass_bits(row: Tensor) -> int:
     return 62 - row.shape[-1].bit_length()
 
 
-def _measure(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, V] -> argmax, largest logit, and log of the sum of exp(logit - largest), each [R].
-
-    Takes 16-bit logits too: widening them is exact, and costs nothing inside the one pass over the block.
-    """
-    logits = logits.float()
-    top = logits.amax(-1, keepdim=True)
-    total = _mass(top - logits).sum(-1)
-    log_sum = torch.log(total.to(torch.float64) * 2.0 ** -_mass_bits(logits))
-    return logits.argmax(-1), top[:, 0], log_sum.to(torch.float32)
-
-
 def _gap(logits: Tensor, temperature: Tensor) -> Tensor:
     """How far below its row's best each scaled logit lies: never negative, so no temperature overflows it."""
     return (logits.amax(-1, keepdim=True) - logits) / torch.where(temperature > 0, temperature, 1.0)
 
 
-def _choose(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
-    """Plain argmax where temperature [R, 1] is 0, else argmax of scaled logits plus noise."""
-    return _compared(logits, temperature, keys).argmax(-1)
-
-
 def _compared(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+    """Plain logits where temperature [R, 1] is 0, else scaled logits plus noise."""
     noisy = noise.gumbel(keys, logits.shape[-1]) - _gap(logits, temperature)
     return torch.where(temperature > 0, noisy, logits)
 
@@ -491,21 +457,5 @@ def _reaches(gap: Tensor, far: Tensor, most: Tensor, share: Tensor) -> Tensor:
     last = torch.where(share < 1.0, (above < limit).sum(-1, keepdim=True), kept - 1)
     return near.gather(1, torch.minimum(last, kept - 1))
 
-
-class _Blocks(NamedTuple):
-    """The functions that see whole blocks."""
-
-    measure: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-    choose: Callable[[Tensor, Tensor, Tensor], Tensor]
-
-    def fused(self) -> _Blocks:
-        return _Blocks(_fuse(self.measure), _fuse(self.choose))
-
-
-def _fuse(block: Block) -> Block:
-    return cast("Block", torch.compile(block, dynamic=False, fullgraph=True, options=inductor_options()))
-
-
-_PLAIN = _Blocks(_measure, _choose)
 
 __all__ = ["Draw", "Picks", "Sampler"]

@@ -26,6 +26,7 @@ LAYERS = {
     "machine": 1,
     "model.attention": 1,
     "model.fit": 1,
+    "scan": 1,
     "serve.bodies": 1,
     "serve.errors": 1,
     "signing": 1,
