@@ -1,15 +1,16 @@
 """Verified decoding on one card, beside unverified, the ceiling, and others. Last line: JSON.
 
-    python bench/h200.py                       # an hour's worth: every length, load and mode
-    python bench/h200.py --quick               # prompts of 1K, some steps of each load: minutes
+    python bench/h200.py                       # every length, load and mode
+    python bench/h200.py --quick               # prompts of 1K, some steps of each load
     python bench/h200.py --rows 100000         # how many rows' bits depend on their company
     python bench/h200.py --peers transformers  # beside them, in the same run
     python bench/h200.py --draw bench-out/h200.json
     python bench/h200.py --device cpu          # a tiny shape: tries the script, measures nothing
 
-8B shape, random bf16 weights made on the card, no speculation, so one token per sequence and step. The ceiling
-is the time to read the weights and the live KV once at the bandwidth a copy reaches here. `--steps` times so
-many tokens of each sequence, in the middle of its output; 0 times all of it. Docs: docs/benchmarks.md.
+8B shape, random bf16 weights made on the card, no speculation, so one token per sequence and step. The
+ceiling is the time to read the weights and the live KV once at the bandwidth a copy reaches here. `--steps`
+times so many tokens of each sequence, in the middle of its output; 0 times all of it. More in
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,10 @@ import bits  # noqa: E402
 import peers  # noqa: E402
 import shapes  # noqa: E402
 from loads import MODES, Case, measure, streaming  # noqa: E402
-from samewise.bench.report import pyplot  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
-from samewise.errors import MachineError  # noqa: E402
 from samewise.model.attention import PAGE  # noqa: E402
+from telling import few, line, middle, picture, short, table  # noqa: E402
 
 Found = dict[str, Any]
 
@@ -136,7 +135,7 @@ class Bench:
             "kv_tokens": engine.stats()["pages"] * PAGE,
         }  # fmt: skip
         self.console.print(
-            f"start-up {self.found['start_s']:.1f} s; frames of {_few(self.found['sizes'])} rows, "
+            f"start-up {self.found['start_s']:.1f} s; frames of {few(self.found['sizes'])} rows, "
             f"KV for {self.found['kv_tokens']} tokens; contract {engine.contract.id}"
         )
         return engine
@@ -190,7 +189,7 @@ class Bench:
                 one = Case(case.prompt, case.output, case.live, mode)
                 seen[mode].append(measure(engine, one, self.args.steps, seed=100 + repeat))
         row: Found = {"lengths": case.name, "prompt": case.prompt, "output": case.output, "live": case.live}
-        row["modes"] = {mode: _middle(runs) for mode, runs in seen.items()}
+        row["modes"] = {mode: middle(runs) for mode, runs in seen.items()}
         first = row["modes"][modes[0]]
         row["context"] = first["context"]
         row["ceiling_ms"] = self._least(case.live, row["context"])
@@ -198,7 +197,7 @@ class Bench:
             pairs = zip(seen.get("unverified", []), seen[mode], strict=False)
             ratios = [a["ms"] / b["ms"] for a, b in pairs if a["ms"] and b["ms"]]
             row["modes"][mode]["over_unverified"] = statistics.median(ratios) if ratios else None
-        self.console.print("  " + _line(row), highlight=False)
+        self.console.print("  " + line(row), highlight=False)
         return row
 
     def _streaming(self, engine: Engine) -> None:
@@ -206,10 +205,10 @@ class Bench:
         prompt = min(args.lengths[0][0], engine.max_model_len // 2)
         seen = self.found["streaming"] = streaming(engine, args.stream_live, args.newcomers, prompt)
         self.console.print(
-            f"{seen['newcomers']} prompts of {prompt} come in while {seen['live']} sequences generate: read in "
-            f"{seen['seconds']:.3f} s ({seen['prompt_tok_s']:.0f} tokens/s, {seen['steps']} steps); between two "
-            f"tokens of a running sequence {seen['gap_ms']:.1f} ms (median), {seen['longest_gap_ms']:.1f} "
-            f"(longest), {seen['quiet_ms']:.1f} before"
+            f"{seen['newcomers']} prompts of {prompt} come in while {seen['live']} sequences generate: "
+            f"read in {seen['seconds']:.3f} s ({seen['prompt_tok_s']:.0f} tokens/s, {seen['steps']} steps); "
+            f"between two tokens of a running sequence {seen['gap_ms']:.1f} ms (median), "
+            f"{seen['longest_gap_ms']:.1f} (longest), {seen['quiet_ms']:.1f} before"
         )
         self._save()
 
@@ -244,131 +243,7 @@ class Bench:
         (self.args.out / "h200.json").write_text(json.dumps(self.found, indent=1))
 
 
-# ---- telling
-
-
-def _middle(runs: list[Found]) -> Found:
-    """The median of each figure over repeats; the steps of all of them."""
-    found: Found = {}
-    for name in runs[0]:
-        values = [run[name] for run in runs if run[name] is not None]
-        if name == "ms_windows":
-            found[name] = [run[name] for run in runs]
-        elif values and isinstance(values[0], int | float):
-            found[name] = statistics.median(values)
-        else:
-            found[name] = values[0] if values else None
-    return found
-
-
-def _line(row: Found) -> str:
-    said = [f"{row['lengths']}, {row['live']} live: ceiling {row['ceiling_ms']:.2f}"]
-    for mode, seen in row["modes"].items():
-        ratio = seen["over_unverified"]
-        said.append(
-            f"{mode} {_ms(seen['ms'])}" + (f" ({ratio:.3f})" if ratio and mode != "unverified" else "")
-        )
-    first = next(iter(row["modes"].values()))
-    said.append(f"prompts {first['prompt_tok_s']:.0f} tokens/s, device waits {_share(first['device_waits'])}")
-    return ", ".join(said)
-
-
-def table(found: Found) -> Table:
-    """A row per length and load, vLLM's figures beside ours where they were measured at the same lengths."""
-    modes = list(dict.fromkeys(mode for row in found["cases"] for mode in row["modes"]))
-    view = Table(title="milliseconds per decode step (over unverified)", caption=peers.SOURCE)
-    for heading in ("prompt/output", "live", "ceiling", *modes, "vLLM", "vLLM invariant", "prompt tok/s", "tok/s",
-                    "host ms", "device waits"):  # fmt: skip
-        view.add_column(heading, justify="left" if heading == "prompt/output" else "right")
-    for row in found["cases"]:
-        same = (row["prompt"], row["output"]) == peers.MEASURED_AT
-        theirs = [
-            _ms(known.get(row["live"]) if same else None) for known in (peers.ORDINARY, peers.INVARIANT)
-        ]
-        cells = []
-        for mode in modes:
-            seen = row["modes"].get(mode)
-            ratio = seen and seen["over_unverified"]
-            cells.append(
-                (_ms(seen["ms"]) + (f" ({ratio:.3f})" if ratio and mode != "unverified" else ""))
-                if seen
-                else "–"
-            )
-        first = next(iter(row["modes"].values()))
-        view.add_row(
-            row["lengths"], str(row["live"]), f"{row['ceiling_ms']:.2f}", *cells, *theirs,
-            f"{first['prompt_tok_s']:,.0f}", f"{first['tok_s']:,.0f}", _ms(first["host_ms"]),
-            _share(first["device_waits"]),
-        )  # fmt: skip
-    return view
-
-
-def draw(found: Found, path: Path) -> None:
-    """Milliseconds per step over live sequences at the first lengths: ours, vLLM's two curves, the ceiling."""
-    plt = pyplot()
-    rows = [row for row in found["cases"] if row["lengths"] == found["cases"][0]["lengths"]]
-    figure, axis = plt.subplots(figsize=(8, 5))
-    lives = [row["live"] for row in rows]
-    axis.plot(
-        lives, [row["ceiling_ms"] for row in rows], color="gray", linestyle=":", label="ceiling: reading it"
-    )
-    for mode, style in (("verified", "o-"), ("unverified", "s--"), ("10%", "^:")):
-        points = [(r["live"], r["modes"][mode]["ms"]) for r in rows if r["modes"].get(mode, {}).get("ms")]
-        if points:
-            axis.plot(*zip(*points, strict=True), style, label="10% verified" if mode == "10%" else mode)
-    if (rows[0]["prompt"], rows[0]["output"]) == peers.MEASURED_AT and found["shape"].startswith("8B, 32"):
-        curves = (
-            ("vLLM 0.24.0, ordinary", peers.ORDINARY),
-            ("vLLM 0.24.0, batch-invariant", peers.INVARIANT),
-        )
-        for (name, known), color in zip(curves, ("tab:purple", "tab:red"), strict=True):
-            axis.plot(list(known), list(known.values()), "x-", color=color, alpha=0.7, label=name)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(lives, [str(live) for live in lives])
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("live sequences")
-    axis.set_ylabel("ms per decode step")
-    axis.set_title(f"{found['device']}, {found['shape']}, {found['dtype']}, {rows[0]['lengths']}")
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def short(found: Found) -> Found:
-    """What the last line says: everything but the single measurements."""
-    cases = [
-        {name: row[name] for name in ("lengths", "live", "context", "ceiling_ms")}
-        | {"modes": {mode: _without(seen) for mode, seen in row["modes"].items()}}
-        for row in found["cases"]
-    ]
-    own = {"own": _without(found["own"])} if "own" in found else {}
-    sizes = {"sizes": _few(found["sizes"])} if "sizes" in found else {}
-    rounded: Found = json.loads(json.dumps(found | {"cases": cases} | own | sizes), parse_float=_round)
-    if "bits" in rounded:
-        rounded["bits"].pop("by_size")
-    return rounded
-
-
-def _without(seen: Found) -> Found:
-    return {name: value for name, value in seen.items() if name not in ("ms_windows", "context", "tok_s_is")}
-
-
-def _round(text: str) -> float:
-    return float(f"{float(text):.5g}")
-
-
-def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _few(sizes: list[int]) -> str:
-    shown = sizes if len(sizes) <= 12 else [*sizes[:2], "…", sizes[-1]]
-    return ", ".join(str(size) for size in shown)
+# ---- options
 
 
 def _lengths(text: str) -> list[tuple[int, int]]:
@@ -442,26 +317,17 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def pictures(found: Found, out: Path) -> Iterator[str]:
-    """Draw, or say why not: the numbers are not lost for want of a picture."""
-    try:
-        draw(found, out / "h200.png")
-        yield f"picture: {out / 'h200.png'}"
-    except MachineError as error:
-        yield f"no picture: {error}; later, --draw {out / 'h200.json'}"
-
-
 def main() -> None:
     args = arguments()
     if args.draw:
         found = json.loads(args.draw.read_text())
         Console(width=150).print(table(found))
-        print(*pictures(found, args.draw.parent), sep="\n")
+        print(picture(found, args.draw.parent))
         return
     bench = Bench(args)
     found = bench.run()
     if found["cases"]:
-        print(*pictures(found, args.out), sep="\n")
+        print(picture(found, args.out))
     print(json.dumps(short(found)))
 
 

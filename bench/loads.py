@@ -98,8 +98,8 @@ def measure(engine: Engine, case: Case, steps: int, seed: int) -> dict[str, Any]
     Some steps stand for all: then prompts are longer by half of what is left out, so that the steps that are
     timed lie in the middle of the output, where the context is what it is on average.
     """
-    rng, load = random.Random(seed), Load(engine)
-    longer = max(0, (case.output - steps) // 2) if steps else 0
+    rng, load, steps = random.Random(seed), Load(engine), min(steps, case.output)
+    longer = (case.output - steps) // 2 if steps else 0
     prompt = case.prompt + longer
     most = engine.max_model_len - prompt if steps else case.output
     preempted = engine.stats()["preempted"]
