@@ -19,7 +19,7 @@ MARK = "samewise: one clock for both"
 NAMES = {  # the first that matches
     "copies": r"memcpy|memset|copy_|_to_copy|aten::(to|clone|cat|index_put_?|fill_|zero_)$",
     "attention": r"_attend|_combine|_store|attention|flash|sdpa",
-    "linears": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|samewise::linear|aten::(addmm|mm|bmm|linear|matmul)",
+    "linears": r"gemm|gemv|nvjet|cutlass|cublas|splitk|samewise::linear|aten::(addmm|mm|bmm|linear|matmul)",
     "sampler": r"argmax|argmin|logsumexp|log_softmax|gather|sort|topk|cumsum|aten::(exp|log|max|amax|sum)$",
     "norms and activations": r"rsqrt|silu|triton_|elementwise|reduce|aten::(mul|add|mean|pow|neg|sub|div)_?$",
 }
