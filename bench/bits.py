@@ -65,9 +65,11 @@ def check(engine: Engine, rows: int, seed: int = 0) -> dict[str, Any]:
     rng, reader, sizes = random.Random(seed), Reader(engine), tuple(engine.runner.sizes)
     longest = min(LONGEST, engine.max_model_len)
     num = max(24, -(-3 * sizes[-1] // (SHORTEST + LONGEST)))
-    lengths = [rng.randint(min(SHORTEST, longest), longest) for _ in range(num)]
-    texts = [[rng.randrange(engine.loaded.arch.vocab) for _ in range(length)] for length in lengths]
     available = engine.stats()["pages"]
+    lengths = [rng.randint(min(SHORTEST, longest), longest) for _ in range(num)]
+    while sum(-(-length // PAGE) for length in lengths) > available:
+        lengths.pop()
+    texts = [[rng.randrange(engine.loaded.arch.vocab) for _ in range(length)] for length in lengths]
     truth = []
     for number, text in enumerate(texts):
         (pages,) = _pages(rng, [len(text)], available)
@@ -89,7 +91,7 @@ def check(engine: Engine, rows: int, seed: int = 0) -> dict[str, Any]:
             tally[0], tally[1] = tally[0] + used, tally[1] + wrong
             compared, differing, frames = compared + used, differing + wrong, frames + 1
     return {
-        "rows": compared, "differing": differing, "frames": frames, "texts": num,
+        "rows": compared, "differing": differing, "frames": frames, "texts": len(texts),
         "logits_compared": reader.digested,
         "by_size": {size: {"rows": a, "differing": b} for size, (a, b) in by_size.items() if a},
     }  # fmt: skip

@@ -144,7 +144,6 @@ def frame_ms(engine: Engine, sequences: int, each: int, context: int, repeats: i
 
 def cuda(args: argparse.Namespace) -> dict:
     bandwidth = copy_bandwidth()
-    torch.cuda.empty_cache()
     results, host = [], {}
     cases = [(1, 1), (1, 16), (8, 1), (8, 16), (32, 1), (32, 4), (64, 1), (64, 2), (128, 1), (1, 128)]
     for number, max_len in enumerate(args.max_model_len):

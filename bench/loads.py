@@ -228,7 +228,7 @@ def watched(engine: Engine) -> Iterator[Device]:
         if engine.device.type == "cuda":
             for name in ("frame", "fast"):
                 patches.enter_context(before(type(engine.runner), name, device.begin))
-            for owner, name in ((type(engine.verifier), "run"), (type(engine.fast), "propose")):
+            for owner, name in ((type(engine.verifier), "run"), (type(engine.sampler), "pick")):
                 patches.enter_context(after(owner, name, device.end))
         yield device
 

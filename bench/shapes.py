@@ -72,11 +72,18 @@ def bare(config: Any, device: torch.device, dtype: torch.dtype, attention: str) 
 def copy_bandwidth(device: torch.device | None = None) -> float:
     """Bytes per second of a large copy within the device's memory, counting both directions."""
     device = device or torch.device("cuda")
-    a = torch.empty(2**31 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    size = 2**31 if device.type == "cuda" else 2**27
+    ms = _copy_ms(size, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return 2 * size / ms * 1e3
+
+
+def _copy_ms(size: int, device: torch.device) -> float:
+    a = torch.empty(size, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
     b.copy_(a)  # the first time pages are only being found
-    ms = timed(lambda: b.copy_(a), 10 if device.type == "cuda" else 3, device)
-    return 2 * a.numel() / ms * 1e3
+    return timed(lambda: b.copy_(a), 10 if device.type == "cuda" else 3, device)
 
 
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:
