@@ -64,7 +64,8 @@ def check(engine: Engine, rows: int, seed: int = 0) -> dict[str, Any]:
     """Compare at least this many rows with what they were alone."""
     rng, reader, sizes = random.Random(seed), Reader(engine), tuple(engine.runner.sizes)
     longest = min(LONGEST, engine.max_model_len)
-    num = max(24, -(-3 * sizes[-1] // (SHORTEST + LONGEST)))
+    # Three of the widest frame among them, and company to draw from; fewer where few rows are asked for.
+    num = max(3 * sizes[-1] * 2 // (SHORTEST + LONGEST), min(24, rows // LONGEST)) + 1
     available = engine.stats()["pages"]
     lengths = [rng.randint(min(SHORTEST, longest), longest) for _ in range(num)]
     while sum(-(-length // PAGE) for length in lengths) > available:

@@ -27,13 +27,14 @@ machine.settle()
 import torch  # noqa: E402
 
 import shapes  # noqa: E402
-from kernels import Kernel, groups, recorded  # noqa: E402
+from kernels import Kernel, groups, labelled, recorded  # noqa: E402
 from loads import Load, replaced  # noqa: E402
 from samewise import verify  # noqa: E402
 from samewise.bench.report import pyplot  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
 from samewise.errors import MachineError  # noqa: E402
+from samewise.model import zoo  # noqa: E402
 from samewise.propose import decode  # noqa: E402
 
 if TYPE_CHECKING:
@@ -157,7 +158,16 @@ def host(engine: Engine, load: Load, steps: int) -> tuple[Found, list[Piece]]:
 
 def profile(engine: Engine, load: Load, steps: int) -> tuple[Found, list[Piece], list[Kernel]]:
     """The same loop under the profiler: kernels by group, gaps between them, and the host beside them."""
-    with watching(engine) as parts, recorded(engine.device) as kernels:
+    with ExitStack() as block:
+        if engine.device.type == "cpu":  # native kernels are called past torch, which would not see them
+            for owner, name, label in (
+                (zoo.FrameLinear, "forward", "samewise::linear"),
+                (type(engine.runner.kernel), "__call__", "samewise::attention"),
+                (type(engine.sampler), "pick", "samewise::sampler"),
+            ):
+                block.enter_context(replaced(owner, name, labelled(label)))
+        parts = block.enter_context(watching(engine))
+        kernels = block.enter_context(recorded(engine.device))
         for _ in range(steps):
             load.step()
     found = kernels()
