@@ -224,6 +224,7 @@ def draw(found: Found, path: Path) -> None:
             above.broken_barh(where, (row - 0.35, 0.7), facecolors=colors[name], linewidth=0)
         above.text(0, row + 0.38, lane, fontsize="small")
     above.set_yticks([])
+    above.set_ylim(-0.5, len(lanes) - 0.3)
     above.set_xlim(0, found["shown"]["window_ms"])
     above.set_xlabel("milliseconds")
     above.set_title(

@@ -116,7 +116,11 @@ def _cell(seen: Found | None, mode: str) -> str:
 
 
 def _without(seen: Found) -> Found:
-    return {name: value for name, value in seen.items() if name not in ("ms_windows", "context", "tok_s_is")}
+    """The figures alone; what went as it should is not worth a word."""
+    quiet = {"preempted": 0, "over_unverified": 1.0}
+    dropped = ("ms_windows", "context", "tok_s_is")
+    told = {name: value for name, value in seen.items() if name not in dropped and value is not None}
+    return {name: value for name, value in told.items() if name not in quiet or quiet[name] != value}
 
 
 def _round(text: str) -> float:

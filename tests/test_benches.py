@@ -33,52 +33,60 @@ def script(monkeypatch, capsys, tmp_path):
 
 def test_loads_and_bits(script, tmp_path):
     found = script(
-        "h200.py", "--device", "cpu", "--lengths", "24/8,16/4", "--live", "1,10", "--steps", "4",
+        "h200.py", "--device", "cpu", "--lengths", "24/8", "--live", "1,10", "--steps", "4",
         "--repeats", "1", "--rows", "1000",
     )  # fmt: skip
     assert found["bits"]["rows"] >= 1000
     assert found["bits"]["differing"] == 0
     assert found["bits"]["logits_compared"]
-    assert [(case["lengths"], case["live"]) for case in found["cases"]] == [
-        (lengths, live) for lengths in ("24/8", "16/4") for live in (1, 10)
-    ]
-    lone, many = found["cases"][:2]
+    lone, many = found["cases"]
+    assert (lone["live"], many["live"]) == (1, 10)
     assert list(lone["modes"]) == ["verified", "unverified"]
     assert list(many["modes"]) == ["verified", "unverified", "10%"]
     for mode in many["modes"].values():
         assert mode["ms"] > 0
         assert mode["live_then"] == 10
-        assert mode["preempted"] == 0
+        assert "preempted" not in mode
         assert mode["prompt_tok_s"] > 0
-    assert many["modes"]["unverified"]["over_unverified"] == 1
+    assert many["modes"]["verified"]["over_unverified"] > 0
     assert many["ceiling_ms"] > 0
     assert 24 < many["context"] < 24 + 16
     assert found["streaming"]["longest_gap_ms"] >= found["streaming"]["gap_ms"] > 0
     kept = json.loads((tmp_path / "h200.json").read_text())
     assert set(kept["bits"]["by_size"]) <= {str(size) for size in kept["sizes"]}
-    picture = tmp_path / "h200.png"
+    assert (tmp_path / "h200.png").exists()
+
+
+def test_what_was_found_can_be_drawn_later(script, tmp_path):
+    """With vLLM's numbers beside it where they are of the same shape and lengths, and only there."""
+    mode = {"ms": 6.0, "over_unverified": 0.97, "prompt_tok_s": 1e4, "tok_s": 1e3, "host_ms": 1.0,
+            "device_waits": 0.03}  # fmt: skip
+    row = {"lengths": "1K/256", "prompt": 1024, "output": 256, "live": 64, "ceiling_ms": 5.0}
+    found = {"shape": "8B, 32 layers", "device": "a card", "dtype": "bfloat16"}
+    found["cases"] = [row | {"modes": {"verified": mode}}]
+    kept, picture = tmp_path / "h200.json", tmp_path / "h200.png"
+    kept.write_text(json.dumps(found))
+    said = "\n".join(script("h200.py", "--draw", str(kept)))
+    assert "6.00 (0.970)" in said
+    assert "7.81" in said
+    assert "16.30" in said
+    assert "3.0%" in said
     picture.unlink()
-    said = script("h200.py", "--draw", str(tmp_path / "h200.json"))
-    assert any("ceiling" in line for line in said)
+    kept.write_text(json.dumps(found | {"shape": "8B, 2 layers"}))
+    assert "7.81" not in "\n".join(script("h200.py", "--draw", str(kept)))
     assert picture.exists()
 
 
-def test_a_whole_output_is_run_to_its_end(script):
+def test_a_whole_output_and_what_does_not_fit(script):
     found = script(
-        "h200.py", "--device", "cpu", "--lengths", "8/6", "--live", "3", "--steps", "0", "--repeats", "1",
-        "--modes", "verified,unverified", "--layers", "1",
-    )  # fmt: skip
-    (case,) = found["cases"]
-    assert case["modes"]["verified"]["tok_s"] > 0
-    assert found["shape"] == "tiny, 1 layers"
-
-
-def test_what_does_not_fit_is_left_out_by_name(script):
-    found = script(
-        "h200.py", "--device", "cpu", "--lengths", "8/6", "--live", "1,8", "--repeats", "1", "--steps", "2",
+        "h200.py", "--device", "cpu", "--lengths", "8/6", "--live", "2,8", "--steps", "0", "--repeats", "1",
         "--modes", "verified", "--stream-live", "1", "--newcomers", "1", "--kv-memory", "1MiB",
+        "--layers", "1",
     )  # fmt: skip
-    assert [case["live"] for case in found["cases"]] == [1]
+    assert found["shape"] == "tiny, 1 layers"
+    (case,) = found["cases"]
+    assert case["live"] == 2
+    assert case["modes"]["verified"]["tok_s"] > 0
     ((lengths, live, why),) = found["left_out"]
     assert (lengths, live) == ("8/6", 8)
     assert "room for" in why
