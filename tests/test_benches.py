@@ -213,3 +213,47 @@ def test_a_peer_that_is_not_there_is_said_to_be_absent(monkeypatch):
     assert peers.ask("vllm", work) == {"absent": "vllm is not installed"}
     monkeypatch.undo()
     assert "did not run" in peers.ask("transformers", work)["absent"]
+
+
+def test_the_device_waits_between_passes(monkeypatch):
+    """Events as a card would time them: before a pass, after its choices; what lies between is waiting."""
+    import loads
+
+    class Runner:
+        def frame(self):
+            clock["now"] += 3
+
+        def fast(self):
+            clock["now"] += 2
+
+    class Sampler:
+        def pick(self):
+            clock["now"] += 1
+
+    class Verifier:
+        def run(self):
+            runner.frame()
+            sampler.pick()
+
+    class Event:
+        def __init__(self):
+            self.at = clock["now"]
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    class Engine:
+        device = torch.device("cuda")
+
+    clock, runner, sampler, engine = {"now": 0}, Runner(), Sampler(), Engine()
+    engine.runner, engine.sampler, engine.verifier = runner, sampler, Verifier()
+    monkeypatch.setattr(loads, "_now", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with loads.watched(engine) as device:
+        assert device.waits() is None
+        engine.verifier.run()  # 4
+        clock["now"] += 2  # the host is late
+        engine.verifier.run()  # 4
+        runner.fast()
+        sampler.pick()  # 3 in all, at once
+    assert device.waits() == pytest.approx(2 / 13)
