@@ -14,18 +14,16 @@ import gc
 import json
 import platform
 import statistics
-import subprocess
 import time
 from array import array
 
-import samewise  # noqa: F401  - settles the machine before torch works
 from samewise import machine
 
 machine.settle()
 
 import torch  # noqa: E402
 
-from samewise.assemble import Loaded, load, pick_kernel, pick_linear  # noqa: E402
+from samewise.assemble import load, pick_kernel, pick_linear  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
 from samewise.model import zoo  # noqa: E402
@@ -33,6 +31,7 @@ from samewise.model.attention import PAGE  # noqa: E402
 from samewise.run.frame import pack_frame  # noqa: E402
 from samewise.run.runner import Runner  # noqa: E402
 from samewise.types import Sampling, Span  # noqa: E402
+from shapes import commit, copy_bandwidth, random_on_card, shape_8b, timed  # noqa: E402
 
 GREEDY = Sampling()
 
@@ -47,33 +46,6 @@ def spans_of(sequences: int, rows_each: int, context: int, vocab: int, first_pag
         pages = array("i", range(first_page + i * per, first_page + (i + 1) * per))
         spans.append(Span(i, start, tuple(tokens), rows_each, pages, GREEDY, tokens, rows_each))
     return spans
-
-
-def timed(work, repeats: int, device: torch.device) -> float:
-    """Median milliseconds."""
-    found = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            found.append(begin.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            work()
-            found.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(found)
-
-
-def commit() -> str:
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 # ---- CPU
@@ -144,37 +116,6 @@ def cpu(args: argparse.Namespace) -> dict:
 # ---- CUDA
 
 
-def shape_8b(layers: int = 32):
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-
-
-def random_on_card(config) -> Loaded:
-    """Random bf16 weights of the config's shape, made on the card."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("cuda"):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=zoo.ATTENTION, dtype=torch.bfloat16
-        )
-    arch = zoo.survey(config)
-    return Loaded(zoo.wrap(model), arch, {"weights": "random"})
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a large device-to-device copy, counting both directions."""
-    a = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    ms = timed(lambda: b.copy_(a), 10, torch.device("cuda"))
-    return 2 * a.numel() / ms * 1e3
-
-
 def engine_8b(max_len: int) -> Engine:
     """An engine over random weights of an 8B shape."""
     config = EngineConfig(
@@ -203,7 +144,6 @@ def frame_ms(engine: Engine, sequences: int, each: int, context: int, repeats: i
 
 def cuda(args: argparse.Namespace) -> dict:
     bandwidth = copy_bandwidth()
-    torch.cuda.empty_cache()
     results, host = [], {}
     cases = [(1, 1), (1, 16), (8, 1), (8, 16), (32, 1), (32, 4), (64, 1), (64, 2), (128, 1), (1, 128)]
     for number, max_len in enumerate(args.max_model_len):

@@ -1,0 +1,130 @@
+"""What the device did, from torch's profiler: kernels with their group, by the host's clock.
+
+On CUDA a frame ends with the copy of its answers to the host. So the last linear before such a copy is the
+head, and what stands between the two is the sampler; everything else goes by its name.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+MARK = "samewise: one clock for both"
+
+NAMES = {  # the first that matches
+    "copies": r"^mem(cpy|set)|aten::(copy_|_to_copy|to|clone|cat|index_put_?|fill_|zero_)$",
+    "attention": r"_attend|_combine|_store|attention|flash|sdpa",
+    "linears": r"gemm|gemv|nvjet|cutlass|cublas|splitk|samewise::linear|aten::(addmm|mm|bmm|linear|matmul)",
+    "sampler": r"sampler|argm(ax|in)|logsumexp|softmax|gather|sort|topk|cumsum|aten::(exp|log|max|amax|sum)$",
+    "norms and activations": r"rsqrt|silu|triton_|elementwise|reduce|aten::(mul|add|mean|pow|neg|sub|div)_?$",
+}
+
+
+class Kernel(NamedTuple):
+    """One thing the device did, in seconds by the host's clock."""
+
+    name: str
+    begin: float
+    end: float
+    group: str
+
+
+@contextmanager
+def recorded(device: torch.device) -> Iterator[Callable[[], list[Kernel]]]:
+    """Profile the block; afterwards the function says what was seen."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    found: list[Kernel] = []
+    marked = 0.0
+    with profile(activities=activities, acc_events=True) as seen:
+        marked = time.perf_counter()
+        with record_function(MARK):
+            pass
+        yield lambda: found
+        if cuda:
+            torch.cuda.synchronize()
+    events = list(seen.events() or ())
+    mark = next(event.time_range.start for event in events if event.name == MARK)
+    shift = marked - mark * 1e-6
+    pick = _of_device if cuda else _of_host
+    found += _grouped([(n, b * 1e-6 + shift, e * 1e-6 + shift) for n, b, e in pick(events)], cuda=cuda)
+
+
+def labelled(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function that the profiler sees under this name."""
+
+    def make(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.profiler.record_function(label):
+                return method(*args, **kwargs)
+
+        return call
+
+    return make
+
+
+def _of_device(events: list[Any]) -> list[tuple[str, float, float]]:
+    kind = torch.autograd.DeviceType.CUDA
+    found = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == kind and not event.name.startswith(("samewise: ", "ProfilerStep"))
+    ]
+    return sorted(found, key=lambda kernel: kernel[1])
+
+
+def _of_host(events: list[Any]) -> list[tuple[str, float, float]]:
+    """Operators without what they call: each moment belongs to one of them."""
+    found = []
+    for event in events:
+        reached = event.time_range.start
+        for child in sorted(event.cpu_children, key=lambda child: child.time_range.start):
+            found.append((event.name, reached, child.time_range.start))
+            reached = child.time_range.end
+        found.append((event.name, reached, event.time_range.end))
+    return sorted(((n, b, e) for n, b, e in found if e > b and n != MARK), key=lambda kernel: kernel[1])
+
+
+def _grouped(kernels: list[tuple[str, float, float]], *, cuda: bool) -> list[Kernel]:
+    found = [Kernel(name, begin, end, _group(name)) for name, begin, end in kernels]
+    return _with_heads(found) if cuda else found
+
+
+def _group(name: str) -> str:
+    return next((group for group, names in NAMES.items() if re.search(names, name, re.IGNORECASE)), "other")
+
+
+def _with_heads(kernels: list[Kernel]) -> list[Kernel]:
+    """The last linear before answers go out is the head; from there on it is the sampler."""
+    found = list(kernels)
+    head: int | None = None
+    for i, kernel in enumerate(kernels):
+        if kernel.group == "linears":
+            head = i
+        elif head is not None and "dtoh" in kernel.name.lower():
+            found[head] = found[head]._replace(group="head")
+            for j in range(head + 1, i):
+                if found[j].group != "copies":
+                    found[j] = found[j]._replace(group="sampler")
+            head = None
+    return found
+
+
+def groups(kernels: list[Kernel]) -> dict[str, float]:
+    """Seconds by group, the largest first, and what nobody used as `idle`. Overlaps count once."""
+    spent: dict[str, float] = {}
+    reached = kernels[0].begin
+    idle = 0.0
+    for kernel in sorted(kernels, key=lambda k: k.begin):
+        idle += max(0.0, kernel.begin - reached)
+        own = max(0.0, kernel.end - max(reached, kernel.begin))
+        spent[kernel.group] = spent.get(kernel.group, 0.0) + own
+        reached = max(reached, kernel.end)
+    return dict(sorted(spent.items(), key=lambda item: -item[1])) | {"idle": idle}
