@@ -297,6 +297,7 @@ def test_allowed_ids_hold_even_where_the_model_says_never(temperature: float) ->
     assert pick_one(logits, draw(temperature=temperature, allowed_token_ids=(1, 2))) in (1, 2)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter mentions what a card does not
 @pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf])
 def test_a_broken_model_crashes_nothing(value: float) -> None:
     logits = torch.full((1, 20), value)
@@ -424,12 +425,10 @@ def test_rows_of_a_wider_buffer_give_the_same_bits() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
 @torch.inference_mode()
-def test_on_a_device_a_row_depends_on_nothing_but_itself(compiled: bool) -> None:
+def test_on_a_device_a_row_depends_on_nothing_but_itself() -> None:
     device, vocab, rows = torch.device("cuda"), 50257, 32
-    sampler = Sampler(vocab, device, compile=compiled)
-    sampler.warm(rows)
+    sampler = Sampler(vocab, device)
     logits, junk = logits_of(12, vocab).to(device), logits_of(rows, vocab, seed=1).to(device)
     seen: dict[int, tuple[Any, ...]] = {}
     for trial in range(8):
@@ -439,20 +438,17 @@ def test_on_a_device_a_row_depends_on_nothing_but_itself(compiled: bool) -> None
         frame = junk.clone()
         frame[places] = logits[who]
         draws = [asked(place, k) for place, k in zip(places, who, strict=True)]
-        with torch.compiler.set_stance("fail_on_recompile"):
-            found = everything(sampler, frame, draws)
+        found = everything(sampler, frame, draws)
         for place, k in zip(places, who, strict=True):
             assert seen.setdefault(k, found[place]) == found[place]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
 @torch.inference_mode()
-def test_on_a_device_the_choice_is_the_cpus(compiled: bool) -> None:
+def test_on_a_device_the_choice_is_the_cpus() -> None:
     """Bits may differ; choices hardly can."""
     device, vocab, rows = torch.device("cuda"), 1003, 64
-    sampler = Sampler(vocab, device, compile=compiled)
-    sampler.warm(rows)
+    sampler = Sampler(vocab, device)
     logits = logits_of(rows, vocab)
     draws = [asked(row, row) for row in range(rows)]
     there, here = sampler.pick(logits.to(device), draws), Sampler(vocab, CPU).pick(logits, draws)
