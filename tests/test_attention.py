@@ -8,7 +8,7 @@ see. Results and stored pages must be equal bit for bit, and close to attention 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from samewise.model.attention import PAGE, Kernel, LayerKV, Rows
+from samewise.model.attention import PAGE, Heads, Kernel, LayerKV, Rows
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
@@ -48,6 +48,10 @@ class Case:
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.group * self.kv_heads, self.kv_heads, self.head_dim, self.window)
 
     def first(self, text: int) -> int:
         return max(0, self.lengths[text] - self.tail)
@@ -137,12 +141,13 @@ class Store:
             for r in rows
         ]
         page_start = [0 if r is None else starts[r[0]] for r in rows]
-        size = self.kernel.workspace_len(
-            len(rows), max(case.lengths), case.group * case.kv_heads, case.head_dim
-        )
+        plan = self.kernel.plan([case.heads], len(rows), max(case.lengths))
+        work = np.full(0 if plan is None else plan.work_len(len(rows)), -1, np.int32)
+        if plan is not None:
+            plan.write(lengths, np.array(page_start, np.int32), work)
+        size = 0 if plan is None else plan.workspace_len
         where = Rows(
-            *(self.ints(x) for x in (lengths, slots, page_start, np.concatenate(pages))),
-            self.ints(split_start(self.kernel, lengths)),
+            *(self.ints(x) for x in (lengths, slots, page_start, np.concatenate(pages), work)),
             torch.full((size,), float("nan"), device=self.device),
         )
         return self.kernel(*self.inputs(rows), self.kv, where, scale=case.scale, window=window)
@@ -165,14 +170,6 @@ class Store:
         """Every page of every text in order, as stored: K and V in turn."""
         numbers = np.concatenate(self.tables)
         return [self.kv.k[numbers], self.kv.v[numbers]]
-
-
-def split_start(kernel: Kernel, lengths: np.ndarray) -> np.ndarray:
-    if not kernel.name.startswith("triton"):
-        return np.empty(0)
-    from samewise.model.attention.triton import splits
-
-    return splits(lengths)
 
 
 def packing(case: Case, rng: np.random.Generator) -> list[list[Row]]:
@@ -245,9 +242,21 @@ def plain(_: np.random.Generator) -> Kernel:
 
 
 def triton(rng: np.random.Generator) -> Kernel:
+    """With everything at random that must not show: how many programs, and which tiles are cut."""
     from samewise.model.attention.triton import TritonKernel
+    from samewise.model.attention.work import Plan
 
-    return TritonKernel(num_programs=int(rng.choice([1, 5, 264])) if CUDA else int(rng.choice([1, 3])))
+    whole = float(rng.choice([0.0, 0.5, 1.0]))
+
+    class Tossed(Plan):
+        def cut(self, splits: np.ndarray, count: np.ndarray) -> np.ndarray:
+            return rng.random(len(splits)) >= whole
+
+    class Kernel(TritonKernel):
+        def plan(self, layers: Sequence[Heads], max_rows: int, max_len: int) -> Plan:
+            return Tossed(**vars(super().plan(layers, max_rows, max_len)))
+
+    return Kernel(int(rng.choice([1, 5, 264])) if CUDA else int(rng.choice([1, 3])), at_once=2)
 
 
 HEADS = [
@@ -321,8 +330,8 @@ class Sloppy:
         shape = (num_pages, PAGE, num_kv_heads, head_dim)
         return LayerKV(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
 
-    def workspace_len(self, num_rows: int, max_len: int, num_heads: int, head_dim: int) -> int:
-        return 0
+    def plan(self, layers: Sequence[Heads], max_rows: int, max_len: int) -> None:
+        return None
 
     def __call__(
         self,
@@ -381,14 +390,6 @@ def test_the_law_catches_a_leak() -> None:
 # Triton alone.
 
 
-def test_splits_count_up_and_padding_has_none() -> None:
-    from samewise.model.attention.triton import SPLIT, splits
-
-    counted = splits(np.array([0, 1, SPLIT, SPLIT + 1, 0, 5 * SPLIT], np.int32))
-    assert counted.dtype == np.int32
-    assert counted.tolist() == [0, 0, 1, 2, 4, 4, 9]
-
-
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"])
 def test_another_split_size_gives_other_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the split size is in the kernel's name."""
@@ -415,7 +416,7 @@ def test_the_operator_can_be_traced(device: str) -> None:
 
     class Traced:
         name = kernel.name
-        workspace_len = staticmethod(kernel.workspace_len)
+        plan = staticmethod(kernel.plan)
         __call__ = staticmethod(torch.compile(layer, fullgraph=True, backend="aot_eager"))
 
     store.kernel = Traced()

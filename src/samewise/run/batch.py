@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from samewise.model.attention import Rows
+from samewise.model.attention import Plan, Rows
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -52,9 +52,12 @@ class Tray:
         workspace: torch.Tensor,
         device: torch.device,
         num_buffers: int = 2,
+        plan: Plan | None = None,
     ) -> None:
         self.num_rows = num_rows
-        self._head = len(FIELDS) * num_rows + num_rows + 1
+        self.plan = plan
+        self._fields = len(FIELDS) * num_rows
+        self._head = self._fields + (0 if plan is None else plan.work_len(num_rows))
         size = self._head + max_pages
         cuda = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(num_buffers)]
@@ -74,9 +77,9 @@ class Tray:
         return self.array[i : i + self.num_rows]
 
     @property
-    def split_start(self) -> Ints:
-        """The host side of the [R + 1] split counts."""
-        return self.array[self._head - self.num_rows - 1 : self._head]
+    def work(self) -> Ints:
+        """The host side of the work list, for the plan to write."""
+        return self.array[self._fields : self._head]
 
     def send(self, pages: Ints) -> Batch:
         """Add the page numbers and start the copy to the device."""
@@ -91,8 +94,8 @@ class Tray:
         tokens, source, positions, lengths, slots, starts = (
             flat[i * r : (i + 1) * r] for i in range(len(FIELDS))
         )
-        splits = flat[self._head - r - 1 : self._head]
-        rows = Rows(lengths, slots, starts, flat[self._head :], splits, workspace)
+        work = flat[self._fields : self._head]
+        rows = Rows(lengths, slots, starts, flat[self._head :], work, workspace)
         return Batch(tokens.unsqueeze(0), source.unsqueeze(0), positions.unsqueeze(0), rows)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from samewise.cache.store import KVStore, page_bytes
 from samewise.errors import GuaranteeLost
-from samewise.model.attention import PAGE, Kernel
+from samewise.model.attention import PAGE, Heads, Kernel
 from samewise.model.views import Views
 from samewise.model.zoo import Arch, layer_list, seat, with_layers
 from samewise.run.batch import Batch, Tray
@@ -52,6 +52,11 @@ def kv_shapes(arch: Arch) -> list[tuple[int, int]]:
     return [(layer.num_kv_heads, layer.head_dim) for layer in arch.layers]
 
 
+def kernel_heads(arch: Arch) -> list[Heads]:
+    """What a kernel has to know of each layer."""
+    return [Heads(x.num_heads, x.num_kv_heads, x.head_dim, x.window) for x in arch.layers]
+
+
 def kv_page_bytes(arch: Arch, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers."""
     return page_bytes(kv_shapes(arch), dtype)
@@ -80,10 +85,9 @@ class Runner:
         self.model = model.to(device)
         self.store = KVStore(kernel, kv_shapes(arch), num_pages, dtype, device)
         seat(self.model, arch, kernel, self.store.layers)
-        heads = max(layer.num_heads * layer.head_dim for layer in arch.layers)
-        dim = max(layer.head_dim for layer in arch.layers)
         rows = max(frame_rows, max_rows)
-        scratch = kernel.workspace_len(rows, max_model_len, -(-heads // dim), dim)
+        self._plan = kernel.plan(kernel_heads(arch), rows, max_model_len)
+        scratch = 0 if self._plan is None else self._plan.workspace_len
         self._workspace = torch.empty(scratch, dtype=torch.float32, device=device)
         self._max_pages = -(-max_model_len // PAGE) + 1
         self._trays: dict[int, Tray] = {}
@@ -107,7 +111,7 @@ class Runner:
         """Staging for a pass of this many rows."""
         if num_rows not in self._trays:
             size = num_rows * self._max_pages
-            self._trays[num_rows] = Tray(num_rows, size, self._workspace, self.device, CHAIN + 1)
+            self._trays[num_rows] = Tray(num_rows, size, self._workspace, self.device, CHAIN + 1, self._plan)
         return self._trays[num_rows]
 
     @property
@@ -238,4 +242,4 @@ class Runner:
         return Captured(lambda: self._pass(self._canonical, batch), self.device)
 
 
-__all__ = ["CHAIN", "Path", "Runner", "kv_page_bytes", "kv_shapes"]
+__all__ = ["CHAIN", "Path", "Runner", "kernel_heads", "kv_page_bytes", "kv_shapes"]
