@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -60,8 +61,7 @@ class Case:
         return [(t, p) for t, n in enumerate(self.lengths) for p in range(self.first(t), n)]
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """What a model would have computed for one text."""
 
     q: torch.Tensor  # [L, Hq, D]
@@ -282,6 +282,8 @@ FEW = [
     Case(group=1, kv_heads=1, head_dim=128, lengths=(600, 1), tail=2, dtype=torch.bfloat16),
     Case(group=1, kv_heads=1, head_dim=16, lengths=(4100,), tail=1),
     Case(group=1, kv_heads=1, head_dim=16, lengths=(4100, 5), tail=1, window=300),
+    Case(group=7, kv_heads=1, head_dim=16, lengths=(260, 24), tail=20, window=30),
+    Case(group=2, kv_heads=2, head_dim=16, lengths=(70,), tail=70, dtype=torch.float16),
 ]
 """For the interpreter, where a row takes a tenth of a second."""
 
@@ -390,7 +392,88 @@ def test_the_law_catches_a_leak() -> None:
 # Triton alone.
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"])
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"]
+EIGHT_B = Case(group=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16, lengths=(2100, 1030, 300), tail=300)
+"""For a card alone, as are groups and windows of several tiles."""
+
+TILED = [
+    Case(group=1, kv_heads=1, head_dim=16, lengths=(90,), tail=40),
+    Case(group=2, kv_heads=1, head_dim=16, lengths=(70, 20), tail=20, window=10),
+    Case(group=3, kv_heads=1, head_dim=64, lengths=(140,), tail=24, dtype=torch.bfloat16),
+    Case(group=4, kv_heads=2, head_dim=80, lengths=(131,), tail=9, window=70, dtype=torch.float16),
+    Case(group=8, kv_heads=1, head_dim=128, lengths=(130,), tail=5, dtype=torch.bfloat16),
+    Case(group=20, kv_heads=1, head_dim=16, lengths=(20,), tail=5),  # more than the smallest tile holds
+]
+if CUDA:
+    TILED += [EIGHT_B, replace(EIGHT_B, window=500), replace(EIGHT_B, group=7, kv_heads=4, window=1)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("case", TILED, ids=range(len(TILED)))
+def test_no_tile_shows_in_the_bits(
+    case: Case, tile: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the size of tiles: the same rows at once, in other cuts, and one by one."""
+    import samewise.model.attention.triton as module
+
+    monkeypatch.setattr(module, "TILE", tile)
+    monkeypatch.setattr(module, "SPLIT", module.SPLIT if CUDA else 64)
+    monkeypatch.setattr(module, "BLOCK", module.BLOCK if CUDA else 32)
+    there = torch.device(device)
+    given, results = texts(case, there), []
+    for seed in range(4):
+        rng = np.random.default_rng([seed, tile])
+        store = Store(triton(rng), case, given, rng, junk=float("nan"))
+        passes = packing(case, rng) if seed else [list(case.rows())]
+        found = {
+            row: out
+            for rows in passes
+            for row, out in zip(rows, store.run(rows, case.window), strict=True)
+            if row is not None
+        }
+        results.append(found)
+    some = np.random.default_rng(5).permutation(len(case.rows()))[: 300 if CUDA else 6]
+    rng = np.random.default_rng(9)
+    store = Store(triton(rng), case, given, rng, junk=float("inf"))
+    for text, length in enumerate(case.lengths):
+        store.lay_down(text, np.arange(case.first(text), length))
+    results.append({row: store.run([row], case.window)[0] for row in (case.rows()[i] for i in some)})
+    for other in results[1:]:
+        for row, out in other.items():
+            assert torch.equal(bits(out), bits(results[0][row])), row
+    for row in (case.rows()[i] for i in some[:20]):
+        want = dense(case, given[row[0]], row[1])
+        assert float((results[0][row].double() - want).abs().max()) < CLOSE[case.dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+@pytest.mark.parametrize("window", [None, 9])
+def test_what_only_others_see_cannot_leak(window: int | None, poison: float, device: str) -> None:
+    """Rows of one tile, one of whose K and V is not finite: who may not see it answers as if it were not."""
+    case = Case(group=2, kv_heads=1, head_dim=16, lengths=(90,), tail=40, window=window)
+    if CUDA:
+        case = replace(EIGHT_B, lengths=(600,), tail=100, window=window)
+    (calm,) = texts(case, torch.device(device))
+    at = case.first(0) + 12
+    wild = Text(*(x.clone() for x in calm))
+    wild.k[at], wild.v[at] = poison, poison
+    outs = []
+    for text in (calm, wild):
+        rng = np.random.default_rng(3)
+        store = Store(triton(rng), case, [text], rng, junk=float("nan"))
+        with np.errstate(invalid="ignore"):  # of the interpreter's own making
+            outs.append(store.run([*case.rows(), None], window))
+    for row, ours, theirs in zip([*case.rows(), None], *outs, strict=True):
+        blind = row is None or row[1] < at or (window is not None and row[1] >= at + window)
+        if blind:
+            assert torch.equal(bits(ours), bits(theirs)), row
+        else:
+            assert theirs.isnan().any(), row
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_another_split_size_gives_other_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the split size is in the kernel's name."""
     import samewise.model.attention.triton as module
@@ -402,7 +485,7 @@ def test_another_split_size_gives_other_bits(device: str, monkeypatch: pytest.Mo
     assert any(not torch.equal(bits(ours[row]), bits(theirs[row])) for row in ours)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_operator_can_be_traced(device: str) -> None:
     """One graph, no break, and the pages written in place."""
     case = Case(group=2, kv_heads=1, head_dim=16, lengths=(20,), tail=2)

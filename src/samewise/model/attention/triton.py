@@ -140,15 +140,15 @@ def _quotient(total: tl.tensor, weight: tl.tensor, length: tl.tensor) -> tl.tens
     The sign of a zero sum may come from values behind a mask, and is dropped.
     """
     total = tl.where(total == 0.0, 0.0, total)
-    weight = tl.where(length > 0, weight, 1.0)
-    return tl.div_rn(total, tl.broadcast_to(weight[:, None], total.shape))
+    share = tl.div_rn(tl.full(weight.shape, 1.0, tl.float32), tl.where(length > 0, weight, 1.0))
+    return total * share[:, None]
 
 
 @triton.jit
 def _read(
     k_cache: tl.tensor,
     v_cache: tl.tensor,
-    pages: tl.tensor,
+    page: tl.tensor,  # [BLOCK]
     kv_head: tl.tensor,
     key: tl.tensor,  # [BLOCK]
     live: tl.tensor,  # [BLOCK], used if MASKED
@@ -160,7 +160,6 @@ def _read(
 ) -> tuple[tl.tensor, tl.tensor]:
     """K and V of a block. What lies behind a masked key may be NaN, and is not read."""
     dim = tl.arange(0, DIM_PAD)
-    page = tl.load(pages + key // PAGE, mask=live, other=0) if MASKED else tl.load(pages + key // PAGE)
     at = page.to(tl.int64) * (KV_HEADS * PAGE * DIM) + (kv_head * (PAGE * DIM) + key % PAGE * DIM)
     at_tile = at[:, None] + dim[None, :]
     if MASKED:
@@ -247,8 +246,9 @@ def _mixed(  # noqa: PLR0917 - a kernel has no objects to hide in
     """
     key = block + tl.arange(0, BLOCK)
     live = (key >= low) & (key < high)
+    page = tl.load(pages + key // PAGE, mask=live, other=0)
     k_tile, v_tile = _read(
-        k_cache, v_cache, pages, kv_head, key, live, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=True
+        k_cache, v_cache, page, kv_head, key, live, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=True
     )
     sees = (first < block + BLOCK) & (length > block)
     may = (key[None, :] >= first[:, None]) & (key[None, :] < length[:, None])
@@ -371,14 +371,17 @@ def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; like
                     q_tile, k_cache, v_cache, row_pages, kv_head, block, within, first, length, low, high,
                     count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, SPELT,
                 )  # fmt: skip
+        # Page numbers are read one block ahead, so that K and V can be fetched as early as STAGES allows.
+        page = tl.load(row_pages + (clear + offset) // PAGE, mask=clear + offset < mixed, other=0)
         for block in tl.range(clear, mixed, BLOCK, num_stages=STAGES):
             top, weight, total, all_top, all_weight, all_total = _border(
                 block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
             )
             key = block + offset
             k_tile, v_tile = _read(
-                k_cache, v_cache, row_pages, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
+                k_cache, v_cache, page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
             )
+            page = tl.load(row_pages + (key + BLOCK) // PAGE, mask=key + BLOCK < mixed, other=0)
             score = _score(q_tile, k_tile, scale, SPELT)
             new_top = tl.maximum(top, tl.max(score, axis=1))
             shrink = tl.exp2(top - new_top)
@@ -553,7 +556,7 @@ def _(q: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 INTERPRETED = not isinstance(_attend, triton.JITFunction)
-"""The interpreter hands products of matrices to a BLAS, whose rows are not alike: there they are spelt out."""
+"""The interpreter leaves matrix products to a BLAS, whose rows are not alike: there they are spelt out."""
 
 
 def _pad(size: int) -> int:

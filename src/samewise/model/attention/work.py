@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 HEAD = 4
 """Counts before the columns: tiles, pieces, rows to fold, and one unused."""
@@ -57,51 +58,67 @@ class Plan:
         """Make the list for rows of these lengths (0: padding) whose pages begin there, into `work`."""
         columns = work[HEAD:].reshape(len(COLUMNS), len(lengths))
         row, count = self._tiles(lengths, page_start)
-        shortest, longest = lengths[row], lengths[row + count - 1]
-        first = (
-            np.zeros_like(row) if self.window is None else np.maximum(shortest - self.window, 0) // self.split
-        )
-        splits = -(-longest // self.split) - first
-        order = np.argsort(-splits, kind="stable")  # the longest first: nobody waits for one begun last
-        row, count, first, splits = row[order], count[order], first[order], splits[order]
-
-        cut = self.cut(splits, count) & (splits > 0)
-        slots = np.where(cut, splits * count, 0)
-        before = np.cumsum(slots)
-        cut &= before <= self.num_slots
-        pieces = np.where(cut, splits, 1)
-        ends = np.cumsum(pieces)
-        folds = np.flatnonzero(cut)
+        first: Ints | int = 0
+        if self.window is not None:
+            first = np.maximum(lengths[row] - self.window, 0) // self.split
+        splits = (lengths[row + (count - 1)] + (self.split - 1)) // self.split - first
+        if splits.min() < splits.max():
+            order = np.argsort(-splits, kind="stable")  # longest first: nobody waits for one begun last
+            row, count, splits = row[order], count[order], splits[order]
+            first = first if isinstance(first, int) else first[order]
         tiles = len(row)
         columns[0, :tiles] = row
         columns[1, :tiles] = count
         columns[2, :tiles] = first
+        cut = self.cut(splits, count)
+        if cut is None:
+            columns[3, :tiles] = -1
+            columns[4, :tiles] = np.arange(tiles)
+            work[:HEAD] = tiles, tiles, 0, 0
+        else:
+            self._pieces(cut & (splits > 0), tiles, columns, splits, work)
+
+    def cut(self, splits: Ints, count: Ints) -> Bools | None:  # noqa: ARG002
+        """Which tiles of so many splits and rows to cut, longest first, where there is room; None: none.
+
+        Speed alone depends on it.
+        """
+        fair = int(splits.sum()) * self.kv_heads / self.at_once
+        bar = max(1.0, self.share * fair)
+        return splits > bar if splits[0] > bar else None
+
+    def _pieces(self, cut: Bools, tiles: int, columns: Ints, splits: Ints, work: Ints) -> None:
+        """The columns of pass where tiles are cut."""
+        row, count = columns[0, :tiles], columns[1, :tiles]
+        slots = splits * count * cut
+        before = slots.cumsum()
+        cut = cut & (before <= self.num_slots)
+        pieces = np.where(cut, splits, 1)
+        ends = pieces.cumsum()
         columns[3, :tiles] = np.where(cut, before - slots, -1)
         columns[4, :tiles] = ends - pieces
-        num_folds = 0
-        if len(folds):
-            tile = np.repeat(folds, count[folds])
-            num_folds = len(tile)
-            runs = np.cumsum(count[folds]) - count[folds]
-            columns[5, :num_folds] = row[tile] + np.arange(num_folds) - np.repeat(runs, count[folds])
-            columns[6, :num_folds] = tile
-        work[:HEAD] = tiles, ends[-1], num_folds, 0
-
-    def cut(self, splits: Ints, count: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:  # noqa: ARG002
-        """Which tiles of so many splits and rows to cut, where there is room. Speed alone depends on it."""
-        fair = int(splits.sum()) * self.kv_heads / self.at_once
-        return splits > max(1.0, self.share * fair)
+        which = cut.nonzero()[0]
+        rows = count[which]
+        tile = which.repeat(rows)
+        folds = len(tile)
+        columns[5, :folds] = row[tile] + np.arange(folds) - (rows.cumsum() - rows).repeat(rows)
+        columns[6, :folds] = tile
+        work[:HEAD] = tiles, ends[-1], folds, 0
 
     def _tiles(self, lengths: Ints, page_start: Ints) -> tuple[Ints, Ints]:
         """First row and number of rows of each tile, in order. Padding makes tiles of its own."""
-        at = np.arange(len(lengths))
-        breaks = np.ones(len(lengths), np.bool_)
+        at = np.arange(len(lengths), dtype=np.int32)
         was, now = lengths[:-1], lengths[1:]
-        follows = (now == was + 1) & (was > 0) & (page_start[1:] == page_start[:-1])
-        breaks[1:] = ~(follows | ((now == 0) & (was == 0)))
-        run = np.maximum.accumulate(np.where(breaks, at, 0))
-        row = np.flatnonzero((at - run) % self.tile_rows == 0)
-        return row, np.diff(row, append=len(lengths))
+        follows = (now - was == 1) & (was > 0) & (page_start[1:] == page_start[:-1]) | (now + was == 0)
+        if not np.count_nonzero(follows):
+            return at, at * 0 + 1
+        run = at.copy()
+        run[1:] *= ~follows
+        row = ((at - np.maximum.accumulate(run)) % self.tile_rows == 0).nonzero()[0]
+        count = np.empty_like(row)
+        np.subtract(row[1:], row[:-1], out=count[:-1])
+        count[-1] = len(lengths) - row[-1]
+        return row, count
 
 
 __all__ = ["COLUMNS", "HEAD", "Plan"]
