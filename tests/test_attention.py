@@ -246,11 +246,9 @@ def triton(rng: np.random.Generator) -> Kernel:
     from samewise.model.attention.triton import TritonKernel
     from samewise.model.attention.work import Plan
 
-    whole = float(rng.choice([0.0, 0.5, 1.0]))
-
     class Tossed(Plan):
         def cut(self, splits: np.ndarray, count: np.ndarray) -> np.ndarray:
-            return rng.random(len(splits)) >= whole
+            return rng.random(len(splits)) >= rng.choice([0.0, 0.5, 1.0])
 
     class Kernel(TritonKernel):
         def plan(self, layers: Sequence[Heads], max_rows: int, max_len: int) -> Plan:
@@ -282,8 +280,7 @@ FEW = [
     Case(group=1, kv_heads=1, head_dim=128, lengths=(600, 1), tail=2, dtype=torch.bfloat16),
     Case(group=1, kv_heads=1, head_dim=16, lengths=(4100,), tail=1),
     Case(group=1, kv_heads=1, head_dim=16, lengths=(4100, 5), tail=1, window=300),
-    Case(group=7, kv_heads=1, head_dim=16, lengths=(260, 24), tail=20, window=30),
-    Case(group=2, kv_heads=2, head_dim=16, lengths=(70,), tail=70, dtype=torch.float16),
+    Case(group=7, kv_heads=1, head_dim=16, lengths=(260, 24), tail=5, window=30),
 ]
 """For the interpreter, where a row takes a tenth of a second."""
 
@@ -397,20 +394,27 @@ EIGHT_B = Case(group=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16, lengths=
 """For a card alone, as are groups and windows of several tiles."""
 
 TILED = [
-    Case(group=1, kv_heads=1, head_dim=16, lengths=(90,), tail=40),
-    Case(group=2, kv_heads=1, head_dim=16, lengths=(70, 20), tail=20, window=10),
-    Case(group=3, kv_heads=1, head_dim=64, lengths=(140,), tail=24, dtype=torch.bfloat16),
-    Case(group=4, kv_heads=2, head_dim=80, lengths=(131,), tail=9, window=70, dtype=torch.float16),
-    Case(group=8, kv_heads=1, head_dim=128, lengths=(130,), tail=5, dtype=torch.bfloat16),
-    Case(group=20, kv_heads=1, head_dim=16, lengths=(20,), tail=5),  # more than the smallest tile holds
+    Case(group=1, kv_heads=1, head_dim=16, lengths=(90,), tail=20),
+    Case(group=2, kv_heads=1, head_dim=16, lengths=(70, 9), tail=12, window=10),
+    Case(group=3, kv_heads=1, head_dim=64, lengths=(130,), tail=9, dtype=torch.bfloat16),
+    Case(group=4, kv_heads=2, head_dim=80, lengths=(131,), tail=6, window=70, dtype=torch.float16),
+    Case(group=8, kv_heads=1, head_dim=128, lengths=(66,), tail=4, dtype=torch.bfloat16),
+    Case(group=20, kv_heads=1, head_dim=16, lengths=(20,), tail=3),  # more than the smallest tile holds
 ]
 if CUDA:
     TILED += [EIGHT_B, replace(EIGHT_B, window=500), replace(EIGHT_B, group=7, kv_heads=4, window=1)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tile", [16, 32, 64])
-@pytest.mark.parametrize("case", TILED, ids=range(len(TILED)))
+@pytest.mark.parametrize(
+    ("case", "tile"),
+    [
+        (case, tile)
+        for i, case in enumerate(TILED)
+        for tile in (16, 32, 64)
+        if CUDA or tile == 16 or i in (1, 3)
+    ],
+)
 def test_no_tile_shows_in_the_bits(
     case: Case, tile: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,31 +424,31 @@ def test_no_tile_shows_in_the_bits(
     monkeypatch.setattr(module, "TILE", tile)
     monkeypatch.setattr(module, "SPLIT", module.SPLIT if CUDA else 64)
     monkeypatch.setattr(module, "BLOCK", module.BLOCK if CUDA else 32)
-    there = torch.device(device)
-    given, results = texts(case, there), []
-    for seed in range(4):
+    given, everybody = texts(case, torch.device(device)), case.rows()
+    truth: dict[Row, torch.Tensor] = {}
+    for seed in range(20 if CUDA else 1):
         rng = np.random.default_rng([seed, tile])
-        store = Store(triton(rng), case, given, rng, junk=float("nan"))
-        passes = packing(case, rng) if seed else [list(case.rows())]
-        found = {
-            row: out
-            for rows in passes
-            for row, out in zip(rows, store.run(rows, case.window), strict=True)
-            if row is not None
-        }
-        results.append(found)
-    some = np.random.default_rng(5).permutation(len(case.rows()))[: 300 if CUDA else 6]
-    rng = np.random.default_rng(9)
-    store = Store(triton(rng), case, given, rng, junk=float("inf"))
-    for text, length in enumerate(case.lengths):
-        store.lay_down(text, np.arange(case.first(text), length))
-    results.append({row: store.run([row], case.window)[0] for row in (case.rows()[i] for i in some)})
-    for other in results[1:]:
-        for row, out in other.items():
-            assert torch.equal(bits(out), bits(results[0][row])), row
-    for row in (case.rows()[i] for i in some[:20]):
-        want = dense(case, given[row[0]], row[1])
-        assert float((results[0][row].double() - want).abs().max()) < CLOSE[case.dtype]
+        store = Store(triton(rng), case, given, rng, junk=(float("nan"), float("inf"))[seed % 2])
+        for text, length in enumerate(case.lengths):
+            store.lay_down(text, np.arange(case.first(text), length))
+        some = [everybody[i] for i in rng.permutation(len(everybody))[: 40 if CUDA else 2]]
+        for rows in (everybody, spans(everybody, rng), *([row] for row in some)):
+            for row, out in zip(rows, store.run(rows, case.window), strict=True):
+                want = torch.zeros_like(out) if row is None else truth.setdefault(row, out)
+                assert torch.equal(bits(out), bits(want)), row
+        for row in some:
+            want = dense(case, given[row[0]], row[1])
+            assert float((truth[row].double() - want).abs().max()) < CLOSE[case.dtype]
+
+
+def spans(rows: list[Row], rng: np.random.Generator) -> list[Row]:
+    """The rows cut at random places, the pieces in random order, padding between some."""
+    borders = np.flatnonzero(rng.random(len(rows)) < 0.2)
+    pieces = [[int(i) for i in piece] for piece in np.split(np.arange(len(rows)), borders)]
+    found: list[Row] = []
+    for i in rng.permutation(len(pieces)):
+        found += [*(rows[j] for j in pieces[i]), *[None] * int(rng.integers(0, 2))]
+    return found
 
 
 @pytest.mark.parametrize("device", DEVICES)
