@@ -141,7 +141,7 @@ class Store:
             for r in rows
         ]
         page_start = [0 if r is None else starts[r[0]] for r in rows]
-        plan = self.kernel.plan([case.heads], len(rows), max(case.lengths))
+        plan = self.kernel.plan([case.heads], case.dtype, len(rows), max(case.lengths))
         work = np.full(0 if plan is None else plan.work_len(len(rows)), -1, np.int32)
         if plan is not None:
             plan.write(lengths, np.array(page_start, np.int32), work)
@@ -251,8 +251,8 @@ def triton(rng: np.random.Generator) -> Kernel:
             return rng.random(len(splits)) >= rng.choice([0.0, 0.5, 1.0])
 
     class Kernel(TritonKernel):
-        def plan(self, layers: Sequence[Heads], max_rows: int, max_len: int) -> Plan:
-            return Tossed(**vars(super().plan(layers, max_rows, max_len)))
+        def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> Plan:
+            return Tossed(**vars(super().plan(layers, dtype, max_rows, max_len)))
 
     return Kernel(int(rng.choice([1, 5, 264])) if CUDA else int(rng.choice([1, 3])), at_once=2)
 
@@ -329,7 +329,7 @@ class Sloppy:
         shape = (num_pages, PAGE, num_kv_heads, head_dim)
         return LayerKV(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
 
-    def plan(self, layers: Sequence[Heads], max_rows: int, max_len: int) -> None:
+    def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> None:
         return None
 
     def __call__(
@@ -395,7 +395,7 @@ EIGHT_B = Case(group=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16, lengths=
 
 TILED = [
     Case(group=1, kv_heads=1, head_dim=16, lengths=(90,), tail=20),
-    Case(group=2, kv_heads=1, head_dim=16, lengths=(70, 9), tail=12, window=10),
+    Case(group=2, kv_heads=1, head_dim=16, lengths=(70, 9), tail=12, window=10, dtype=torch.bfloat16),
     Case(group=3, kv_heads=1, head_dim=64, lengths=(130,), tail=9, dtype=torch.bfloat16),
     Case(group=4, kv_heads=2, head_dim=80, lengths=(131,), tail=6, window=70, dtype=torch.float16),
     Case(group=8, kv_heads=1, head_dim=128, lengths=(66,), tail=4, dtype=torch.bfloat16),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from samewise.model.attention.work import COLUMNS, HEAD, Plan
 
@@ -102,9 +103,10 @@ def test_a_plan_fits_the_model() -> None:
 
     kernel = TritonKernel(num_programs=8, at_once=2)
     full, local = Heads(32, 8, 128, None), Heads(16, 8, 256, 512)
-    plan = kernel.plan([full, local], max_rows=4, max_len=SPLIT + 1)
+    plan = kernel.plan([full, local], torch.bfloat16, max_rows=4, max_len=SPLIT + 1)
     assert (plan.tile_rows, plan.window, plan.kv_heads) == (TILE // 4, None, 8)
     assert (plan.num_slots, plan.slot_len) == (8, 32 * 130)
-    assert kernel.plan([local], 4, 1000).window == 512
-    assert kernel.plan([Heads(2 * TILE, 1, 64, None)], 4, 1000).tile_rows == 1
-    assert 4 * kernel.plan([full], 1024, 131072).workspace_len <= WORKSPACE_BYTES
+    assert kernel.plan([local], torch.float16, 4, 1000).window == 512
+    assert kernel.plan([Heads(2 * TILE, 1, 64, None)], torch.bfloat16, 4, 1000).tile_rows == 1
+    assert kernel.plan([full], torch.float32, 4, 1000).tile_rows == 4  # tiles of 16
+    assert 4 * kernel.plan([full], torch.bfloat16, 1024, 131072).workspace_len <= WORKSPACE_BYTES

@@ -86,7 +86,7 @@ class Runner:
         self.store = KVStore(kernel, kv_shapes(arch), num_pages, dtype, device)
         seat(self.model, arch, kernel, self.store.layers)
         rows = max(frame_rows, max_rows)
-        self._plan = kernel.plan(kernel_heads(arch), rows, max_model_len)
+        self._plan = kernel.plan(kernel_heads(arch), dtype, rows, max_model_len)
         scratch = 0 if self._plan is None else self._plan.workspace_len
         self._workspace = torch.empty(scratch, dtype=torch.float32, device=device)
         self._max_pages = -(-max_model_len // PAGE) + 1

@@ -84,7 +84,7 @@ class Kernel(Protocol):
         """Uninitialised K and V pages for one layer, in this kernel's layout."""
         ...
 
-    def plan(self, layers: Sequence[Heads], max_rows: int, max_len: int) -> Plan | None:
+    def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> Plan | None:
         """What passes of a model's layers need, of so many rows and keys at most; None: nothing."""
         ...
 

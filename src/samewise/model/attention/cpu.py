@@ -64,7 +64,7 @@ class TorchKernel:
             torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
         )
 
-    def plan(self, layers: Sequence[Heads], max_rows: int, max_len: int) -> None:
+    def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> None:
         """None needed."""
 
     def __call__(

@@ -166,7 +166,7 @@ class NativeKernel:
             torch.empty(num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device),
         )
 
-    def plan(self, layers: Sequence[Heads], max_rows: int, max_len: int) -> None:
+    def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> None:
         """None: the kernel keeps its own scratch per thread."""
 
     def __call__(

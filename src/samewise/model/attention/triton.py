@@ -22,6 +22,7 @@ Knows tensors; has never heard of a request or a model.
 # mypy: allow-untyped-decorators
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ from samewise.model.attention.work import COLUMNS, HEAD, Plan
 TILE = 64
 """Query rows of a matrix tile: rows of the pass times query heads of a KV head. Bits depend on it."""
 
+TILE_32 = 16
+"""The same for float32, which the matrix units do not take: more would not fit in registers."""
+
 SPLIT = 256
 """Keys in one split of a context: a fixed size at fixed absolute borders. Bits depend on it."""
 
@@ -44,10 +48,10 @@ BLOCK = 64
 """Keys per step of the online softmax. Bits depend on it."""
 
 WARPS = 4
-"""Per program, for 16-bit tiles; twice as many for float32, which needs the registers."""
+"""Per program; twice as many where a head is wider than 256 bytes, which needs the registers."""
 COMBINE_WARPS = 1
 STAGES = 3
-"""Blocks in flight. One less for tiles so wide that they would not fit in shared memory."""
+"""Blocks in flight, as far as shared memory goes."""
 COMBINE_STAGES = 6
 
 FP_FUSION = False
@@ -483,6 +487,7 @@ def attend_triton(
     group = num_heads // num_kv_heads
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     dim_pad = _pad(head_dim)
+    tile = _tile(group, q.dtype)
     _check(q, k, v, k_cache, v_cache, workspace)
     if len(work) != HEAD + len(COLUMNS) * num_rows:
         raise InvariantBroken(f"a work list of {len(work)} for {num_rows} rows")
@@ -517,7 +522,7 @@ def attend_triton(
         num_rows,
         KV_HEADS=num_kv_heads,
         GROUP=group,
-        TILE=_tile(group),
+        TILE=tile,
         DIM=head_dim,
         DIM_PAD=dim_pad,
         WINDOW=window,
@@ -526,9 +531,9 @@ def attend_triton(
         BLOCK=BLOCK,
         HEAD=HEAD,
         TILES=TILES,
-        STAGES=STAGES if dim_pad * q.element_size() <= 512 else STAGES - 1,
+        STAGES=_stages(tile, dim_pad * q.element_size(), q.device),
         SPELT=INTERPRETED,
-        num_warps=WARPS if q.element_size() == 2 else 2 * WARPS,
+        num_warps=WARPS if dim_pad * q.element_size() <= 256 else 2 * WARPS,
         enable_fp_fusion=FP_FUSION,
     )
     _combine[(min(num_rows * num_heads, 4 * num_programs),)](
@@ -572,9 +577,26 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *dense: torch.Tens
         raise InvariantBroken("K and V pages and the workspace must be contiguous")
 
 
-def _tile(group: int) -> int:
+def _tile(group: int, dtype: torch.dtype) -> int:
     """Query rows of a matrix tile for a head group of this size."""
-    return max(TILE, int(triton.next_power_of_2(group)))
+    return max(TILE if dtype.itemsize == 2 else min(TILE, TILE_32), int(triton.next_power_of_2(group)))
+
+
+def _stages(tile: int, head_bytes: int, device: torch.device) -> int:
+    """How many blocks of K and V fit in shared memory beside the queries and one tile more."""
+    shared, held = _shared(device)
+    room = shared - (tile + BLOCK) * head_bytes
+    return max(1, min(STAGES, room // (2 * BLOCK * head_bytes) + (0 if held else 1)))
+
+
+@functools.cache
+def _shared(device: torch.device) -> tuple[int, bool]:
+    """Bytes of shared memory a program may have, and whether matrix units hold on to what they work on."""
+    if device.type != "cuda":
+        return 227 * 1024, True
+    at = device.index or 0
+    most = triton.runtime.driver.active.utils.get_device_properties(at)["max_shared_mem"]
+    return int(most), torch.cuda.get_device_capability(at)[0] in {9, 10}
 
 
 @dataclass(frozen=True)
@@ -594,7 +616,7 @@ class TritonKernel:
     @property
     def name(self) -> str:
         """Name, version and every constant the bits may depend on."""
-        return f"triton-2 tile {TILE} split {SPLIT} block {BLOCK} warps {WARPS} stages {STAGES}"
+        return f"triton-2 tile {TILE}/{TILE_32} split {SPLIT} block {BLOCK} warps {WARPS} stages {STAGES}"
 
     def allocate(
         self, num_pages: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -605,13 +627,14 @@ class TritonKernel:
             torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
         )
 
-    def plan(self, layers: Sequence[Heads], max_rows: int, max_len: int) -> Plan:
+    def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> Plan:
         """Tiles that fit the largest head group; per partial result a sum of values, a maximum, a weight."""
         windows = [layer.window for layer in layers if layer.window is not None]
+        groups = [layer.num_heads // layer.num_kv_heads for layer in layers]
         slot_len = max(layer.num_heads * (layer.head_dim + 2) for layer in layers)
         most = max_rows * -(-max_len // SPLIT)
         return Plan(
-            tile_rows=min(max(1, TILE // (x.num_heads // x.num_kv_heads)) for x in layers),
+            tile_rows=min(_tile(group, dtype) // group for group in groups),
             split=SPLIT,
             window=max(windows) if len(windows) == len(layers) else None,
             kv_heads=min(layer.num_kv_heads for layer in layers),
