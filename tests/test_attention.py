@@ -8,15 +8,16 @@ see. Results and stored pages must be equal bit for bit, and close to attention 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from samewise.model.attention import PAGE, Kernel, LayerKV, Rows
+from samewise.model.attention import PAGE, Heads, Kernel, LayerKV, Rows
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
@@ -49,6 +50,10 @@ class Case:
     def scale(self) -> float:
         return self.head_dim**-0.5
 
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.group * self.kv_heads, self.kv_heads, self.head_dim, self.window)
+
     def first(self, text: int) -> int:
         return max(0, self.lengths[text] - self.tail)
 
@@ -56,8 +61,7 @@ class Case:
         return [(t, p) for t, n in enumerate(self.lengths) for p in range(self.first(t), n)]
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """What a model would have computed for one text."""
 
     q: torch.Tensor  # [L, Hq, D]
@@ -137,12 +141,13 @@ class Store:
             for r in rows
         ]
         page_start = [0 if r is None else starts[r[0]] for r in rows]
-        size = self.kernel.workspace_len(
-            len(rows), max(case.lengths), case.group * case.kv_heads, case.head_dim
-        )
+        plan = self.kernel.plan([case.heads], case.dtype, len(rows), max(case.lengths))
+        work = np.full(0 if plan is None else plan.work_len(len(rows)), -1, np.int32)
+        if plan is not None:
+            plan.write(lengths, np.array(page_start, np.int32), work)
+        size = 0 if plan is None else plan.workspace_len
         where = Rows(
-            *(self.ints(x) for x in (lengths, slots, page_start, np.concatenate(pages))),
-            self.ints(split_start(self.kernel, lengths)),
+            *(self.ints(x) for x in (lengths, slots, page_start, np.concatenate(pages), work)),
             torch.full((size,), float("nan"), device=self.device),
         )
         return self.kernel(*self.inputs(rows), self.kv, where, scale=case.scale, window=window)
@@ -165,14 +170,6 @@ class Store:
         """Every page of every text in order, as stored: K and V in turn."""
         numbers = np.concatenate(self.tables)
         return [self.kv.k[numbers], self.kv.v[numbers]]
-
-
-def split_start(kernel: Kernel, lengths: np.ndarray) -> np.ndarray:
-    if not kernel.name.startswith("triton"):
-        return np.empty(0)
-    from samewise.model.attention.triton import splits
-
-    return splits(lengths)
 
 
 def packing(case: Case, rng: np.random.Generator) -> list[list[Row]]:
@@ -245,9 +242,19 @@ def plain(_: np.random.Generator) -> Kernel:
 
 
 def triton(rng: np.random.Generator) -> Kernel:
+    """With everything at random that must not show: how many programs, and which tiles are cut."""
     from samewise.model.attention.triton import TritonKernel
+    from samewise.model.attention.work import Plan
 
-    return TritonKernel(num_programs=int(rng.choice([1, 5, 264])) if CUDA else int(rng.choice([1, 3])))
+    class Tossed(Plan):
+        def cut(self, splits: np.ndarray, count: np.ndarray) -> np.ndarray:
+            return rng.random(len(splits)) >= rng.choice([0.0, 0.5, 1.0])
+
+    class Kernel(TritonKernel):
+        def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> Plan:
+            return Tossed(**vars(super().plan(layers, dtype, max_rows, max_len)))
+
+    return Kernel(int(rng.choice([1, 5, 264])) if CUDA else int(rng.choice([1, 3])), at_once=2)
 
 
 HEADS = [
@@ -273,6 +280,7 @@ FEW = [
     Case(group=1, kv_heads=1, head_dim=128, lengths=(600, 1), tail=2, dtype=torch.bfloat16),
     Case(group=1, kv_heads=1, head_dim=16, lengths=(4100,), tail=1),
     Case(group=1, kv_heads=1, head_dim=16, lengths=(4100, 5), tail=1, window=300),
+    Case(group=7, kv_heads=1, head_dim=16, lengths=(260, 24), tail=5, window=30),
 ]
 """For the interpreter, where a row takes a tenth of a second."""
 
@@ -321,8 +329,8 @@ class Sloppy:
         shape = (num_pages, PAGE, num_kv_heads, head_dim)
         return LayerKV(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
 
-    def workspace_len(self, num_rows: int, max_len: int, num_heads: int, head_dim: int) -> int:
-        return 0
+    def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> None:
+        return None
 
     def __call__(
         self,
@@ -381,15 +389,95 @@ def test_the_law_catches_a_leak() -> None:
 # Triton alone.
 
 
-def test_splits_count_up_and_padding_has_none() -> None:
-    from samewise.model.attention.triton import SPLIT, splits
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"]
+EIGHT_B = Case(group=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16, lengths=(2100, 1030, 300), tail=300)
+"""For a card alone, as are groups and windows of several tiles."""
 
-    counted = splits(np.array([0, 1, SPLIT, SPLIT + 1, 0, 5 * SPLIT], np.int32))
-    assert counted.dtype == np.int32
-    assert counted.tolist() == [0, 0, 1, 2, 4, 4, 9]
+TILED = [
+    Case(group=1, kv_heads=1, head_dim=16, lengths=(90,), tail=20),
+    Case(group=2, kv_heads=1, head_dim=16, lengths=(70, 9), tail=12, window=10, dtype=torch.bfloat16),
+    Case(group=3, kv_heads=1, head_dim=64, lengths=(130,), tail=9, dtype=torch.bfloat16),
+    Case(group=4, kv_heads=2, head_dim=80, lengths=(131,), tail=6, window=70, dtype=torch.float16),
+    Case(group=8, kv_heads=1, head_dim=128, lengths=(66,), tail=4, dtype=torch.bfloat16),
+    Case(group=20, kv_heads=1, head_dim=16, lengths=(20,), tail=3),  # more than the smallest tile holds
+]
+if CUDA:
+    TILED += [EIGHT_B, replace(EIGHT_B, window=500), replace(EIGHT_B, group=7, kv_heads=4, window=1)]
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("case", "tile"),
+    [
+        (case, tile)
+        for i, case in enumerate(TILED)
+        for tile in (16, 32, 64)
+        if CUDA or tile == 16 or i in (1, 3)
+    ],
+)
+def test_no_tile_shows_in_the_bits(
+    case: Case, tile: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the size of tiles: the same rows at once, in other cuts, and one by one."""
+    import samewise.model.attention.triton as module
+
+    monkeypatch.setattr(module, "TILE", tile)
+    monkeypatch.setattr(module, "SPLIT", module.SPLIT if CUDA else 64)
+    monkeypatch.setattr(module, "BLOCK", module.BLOCK if CUDA else 32)
+    given, everybody = texts(case, torch.device(device)), case.rows()
+    truth: dict[Row, torch.Tensor] = {}
+    for seed in range(20 if CUDA else 1):
+        rng = np.random.default_rng([seed, tile])
+        store = Store(triton(rng), case, given, rng, junk=(float("nan"), float("inf"))[seed % 2])
+        for text, length in enumerate(case.lengths):
+            store.lay_down(text, np.arange(case.first(text), length))
+        some = [everybody[i] for i in rng.permutation(len(everybody))[: 40 if CUDA else 2]]
+        for rows in (everybody, spans(everybody, rng), *([row] for row in some)):
+            for row, out in zip(rows, store.run(rows, case.window), strict=True):
+                want = torch.zeros_like(out) if row is None else truth.setdefault(row, out)
+                assert torch.equal(bits(out), bits(want)), row
+        for row in some:
+            want = dense(case, given[row[0]], row[1])
+            assert float((truth[row].double() - want).abs().max()) < CLOSE[case.dtype]
+
+
+def spans(rows: list[Row], rng: np.random.Generator) -> list[Row]:
+    """The rows cut at random places, the pieces in random order, padding between some."""
+    borders = np.flatnonzero(rng.random(len(rows)) < 0.2)
+    pieces = [[int(i) for i in piece] for piece in np.split(np.arange(len(rows)), borders)]
+    found: list[Row] = []
+    for i in rng.permutation(len(pieces)):
+        found += [*(rows[j] for j in pieces[i]), *[None] * int(rng.integers(0, 2))]
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+@pytest.mark.parametrize("window", [None, 9])
+def test_what_only_others_see_cannot_leak(window: int | None, poison: float, device: str) -> None:
+    """Rows of one tile, one of whose K and V is not finite: who may not see it answers as if it were not."""
+    case = Case(group=2, kv_heads=1, head_dim=16, lengths=(90,), tail=40, window=window)
+    if CUDA:
+        case = replace(EIGHT_B, lengths=(600,), tail=100, window=window)
+    (calm,) = texts(case, torch.device(device))
+    at = case.first(0) + 12
+    wild = Text(*(x.clone() for x in calm))
+    wild.k[at], wild.v[at] = poison, poison
+    outs = []
+    for text in (calm, wild):
+        rng = np.random.default_rng(3)
+        store = Store(triton(rng), case, [text], rng, junk=float("nan"))
+        with np.errstate(invalid="ignore"):  # of the interpreter's own making
+            outs.append(store.run([*case.rows(), None], window))
+    for row, ours, theirs in zip([*case.rows(), None], *outs, strict=True):
+        blind = row is None or row[1] < at or (window is not None and row[1] >= at + window)
+        if blind:
+            assert torch.equal(bits(ours), bits(theirs)), row
+        else:
+            assert theirs.isnan().any(), row
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_another_split_size_gives_other_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the split size is in the kernel's name."""
     import samewise.model.attention.triton as module
@@ -401,7 +489,7 @@ def test_another_split_size_gives_other_bits(device: str, monkeypatch: pytest.Mo
     assert any(not torch.equal(bits(ours[row]), bits(theirs[row])) for row in ours)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_operator_can_be_traced(device: str) -> None:
     """One graph, no break, and the pages written in place."""
     case = Case(group=2, kv_heads=1, head_dim=16, lengths=(20,), tail=2)
@@ -415,7 +503,7 @@ def test_the_operator_can_be_traced(device: str) -> None:
 
     class Traced:
         name = kernel.name
-        workspace_len = staticmethod(kernel.workspace_len)
+        plan = staticmethod(kernel.plan)
         __call__ = staticmethod(torch.compile(layer, fullgraph=True, backend="aot_eager"))
 
     store.kernel = Traced()

@@ -80,8 +80,8 @@ class GossipKernel:
     def allocate(self, *args: Any) -> LayerKV:
         return self._kernel.allocate(*args)
 
-    def workspace_len(self, *args: Any) -> int:
-        return self._kernel.workspace_len(*args)
+    def plan(self, *args: Any) -> Any:
+        return self._kernel.plan(*args)
 
     def __call__(self, q: Any, k: Any, v: Any, kv: LayerKV, rows: Rows, **given: Any) -> torch.Tensor:
         out = self._kernel(q, k, v, kv, rows, **given)

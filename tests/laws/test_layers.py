@@ -25,6 +25,7 @@ LAYERS = {
     "config": 1,
     "machine": 1,
     "model.attention": 1,
+    "model.attention.work": 1,
     "model.fit": 1,
     "scan": 1,
     "serve.bodies": 1,

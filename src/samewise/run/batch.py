@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from samewise.model.attention import Rows
+from samewise.model.attention import Plan, Rows
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -52,11 +52,12 @@ class Tray:
         workspace: torch.Tensor,
         device: torch.device,
         num_buffers: int = 2,
+        plan: Plan | None = None,
         num_kept: int = 0,
     ) -> None:
-        self.num_rows, self.num_kept = num_rows, num_kept
-        self._splits = len(FIELDS) * num_rows
-        self._keep = self._splits + num_rows + 1
+        self.num_rows, self.plan, self.num_kept = num_rows, plan, num_kept
+        self._fields = len(FIELDS) * num_rows
+        self._keep = self._fields + (0 if plan is None else plan.work_len(num_rows))
         self._head = self._keep + num_kept
         size = self._head + max_pages
         cuda = device.type == "cuda"
@@ -79,9 +80,9 @@ class Tray:
         return self.array[i : i + self.num_rows]
 
     @property
-    def split_start(self) -> Ints:
-        """The host side of the [R + 1] split counts."""
-        return self.array[self._splits : self._keep]
+    def work(self) -> Ints:
+        """The host side of the work list, for the plan to write."""
+        return self.array[self._fields : self._keep]
 
     def send(self, pages: Ints, keep: list[int] | None = None) -> Batch:
         """Add the page numbers, and `num_kept` rows to keep if any, and start the copy to the device."""
@@ -98,8 +99,8 @@ class Tray:
         tokens, source, positions, lengths, slots, starts = (
             flat[i * r : (i + 1) * r] for i in range(len(FIELDS))
         )
-        splits = flat[self._splits : self._keep]
-        rows = Rows(lengths, slots, starts, flat[self._head :], splits, workspace)
+        work = flat[self._fields : self._keep]
+        rows = Rows(lengths, slots, starts, flat[self._head :], work, workspace)
         return Batch(tokens.unsqueeze(0), source.unsqueeze(0), positions.unsqueeze(0), rows)
 
 

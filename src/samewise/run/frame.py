@@ -11,7 +11,7 @@ import numpy as np
 
 from samewise.cache.pages import TRASH
 from samewise.errors import InvariantBroken
-from samewise.model.attention import PAGE, SPLIT
+from samewise.model.attention import PAGE
 from samewise.run.batch import Batch, Tray
 from samewise.types import Ask, Span
 
@@ -92,7 +92,8 @@ def _fill(
     lengths = tray.field("lengths")
     np.add(tray.field("positions")[:used], 1, out=lengths[:used])
     lengths[used:] = 0
-    np.cumsum((lengths + (SPLIT - 1)) // SPLIT, out=tray.split_start[1:])
+    if tray.plan is not None:
+        tray.plan.write(lengths, tray.field("page_start"), tray.work)
     return tray.send(np.frombuffer(pages, dtype=np.int32), keep)
 
 

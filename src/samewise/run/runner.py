@@ -18,7 +18,7 @@ from torch import nn
 
 from samewise.cache.store import KVStore, page_bytes
 from samewise.errors import GuaranteeLost
-from samewise.model.attention import PAGE, Kernel
+from samewise.model.attention import PAGE, Heads, Kernel
 from samewise.model.fit import Pieces, fit, is_norm, norm_width
 from samewise.model.views import Views
 from samewise.model.zoo import Arch, FrameLinear, layer_list, seat, twin, with_layers, with_module
@@ -58,6 +58,11 @@ def kv_shapes(arch: Arch) -> list[tuple[int, int]]:
     return [(layer.num_kv_heads, layer.head_dim) for layer in arch.layers]
 
 
+def kernel_heads(arch: Arch) -> list[Heads]:
+    """What a kernel has to know of each layer."""
+    return [Heads(x.num_heads, x.num_kv_heads, x.head_dim, x.window) for x in arch.layers]
+
+
 def kv_page_bytes(arch: Arch, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers."""
     return page_bytes(kv_shapes(arch), dtype)
@@ -94,11 +99,10 @@ class Runner:
             fit(norm, self._norms.setdefault(norm_width(norm), {}))
         self.store = KVStore(kernel, kv_shapes(arch), num_pages, dtype, device)
         seat(self.model, arch, kernel, self.store.layers)
-        heads = max(layer.num_heads * layer.head_dim for layer in arch.layers)
-        dim = max(layer.head_dim for layer in arch.layers)
         rows = max(self.widest, max_rows)
         self._max_spans = SPANS * max_rows
-        scratch = kernel.workspace_len(rows, max_model_len, -(-heads // dim), dim)
+        self._plan = kernel.plan(kernel_heads(arch), dtype, rows, max_model_len)
+        scratch = 0 if self._plan is None else self._plan.workspace_len
         self._workspace = torch.empty(scratch, dtype=torch.float32, device=device)
         self._max_pages = -(-max_model_len // PAGE) + 1
         self._trays: dict[int, Tray] = {}
@@ -129,7 +133,9 @@ class Runner:
         if num_rows not in self._trays:
             size = min(num_rows, self._max_spans) * self._max_pages
             kept = self.frame_rows if self.device.type == "cuda" and num_rows > self.frame_rows else 0
-            self._trays[num_rows] = Tray(num_rows, size, self._workspace, self.device, CHAIN + 1, kept)
+            self._trays[num_rows] = Tray(
+                num_rows, size, self._workspace, self.device, CHAIN + 1, self._plan, kept
+            )
         return self._trays[num_rows]
 
     def load(self, spans: list[Span], wanted: list[int] | None = None) -> tuple[Batch, list[int] | None]:
@@ -323,4 +329,4 @@ class Runner:
         return Captured(lambda: self._pass(self._canonical, batch), self.device, self._pool)
 
 
-__all__ = ["CHAIN", "Path", "Runner", "compiling", "kv_page_bytes", "kv_shapes"]
+__all__ = ["CHAIN", "Path", "Runner", "compiling", "kernel_heads", "kv_page_bytes", "kv_shapes"]

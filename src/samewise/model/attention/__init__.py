@@ -14,15 +14,25 @@ Knows tensors; has never heard of a request or a model.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 PAGE = 16
 """Tokens in a page, on every device: a constant of the contract."""
 
-SPLIT = 256
-"""Keys in one split of a long context on CUDA: a fixed size at fixed absolute borders."""
+
+class Heads(NamedTuple):
+    """What attention in one layer of a model looks like."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
 
 
 class Rows(NamedTuple):
@@ -32,8 +42,8 @@ class Rows(NamedTuple):
     slots: torch.Tensor  # [R] page * PAGE + offset where the row's K and V go (padding: the trash page 0)
     page_start: torch.Tensor  # [R] where its sequence's page numbers begin in `pages`
     pages: torch.Tensor  # [N] page numbers, each sequence's in order
-    split_start: torch.Tensor  # [R + 1] running count of KV splits before each row (CUDA only, else empty)
-    workspace: torch.Tensor  # float32 scratch for partial results (CUDA only, else empty)
+    work: torch.Tensor  # what the kernel's plan says of the pass (empty for kernels without one)
+    workspace: torch.Tensor  # float32 scratch for partial results (likewise)
 
 
 class LayerKV(NamedTuple):
@@ -41,6 +51,23 @@ class LayerKV(NamedTuple):
 
     k: torch.Tensor
     v: torch.Tensor
+
+
+class Plan(Protocol):
+    """How a kernel wants passes of one model laid out, made on the host."""
+
+    @property
+    def workspace_len(self) -> int:
+        """Float32 elements of scratch any pass needs."""
+        ...
+
+    def work_len(self, num_rows: int) -> int:
+        """Int32 elements of `Rows.work` for a pass of `num_rows` rows."""
+        ...
+
+    def write(self, lengths: Ints, page_start: Ints, work: Ints) -> None:
+        """Write `Rows.work` for a pass's rows."""
+        ...
 
 
 class Kernel(Protocol):
@@ -57,8 +84,8 @@ class Kernel(Protocol):
         """Uninitialised K and V pages for one layer, in this kernel's layout."""
         ...
 
-    def workspace_len(self, num_rows: int, max_len: int, num_heads: int, head_dim: int) -> int:
-        """Float32 elements of scratch a pass of `num_rows` rows over at most `max_len` keys needs."""
+    def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> Plan | None:
+        """What passes of a model's layers need, of so many rows and keys at most; None: nothing."""
         ...
 
     def __call__(
@@ -76,4 +103,4 @@ class Kernel(Protocol):
         ...
 
 
-__all__ = ["PAGE", "SPLIT", "Kernel", "LayerKV", "Rows"]
+__all__ = ["PAGE", "Heads", "Kernel", "LayerKV", "Plan", "Rows"]

@@ -11,13 +11,14 @@ Knows tensors; has never heard of a request or a model.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from samewise.errors import BadParameter
-from samewise.model.attention import PAGE, Kernel, LayerKV, Rows
+from samewise.model.attention import PAGE, Heads, Kernel, LayerKV, Rows
 from samewise.model.attention.native import NativeKernel, register
 from samewise.model.native import available
 
@@ -63,9 +64,8 @@ class TorchKernel:
             torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
         )
 
-    def workspace_len(self, num_rows: int, max_len: int, num_heads: int, head_dim: int) -> int:  # noqa: ARG002
-        """None."""
-        return 0
+    def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> None:
+        """None needed."""
 
     def __call__(
         self,

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from samewise.errors import InvariantBroken, MachineError
 from samewise.model import native
-from samewise.model.attention import PAGE, LayerKV, Rows
+from samewise.model.attention import PAGE, Heads, LayerKV, Rows
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -166,9 +166,8 @@ class NativeKernel:
             torch.empty(num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device),
         )
 
-    def workspace_len(self, num_rows: int, max_len: int, num_heads: int, head_dim: int) -> int:  # noqa: ARG002
+    def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> None:
         """None: the kernel keeps its own scratch per thread."""
-        return 0
 
     def __call__(
         self,

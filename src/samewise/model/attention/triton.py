@@ -1,12 +1,17 @@
-"""Canonical attention on CUDA: store, attend split by split, combine.
+"""Canonical attention on CUDA: store, attend tile by tile, fold.
 
-A row's keys are cut at absolute multiples of SPLIT; each piece is walked in absolute blocks of BLOCK keys,
-in order, by one program; the pieces are then combined in order. A split has a fixed *size*, so what is
-computed for a row follows from its length alone. How many programs share the work, which of them takes a
-piece, and how many rows the pass has decide only when a number is computed, never which number.
+What is computed for a row: its keys are cut at absolute multiples of SPLIT; each piece is walked in
+absolute blocks of BLOCK keys, in order, with an online softmax begun afresh; the pieces are folded one after
+the other, in order. All of it follows from the row's length alone.
 
-The work list (row and split of each item) is read on the device: one launch, or one captured graph, serves
-contexts of every length and costs what the contexts at hand cost. `splits` makes the list.
+How it is computed: rows at consecutive positions of one sequence share a *tile*, whose keys are read once
+(`work.py` says which). A program walks all pieces of its tile and folds them as it goes, or walks one piece
+and leaves the folding to `_combine`: the same operations in the same order. A row's place in its tile, the
+rows beside it, how many programs there are and how many rows the pass has decide only when and where a number
+is computed, never which number: matrix units treat rows alike, a tile of one row has the shape of a full one,
+and where a row sees nothing its state is kept by selection, not by arithmetic.
+
+The work list is read on the device: one launch, or one captured graph, serves contexts of every length.
 
 Pages are `[P, Hkv, PAGE, D]` for both K and V. Runs on CPU tensors under Triton's interpreter.
 
@@ -17,37 +22,52 @@ Knows tensors; has never heard of a request or a model.
 # mypy: allow-untyped-decorators
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from samewise.errors import InvariantBroken
-from samewise.model.attention import PAGE, SPLIT, LayerKV, Rows
+from samewise.model.attention import PAGE, Heads, LayerKV, Rows
+from samewise.model.attention.work import COLUMNS, HEAD, Plan
+
+TILE = 64
+"""Query rows of a matrix tile: rows of the pass times query heads of a KV head. Bits depend on it."""
+
+TILE_32 = 16
+"""The same for float32, which the matrix units do not take: more would not fit in registers."""
+
+SPLIT = 256
+"""Keys in one split of a context: a fixed size at fixed absolute borders. Bits depend on it."""
 
 BLOCK = 64
 """Keys per step of the online softmax. Bits depend on it."""
 
-CHUNK = 8
-"""Splits combined per step. Bits depend on it."""
-
 WARPS = 4
-"""Per program, for 16-bit tiles; twice as many for float32, which needs the registers."""
+"""Per program; twice as many where a head is wider than 256 bytes, which needs the registers."""
 COMBINE_WARPS = 1
 STAGES = 3
-"""Blocks in flight. One less for tiles so wide that they would not fit in shared memory."""
+"""Blocks in flight, as far as shared memory goes."""
+COMBINE_STAGES = 6
 
 FP_FUSION = False
 """Whether the compiler may fuse a product into a sum. It may not: its choice is nobody's contract."""
 
-ROWS = 256
-"""Rows looked at per step when searching the work list. Bits do not depend on it."""
+TILES = 256
+"""Tiles looked at per step when searching the work list. Bits do not depend on it."""
 
 PROGRAMS_PER_PROCESSOR = 8
 """Enough to keep memory busy while a program turns to its next item. Bits do not depend on it."""
+
+AT_ONCE_PER_PROCESSOR = 2
+"""How many of them find room on a processor at the same time, about. Bits do not depend on it."""
+
+WORKSPACE_BYTES = 128 * 2**20
+"""For partial results, at most; tiles that find no room are walked whole. Bits do not depend on it."""
 
 
 # Kernels. The number of rows and of programs are plain, unspecialised arguments: passes of every size run the
@@ -84,153 +104,364 @@ def _store(
 
 
 @triton.jit
-def _row_of(split: tl.tensor, split_start: tl.tensor, num_rows: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
-    """Row that owns a split: the last one that starts at or before it. Rows without splits own none."""
+def _tile_of(piece: tl.tensor, tile_piece: tl.tensor, num_tiles: tl.tensor, TILES: tl.constexpr) -> tl.tensor:
+    """Tile that owns a piece of work: the last one that starts at or before it."""
     count = 0
-    for base in tl.range(0, num_rows, ROWS):
-        row = base + tl.arange(0, ROWS)
-        start = tl.load(split_start + row, mask=row < num_rows, other=0x7FFFFFFF)
-        count += tl.sum((start <= split).to(tl.int32), axis=0)
+    for base in tl.range(0, num_tiles, TILES):
+        tile = base + tl.arange(0, TILES)
+        start = tl.load(tile_piece + tile, mask=tile < num_tiles, other=0x7FFFFFFF)
+        count += tl.sum((start <= piece).to(tl.int32), axis=0)
     return count - 1
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _attend(  # noqa: PLR0915, PLR0917 - long because it is straight: a kernel has no objects to hide in
+@triton.jit
+def _fold(
+    all_top: tl.tensor,  # [M], of the splits before
+    all_weight: tl.tensor,
+    all_total: tl.tensor,  # [M, DIM_PAD]
+    top: tl.tensor,  # of the next split
+    weight: tl.tensor,
+    total: tl.tensor,
+    seen: tl.tensor,  # [M] whether the row sees anything of it; if not, nothing changes
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add one split to those before it. The one place where splits meet, in and out of registers."""
+    new_top = tl.where(seen, tl.maximum(all_top, top), tl.maximum(all_top, 0.0))
+    shrink = tl.exp2(all_top - new_top)
+    share = tl.exp2(tl.where(seen, top - new_top, 0.0))
+    new_weight = all_weight * shrink + weight * share
+    new_total = all_total * shrink[:, None] + total * share[:, None]
+    return (
+        tl.where(seen, new_top, all_top),
+        tl.where(seen, new_weight, all_weight),
+        tl.where(seen[:, None], new_total, all_total),
+    )
+
+
+@triton.jit
+def _quotient(total: tl.tensor, weight: tl.tensor, length: tl.tensor) -> tl.tensor:
+    """The row's result. A row without keys has no weight and becomes zeros; a NaN must stay one.
+
+    The sign of a zero sum may come from values behind a mask, and is dropped.
+    """
+    total = tl.where(total == 0.0, 0.0, total)
+    share = tl.div_rn(tl.full(weight.shape, 1.0, tl.float32), tl.where(length > 0, weight, 1.0))
+    return total * share[:, None]
+
+
+@triton.jit
+def _read(
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    page: tl.tensor,  # [BLOCK]
+    kv_head: tl.tensor,
+    key: tl.tensor,  # [BLOCK]
+    live: tl.tensor,  # [BLOCK], used if MASKED
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """K and V of a block. What lies behind a masked key may be NaN, and is not read."""
+    dim = tl.arange(0, DIM_PAD)
+    at = page.to(tl.int64) * (KV_HEADS * PAGE * DIM) + (kv_head * (PAGE * DIM) + key % PAGE * DIM)
+    at_tile = at[:, None] + dim[None, :]
+    if MASKED:
+        mask = live[:, None] & (dim < DIM)[None, :]
+        k_tile = tl.load(k_cache + at_tile, mask=mask, other=0.0)
+        v_tile = tl.load(v_cache + at_tile, mask=mask, other=0.0)
+    elif DIM < DIM_PAD:
+        mask = tl.broadcast_to((dim < DIM)[None, :], at_tile.shape)
+        k_tile = tl.load(k_cache + at_tile, mask=mask, other=0.0)
+        v_tile = tl.load(v_cache + at_tile, mask=mask, other=0.0)
+    else:
+        k_tile = tl.load(k_cache + at_tile)
+        v_tile = tl.load(v_cache + at_tile)
+    return k_tile, v_tile
+
+
+@triton.jit
+def _score(q_tile: tl.tensor, k_tile: tl.tensor, scale: tl.tensor, SPELT: tl.constexpr) -> tl.tensor:
+    if SPELT:
+        return tl.sum(q_tile.to(tl.float32)[:, None, :] * k_tile.to(tl.float32)[None, :, :], axis=2) * scale
+    return tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+
+
+@triton.jit
+def _add(p: tl.tensor, v_tile: tl.tensor, total: tl.tensor, SPELT: tl.constexpr) -> tl.tensor:
+    p_tile = p.to(v_tile.dtype)
+    if SPELT:
+        return total + tl.sum(p_tile.to(tl.float32)[:, :, None] * v_tile.to(tl.float32)[None, :, :], axis=1)
+    return tl.dot(p_tile, v_tile, total, input_precision="ieee")
+
+
+@triton.jit
+def _border(
+    block: tl.tensor,
+    begin: tl.tensor,  # where the walk began
+    first: tl.tensor,  # [TILE]
+    length: tl.tensor,  # [TILE]
+    top: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    all_top: tl.tensor,
+    all_weight: tl.tensor,
+    all_total: tl.tensor,
+    SPLIT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Where a block opens a new split: fold the one before, begin afresh."""
+    if (block % SPLIT == 0) & (block > begin):
+        seen = (first < block) & (length > block - SPLIT)
+        all_top, all_weight, all_total = _fold(all_top, all_weight, all_total, top, weight, total, seen)
+        top = tl.full(top.shape, float("-inf"), tl.float32)
+        weight = tl.zeros(weight.shape, tl.float32)
+        total = tl.zeros(total.shape, tl.float32)
+    return top, weight, total, all_top, all_weight, all_total
+
+
+@triton.jit
+def _mixed(  # noqa: PLR0917 - a kernel has no objects to hide in
+    q_tile: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    pages: tl.tensor,
+    kv_head: tl.tensor,
+    block: tl.tensor,
+    within: tl.tensor,  # [TILE] which of the tile's rows
+    first: tl.tensor,  # [TILE] the keys [first, length) are the row's
+    length: tl.tensor,
+    low: tl.tensor,  # the keys [low, high) are somebody's
+    high: tl.tensor,
+    count: tl.tensor,
+    top: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    scale: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPELT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One step of the online softmax over a block that not every row of the tile sees wholly.
+
+    For a row that does, the same operations as in a block that all rows see.
+    """
+    key = block + tl.arange(0, BLOCK)
+    live = (key >= low) & (key < high)
+    page = tl.load(pages + key // PAGE, mask=live, other=0)
+    k_tile, v_tile = _read(
+        k_cache, v_cache, page, kv_head, key, live, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=True
+    )
+    sees = (first < block + BLOCK) & (length > block)
+    may = (key[None, :] >= first[:, None]) & (key[None, :] < length[:, None])
+    score = tl.where(may, _score(q_tile, k_tile, scale, SPELT), float("-inf"))
+    # A row that sees nothing here gets a top that makes no NaN on the way to being dropped.
+    new_top = tl.where(sees, tl.maximum(top, tl.max(score, axis=1)), tl.maximum(top, 0.0))
+    shrink = tl.exp2(top - new_top)
+    p = tl.exp2(score - new_top[:, None])
+    new_weight = weight * shrink + tl.sum(p, axis=1)
+    shrunk = total * shrink[:, None]
+    # A weight of zero does not silence an infinity: values that only some rows may see are looked at first.
+    calm = tl.abs(v_tile.to(tl.float32)) < float("inf")
+    if tl.min(tl.min(calm.to(tl.int32), axis=1), axis=0) == 1:
+        total = tl.where(sees[:, None], _add(p, v_tile, shrunk, SPELT), total)
+    else:
+        for row in tl.range(0, count):
+            mine = within == row
+            begin = tl.max(tl.where(mine, first, 0), axis=0)
+            end = tl.max(tl.where(mine, length, 0), axis=0)
+            its = tl.where(((key >= begin) & (key < end))[:, None], v_tile, 0.0)
+            total = tl.where((mine & sees)[:, None], _add(p, its, shrunk, SPELT), total)
+    return tl.where(sees, new_top, top), tl.where(sees, new_weight, weight), total
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["lengths", "page_start", "pages", "work"],
+)
+def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; likewise
     q: tl.tensor,  # [R, KV_HEADS * GROUP, DIM], strided
     k_cache: tl.tensor,  # [P, KV_HEADS, PAGE, DIM]
     v_cache: tl.tensor,
     lengths: tl.tensor,
     page_start: tl.tensor,
     pages: tl.tensor,
-    split_start: tl.tensor,
-    workspace: tl.tensor,  # [splits, KV_HEADS * GROUP * (DIM + 2)]: sums, then maxima, then weights
+    work: tl.tensor,
+    workspace: tl.tensor,  # [slots, KV_HEADS * GROUP * (DIM + 2)]: sums, then maxima, then weights
+    out: tl.tensor,  # [R, KV_HEADS * GROUP, DIM]
     q_row: tl.tensor,
     q_head: tl.tensor,
     scale: tl.tensor,  # times log2(e)
     num_rows: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    TILE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEAD: tl.constexpr,
+    TILES: tl.constexpr,
     STAGES: tl.constexpr,
-    WIDEN: tl.constexpr,
+    SPELT: tl.constexpr,
 ) -> None:
-    """Attend one row's head group to one split, for every item of this program's share.
+    """Attend a tile's head group to all of its keys, or to one split, for every item of this program's share.
 
-    Leaves, per split and query head, the largest score, the sum of weights relative to it, and the sum of
-    weighted values, in float32. A split that ends before the row's window is left unwritten.
+    A whole tile's results are written out. A split leaves, per row and query head, the largest score, the sum
+    of weights relative to it, and the sum of weighted values, in float32, for `_combine`; nothing if it ends
+    before the window.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    group = tl.arange(0, GROUP_PAD)
+    place = tl.arange(0, TILE)
+    within = place // GROUP
     dim = tl.arange(0, DIM_PAD)
     offset = tl.arange(0, BLOCK)
-    in_tile = (group < GROUP)[:, None] & (dim < DIM)[None, :]
+    num_tiles = tl.load(work)
+    num_items = tl.load(work + 1) * KV_HEADS
+    columns = work + HEAD
 
-    num_items = tl.load(split_start + num_rows) * KV_HEADS
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        split = item // KV_HEADS
+        piece = item // KV_HEADS
         kv_head = item % KV_HEADS
-        row = _row_of(split, split_start, num_rows, ROWS)
-        length = tl.load(lengths + row)
-        begin = (split - tl.load(split_start + row)) * SPLIT
-        end = tl.minimum(begin + SPLIT, length)
-        first = 0
+        tile = _tile_of(piece, columns + 4 * num_rows, num_tiles, TILES)
+        row = tl.load(columns + tile)
+        count = tl.load(columns + num_rows + tile)
+        slot = tl.load(columns + 3 * num_rows + tile)
+        shortest = tl.load(lengths + row)
+        longest = tl.where(shortest > 0, shortest + count - 1, 0)
+
+        # Of each row of the tile: the keys [first, length).
+        used = within < count
+        length = tl.where(used & (shortest > 0), shortest + within, 0)
+        first = tl.zeros([TILE], tl.int32)
+        low = shortest * 0
         if WINDOW > 0:
             first = tl.maximum(length - WINDOW, 0)
-            begin = tl.maximum(begin, first // BLOCK * BLOCK)
-        if begin < end:
-            head = kv_head * GROUP + group
-            q_at = q + row * q_row + head[:, None] * q_head + dim[None, :]
-            q_tile = tl.load(q_at, mask=in_tile, other=0.0)
-            if WIDEN:
-                q_tile = q_tile.to(tl.float32)
-            row_pages = pages + tl.load(page_start + row)
-            top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-            weight = tl.zeros([GROUP_PAD], tl.float32)
-            total = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-            # Every block from the window's first to the row's last holds a key the row may see, so `top` is
-            # finite after each step.
-            for block in tl.range(begin, end, BLOCK, num_stages=STAGES):
-                key = block + offset
-                live = (key >= first) & (key < end)
-                page = tl.load(row_pages + key // PAGE, mask=live, other=0)
-                at = page.to(tl.int64) * (KV_HEADS * PAGE * DIM) + (kv_head * (PAGE * DIM) + key % PAGE * DIM)
-                at_tile = at[:, None] + dim[None, :]
-                # Memory behind a masked key may hold NaN: neither K nor V is read there.
-                mask = live[:, None] & (dim < DIM)[None, :]
-                k_tile = tl.load(k_cache + at_tile, mask=mask, other=0.0)
-                v_tile = tl.load(v_cache + at_tile, mask=mask, other=0.0)
-                if WIDEN:
-                    k_tile = k_tile.to(tl.float32)
-                score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-                score = tl.where(live[None, :], score, float("-inf"))
-                new_top = tl.maximum(top, tl.max(score, axis=1))
-                shrink = tl.exp2(top - new_top)
-                p = tl.exp2(score - new_top[:, None])
-                weight = weight * shrink + tl.sum(p, axis=1)
-                p_tile = p.to(v_tile.dtype)
-                if WIDEN:
-                    p_tile = p_tile.to(tl.float32)
-                    v_tile = v_tile.to(tl.float32)
-                total = tl.dot(p_tile, v_tile, total * shrink[:, None], input_precision="ieee")
-                top = new_top
-            to = workspace + split.to(tl.int64) * (HEADS * (DIM + 2))
-            tl.store(to + head[:, None] * DIM + dim[None, :], total, mask=in_tile)
-            tl.store(to + HEADS * DIM + head, top, mask=group < GROUP)
-            tl.store(to + HEADS * (DIM + 1) + head, weight, mask=group < GROUP)
+            low = tl.maximum(shortest - WINDOW, 0)
+        # Of the walk: the keys [low, high), in blocks from `begin`; all rows see the blocks [clear, mixed).
+        high = longest
+        begin = low // BLOCK * BLOCK
+        if slot >= 0:
+            split = tl.load(columns + 2 * num_rows + tile) + piece - tl.load(columns + 4 * num_rows + tile)
+            begin = tl.maximum(begin, split * SPLIT)
+            high = tl.minimum(high, split * SPLIT + SPLIT)
+        clear = begin
+        if WINDOW > 0:
+            clear = tl.maximum(begin, (tl.maximum(longest - WINDOW, 0) + BLOCK - 1) // BLOCK * BLOCK)
+        mixed = tl.maximum(clear, tl.minimum(shortest // BLOCK * BLOCK, high))
+
+        head = kv_head * GROUP + place % GROUP
+        in_tile = used[:, None] & (dim < DIM)[None, :]
+        q_at = q + (row + within)[:, None] * q_row + head[:, None] * q_head + dim[None, :]
+        q_tile = tl.load(q_at, mask=in_tile, other=0.0)
+        row_pages = pages + tl.load(page_start + row)
+        top = tl.full([TILE], float("-inf"), tl.float32)
+        weight = tl.zeros([TILE], tl.float32)
+        total = tl.zeros([TILE, DIM_PAD], tl.float32)
+        all_top = tl.full([TILE], float("-inf"), tl.float32)
+        all_weight = tl.zeros([TILE], tl.float32)
+        all_total = tl.zeros([TILE, DIM_PAD], tl.float32)
+
+        if WINDOW > 0:
+            for block in tl.range(begin, tl.minimum(clear, high), BLOCK, num_stages=1):
+                top, weight, total, all_top, all_weight, all_total = _border(
+                    block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
+                )
+                top, weight, total = _mixed(
+                    q_tile, k_cache, v_cache, row_pages, kv_head, block, within, first, length, low, high,
+                    count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, SPELT,
+                )  # fmt: skip
+        # Page numbers are read one block ahead, so that K and V can be fetched as early as STAGES allows.
+        page = tl.load(row_pages + (clear + offset) // PAGE, mask=clear + offset < mixed, other=0)
+        for block in tl.range(clear, mixed, BLOCK, num_stages=STAGES):
+            top, weight, total, all_top, all_weight, all_total = _border(
+                block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
+            )
+            key = block + offset
+            k_tile, v_tile = _read(
+                k_cache, v_cache, page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
+            )
+            page = tl.load(row_pages + (key + BLOCK) // PAGE, mask=key + BLOCK < mixed, other=0)
+            score = _score(q_tile, k_tile, scale, SPELT)
+            new_top = tl.maximum(top, tl.max(score, axis=1))
+            shrink = tl.exp2(top - new_top)
+            p = tl.exp2(score - new_top[:, None])
+            weight = weight * shrink + tl.sum(p, axis=1)
+            total = _add(p, v_tile, total * shrink[:, None], SPELT)
+            top = new_top
+        for block in tl.range(mixed, high, BLOCK, num_stages=1):
+            top, weight, total, all_top, all_weight, all_total = _border(
+                block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
+            )
+            top, weight, total = _mixed(
+                q_tile, k_cache, v_cache, row_pages, kv_head, block, within, first, length, low, high,
+                count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, SPELT,
+            )  # fmt: skip
+
+        if slot < 0:
+            last = (high - 1) // SPLIT * SPLIT
+            seen = (first < high) & (length > last)
+            all_top, all_weight, all_total = _fold(all_top, all_weight, all_total, top, weight, total, seen)
+            result = _quotient(all_total, all_weight, length).to(out.dtype.element_ty)
+            to_row = (row + within).to(tl.int64) * (HEADS * DIM)
+            tl.store(out + to_row[:, None] + head[:, None] * DIM + dim[None, :], result, mask=in_tile)
+        elif begin < high:
+            planned = tl.load(columns + 2 * num_rows + tile)
+            at = slot + (high - 1) // SPLIT * count - planned * count + within
+            to = workspace + at.to(tl.int64) * (HEADS * (DIM + 2))
+            tl.store(to[:, None] + head[:, None] * DIM + dim[None, :], total, mask=in_tile)
+            tl.store(to + HEADS * DIM + head, top, mask=used)
+            tl.store(to + HEADS * (DIM + 1) + head, weight, mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["lengths", "work"])
 def _combine(
     lengths: tl.tensor,
-    split_start: tl.tensor,
-    workspace: tl.tensor,  # [splits, HEADS * (DIM + 2)]
+    work: tl.tensor,
+    workspace: tl.tensor,  # [slots, HEADS * (DIM + 2)]
     out: tl.tensor,  # [R, HEADS, DIM]
+    num_rows: tl.tensor,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr,
+    HEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
-    """Combine one row's splits for one query head, in order. A row without splits becomes zeros."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    dim = tl.arange(0, DIM_PAD)
-    row_start = tl.load(split_start + row)
-    num_splits = tl.load(split_start + row + 1) - row_start
-    first = 0
-    if WINDOW > 0:
-        # Splits before the window were left unwritten.
-        first = tl.maximum(tl.load(lengths + row) - WINDOW, 0) // SPLIT
-    top = tl.full([1], float("-inf"), tl.float32)
-    weight = tl.zeros([1], tl.float32)
-    total = tl.zeros([DIM_PAD], tl.float32)
-    # Every step starts at a written split, so `top` is finite after each.
-    for base in tl.range(first, num_splits, CHUNK):
-        split = base + tl.arange(0, CHUNK)
-        live = split < num_splits
-        at = workspace + (row_start + split).to(tl.int64) * (HEADS * (DIM + 2))
-        tops = tl.load(at + (HEADS * DIM + head), mask=live, other=float("-inf"))
-        weights = tl.load(at + (HEADS * (DIM + 1) + head), mask=live, other=0.0)
-        mask = live[:, None] & (dim < DIM)[None, :]
-        totals = tl.load(at[:, None] + (head * DIM + dim)[None, :], mask=mask, other=0.0)
-        new_top = tl.maximum(top, tl.max(tops, axis=0))
-        shrink = tl.exp2(top - new_top)
-        share = tl.exp2(tops - new_top)
-        weight = weight * shrink + tl.sum(share * weights, axis=0)
-        total = total * shrink + tl.sum(share[:, None] * totals, axis=0)
-        top = new_top
-    # Only a row without splits has no weight; a NaN must stay one.
-    weight = tl.where(num_splits > 0, weight, 1.0)
-    result = (total / weight).to(out.dtype.element_ty)
-    tl.store(out + (row * HEADS + head) * DIM + dim, result, mask=dim < DIM)
+    """Fold the splits of the rows of cut tiles, in order, one query head at a time."""
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    one = tl.arange(0, 1)
+    columns = work + HEAD
+    num_items = tl.load(work + 2) * HEADS
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        head = item % HEADS
+        row = tl.load(columns + 5 * num_rows + item // HEADS)
+        tile = tl.load(columns + 6 * num_rows + item // HEADS)
+        count = tl.load(columns + num_rows + tile)
+        planned = tl.load(columns + 2 * num_rows + tile)
+        slot = tl.load(columns + 3 * num_rows + tile) + row - tl.load(columns + tile)
+        length = tl.load(lengths + row)
+        first = length * 0
+        if WINDOW > 0:
+            first = tl.maximum(length - WINDOW, 0) // SPLIT
+        all_top = tl.full([1], float("-inf"), tl.float32)
+        all_weight = tl.zeros([1], tl.float32)
+        all_total = tl.zeros([1, DIM_PAD], tl.float32)
+        for split in tl.range(first, (length + SPLIT - 1) // SPLIT, num_stages=STAGES):
+            at = workspace + (slot + (split - planned) * count).to(tl.int64) * (HEADS * (DIM + 2))
+            total = tl.load(at + head * DIM + dim, mask=dim < DIM, other=0.0)
+            top = tl.load(at + HEADS * DIM + head + one)
+            weight = tl.load(at + HEADS * (DIM + 1) + head + one)
+            all_top, all_weight, all_total = _fold(
+                all_top, all_weight, all_total, top, weight, total, length > split * SPLIT + one * 0
+            )
+        result = _quotient(all_total, all_weight, length + one * 0).to(out.dtype.element_ty)
+        tl.store(out + (row.to(tl.int64) * HEADS + head) * DIM + dim, result, mask=dim < DIM)
 
 
 @torch.library.custom_op("samewise::attend_triton", mutates_args=("k_cache", "v_cache", "workspace"))
@@ -244,7 +475,7 @@ def attend_triton(
     slots: torch.Tensor,
     page_start: torch.Tensor,
     pages: torch.Tensor,
-    split_start: torch.Tensor,
+    work: torch.Tensor,
     workspace: torch.Tensor,
     scale: float,
     window: int,
@@ -256,7 +487,10 @@ def attend_triton(
     group = num_heads // num_kv_heads
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     dim_pad = _pad(head_dim)
+    tile = _tile(group, q.dtype)
     _check(q, k, v, k_cache, v_cache, workspace)
+    if len(work) != HEAD + len(COLUMNS) * num_rows:
+        raise InvariantBroken(f"a work list of {len(work)} for {num_rows} rows")
     _store[(num_rows,)](
         k,
         v,
@@ -280,37 +514,41 @@ def attend_triton(
         lengths,
         page_start,
         pages,
-        split_start,
+        work,
         workspace,
+        out,
         *q.stride()[:2],
         scale * math.log2(math.e),
         num_rows,
         KV_HEADS=num_kv_heads,
         GROUP=group,
-        GROUP_PAD=_pad(group),
+        TILE=tile,
         DIM=head_dim,
         DIM_PAD=dim_pad,
         WINDOW=window,
         PAGE=PAGE,
         SPLIT=SPLIT,
         BLOCK=BLOCK,
-        ROWS=ROWS,
-        STAGES=STAGES if dim_pad * q.element_size() <= 512 else STAGES - 1,
-        WIDEN=INTERPRETED,
-        num_warps=WARPS if q.element_size() == 2 else 2 * WARPS,
+        HEAD=HEAD,
+        TILES=TILES,
+        STAGES=_stages(tile, dim_pad * q.element_size(), q.device),
+        SPELT=INTERPRETED,
+        num_warps=WARPS if dim_pad * q.element_size() <= 256 else 2 * WARPS,
         enable_fp_fusion=FP_FUSION,
     )
-    _combine[(num_rows, num_heads)](
+    _combine[(min(num_rows * num_heads, 4 * num_programs),)](
         lengths,
-        split_start,
+        work,
         workspace,
         out,
+        num_rows,
         HEADS=num_heads,
         DIM=head_dim,
         DIM_PAD=dim_pad,
         WINDOW=window,
         SPLIT=SPLIT,
-        CHUNK=CHUNK,
+        HEAD=HEAD,
+        STAGES=COMBINE_STAGES,
         num_warps=COMBINE_WARPS,
         enable_fp_fusion=FP_FUSION,
     )
@@ -323,7 +561,7 @@ def _(q: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 INTERPRETED = not isinstance(_attend, triton.JITFunction)
-"""The interpreter multiplies float32 only, so there 16-bit tiles are widened first, which is exact."""
+"""The interpreter leaves matrix products to a BLAS, whose rows are not alike: there they are spelt out."""
 
 
 def _pad(size: int) -> int:
@@ -339,27 +577,46 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *dense: torch.Tens
         raise InvariantBroken("K and V pages and the workspace must be contiguous")
 
 
-def splits(lengths: np.ndarray) -> np.ndarray:
-    """`Rows.split_start` for rows of these lengths ([R], 0 for padding): [R + 1], int32, starting at 0."""
-    return np.concatenate(([0], np.cumsum(-(-lengths // SPLIT)))).astype(np.int32)
+def _tile(group: int, dtype: torch.dtype) -> int:
+    """Query rows of a matrix tile for a head group of this size."""
+    return max(TILE if dtype.itemsize == 2 else min(TILE, TILE_32), int(triton.next_power_of_2(group)))
+
+
+def _stages(tile: int, head_bytes: int, device: torch.device) -> int:
+    """How many blocks of K and V fit in shared memory beside the queries and one tile more."""
+    shared, held = _shared(device)
+    room = shared - (tile + BLOCK) * head_bytes
+    return max(1, min(STAGES, room // (2 * BLOCK * head_bytes) + (0 if held else 1)))
+
+
+@functools.cache
+def _shared(device: torch.device) -> tuple[int, bool]:
+    """Bytes of shared memory a program may have, and whether matrix units hold on to what they work on."""
+    if device.type != "cuda":
+        return 227 * 1024, True
+    at = device.index or 0
+    most = triton.runtime.driver.active.utils.get_device_properties(at)["max_shared_mem"]
+    return int(most), torch.cuda.get_device_capability(at)[0] in {9, 10}
 
 
 @dataclass(frozen=True)
 class TritonKernel:
-    """Canonical attention on CUDA. `num_programs` share the work; bits do not depend on it."""
+    """Canonical attention on CUDA. `num_programs` share the work, about `at_once` of them at a time; bits
+    depend on neither."""
 
     num_programs: int
+    at_once: int
 
     @classmethod
     def on(cls, device: torch.device) -> TritonKernel:
         """A kernel with as many programs as keep this CUDA device busy."""
-        return cls(PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(PROGRAMS_PER_PROCESSOR * processors, AT_ONCE_PER_PROCESSOR * processors)
 
     @property
     def name(self) -> str:
         """Name, version and every constant the bits may depend on."""
-        sizes = f"split {SPLIT} block {BLOCK} chunk {CHUNK}"
-        return f"triton-1 {sizes} warps {WARPS}+{COMBINE_WARPS} stages {STAGES}"
+        return f"triton-2 tile {TILE}/{TILE_32} split {SPLIT} block {BLOCK} warps {WARPS} stages {STAGES}"
 
     def allocate(
         self, num_pages: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -370,9 +627,21 @@ class TritonKernel:
             torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
         )
 
-    def workspace_len(self, num_rows: int, max_len: int, num_heads: int, head_dim: int) -> int:
-        """Per row, split and head: a weighted sum of values, the largest score, the sum of weights."""
-        return num_rows * -(-max_len // SPLIT) * num_heads * (head_dim + 2)
+    def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> Plan:
+        """Tiles that fit the largest head group; per partial result a sum of values, a maximum, a weight."""
+        windows = [layer.window for layer in layers if layer.window is not None]
+        groups = [layer.num_heads // layer.num_kv_heads for layer in layers]
+        slot_len = max(layer.num_heads * (layer.head_dim + 2) for layer in layers)
+        most = max_rows * -(-max_len // SPLIT)
+        return Plan(
+            tile_rows=min(_tile(group, dtype) // group for group in groups),
+            split=SPLIT,
+            window=max(windows) if len(windows) == len(layers) else None,
+            kv_heads=min(layer.num_kv_heads for layer in layers),
+            num_slots=min(most, WORKSPACE_BYTES // (4 * slot_len)),
+            slot_len=slot_len,
+            at_once=self.at_once,
+        )
 
     def __call__(
         self,
@@ -396,7 +665,7 @@ class TritonKernel:
             rows.slots,
             rows.page_start,
             rows.pages,
-            rows.split_start,
+            rows.work,
             rows.workspace,
             scale,
             0 if window is None else window,
@@ -405,4 +674,4 @@ class TritonKernel:
         return out
 
 
-__all__ = ["BLOCK", "SPLIT", "TritonKernel", "attend_triton", "splits"]
+__all__ = ["BLOCK", "SPLIT", "TILE", "TritonKernel", "attend_triton"]

@@ -1,0 +1,236 @@
+"""What one layer's attention costs on CUDA, against what it must cost at least. Last line: JSON.
+
+    python bench/attention.py                                   # every case, with the constants as they are
+    python bench/attention.py --tile 16 64 --stages 2 3 4       # every combination of these
+    python bench/attention.py --cases decode-8 prompt --split 256 512
+
+An 8B model's heads (32 query, 8 KV heads of 128, bfloat16). 32 calls, each with pages of its own as far as
+memory goes, are captured in a graph and timed as one. The ceiling is the time to read the K and V that the
+rows see once per sequence at the bandwidth a copy reaches, or to multiply at 800 TFLOP/s: the longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import samewise  # noqa: F401  - settles the machine before torch works
+from samewise import machine
+
+machine.settle()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+import samewise.model.attention.triton as kernels  # noqa: E402
+from samewise.model.attention import PAGE, Heads, LayerKV, Rows  # noqa: E402
+
+HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
+FLOPS = 800e12
+CONSTANTS = {
+    "tile": "TILE",
+    "split": "SPLIT",
+    "block": "BLOCK",
+    "warps": "WARPS",
+    "stages": "STAGES",
+    "combine_stages": "COMBINE_STAGES",
+    "combine_warps": "COMBINE_WARPS",
+    "programs": "PROGRAMS_PER_PROCESSOR",
+    "at_once": "AT_ONCE_PER_PROCESSOR",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`sequences` spans of `rows` rows each that end at `context`."""
+
+    name: str
+    sequences: int
+    rows: int
+    context: int
+    window: int | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.tile(np.arange(self.context - self.rows, self.context) + 1, self.sequences).astype(np.int32)
+
+    @property
+    def pages(self) -> int:
+        """Per sequence."""
+        return -(-self.context // PAGE)
+
+    def ceiling(self, bandwidth: float) -> float:
+        """Microseconds."""
+        reach = self.context if self.window is None else min(self.context, self.window + self.rows - 1)
+        seen = self.lengths if self.window is None else np.minimum(self.lengths, self.window)
+        read = self.sequences * reach * KV_HEADS * DIM * 2 * 2
+        return 1e6 * max(read / bandwidth, 4 * HEADS * DIM * float(seen.sum()) / FLOPS)
+
+
+CASES = [
+    *(Case(f"decode-{n}-1k", n, 1, 1024) for n in (1, 8, 32, 64, 128, 256)),
+    *(Case(f"decode-{n}-32k", n, 1, 32768) for n in (1, 8)),
+    *(Case(f"prompt-{n}-{c // 1024}k", 1, n, c) for n in (512, 1024) for c in (1024, 8192)),
+    Case("drafts-8x16-1k", 8, 16, 1024),
+    *(Case(f"window-{n}-32k", n, 1, 32768, 1024) for n in (1, 8, 128)),
+    Case("window-prompt-512-32k", 1, 512, 32768, 1024),
+]
+
+
+def timed(work, repeats: int) -> float:
+    """Median milliseconds."""
+    found = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large device-to-device copy, counting both directions."""
+    a = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() / timed(lambda: b.copy_(a), 10) * 1e3
+
+
+class Pool:
+    """One stretch of memory full of noise, which every case cuts its pages from."""
+
+    def __init__(self, share: float) -> None:
+        free = torch.cuda.mem_get_info()[0]
+        self.noise = torch.empty(int(share * free) // 2, dtype=torch.bfloat16, device="cuda")
+        for piece in self.noise.split(2**28):
+            piece.normal_()
+
+    def layers(self, num_pages: int) -> list[LayerKV]:
+        """As many layers of this many pages as fit, at most as many as a model has."""
+        shape = (num_pages, KV_HEADS, PAGE, DIM)
+        size = num_pages * KV_HEADS * PAGE * DIM
+        count = min(LAYERS, len(self.noise) // (2 * size))
+        if not count:
+            raise SystemExit(f"no room for {4 * size / 2**30:.1f} GiB of K and V")
+        cut = self.noise[: 2 * count * size].view(count, 2, *shape)
+        return [LayerKV(one[0], one[1]) for one in cut]
+
+
+def microseconds(case: Case, pool: Pool, share: float, repeats: int) -> float:
+    """One layer's attention, storing included."""
+    device = torch.device("cuda")
+    kernel = kernels.TritonKernel.on(device)
+    lengths, num_rows = case.lengths, case.sequences * case.rows
+    used = case.sequences * case.pages
+    plan = kernel.plan([Heads(HEADS, KV_HEADS, DIM, case.window)], torch.bfloat16, num_rows, case.context)
+    plan = replace(plan, share=share)
+    # Scattered pages, as they are after a while; page 0 is nobody's.
+    tables = 1 + np.random.default_rng(0).permutation(used).reshape(case.sequences, -1)
+    owner = np.repeat(np.arange(case.sequences), case.rows)
+    slots = tables[owner, (lengths - 1) // PAGE] * PAGE + (lengths - 1) % PAGE
+    starts = (owner * case.pages).astype(np.int32)
+    work = np.zeros(plan.work_len(num_rows), np.int32)
+    plan.write(lengths, starts, work)
+
+    def ints(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(device)
+
+    rows = Rows(
+        *(ints(x) for x in (lengths, slots, starts, tables.ravel(), work)),
+        torch.empty(plan.workspace_len, device=device),
+    )
+    fused = torch.randn(num_rows, HEADS + 2 * KV_HEADS, DIM, device=device, dtype=torch.bfloat16)
+    q, k, v = fused.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    layers = pool.layers(used + 1)
+
+    def model() -> None:
+        for i in range(LAYERS):
+            kernel(q, k, v, layers[i % len(layers)], rows, scale=DIM**-0.5, window=case.window)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        model()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model()
+    graph.replay()
+    return timed(graph.replay, repeats) / LAYERS * 1e3
+
+
+def settings(args: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Every combination of the constants asked for, and the share."""
+    given = {
+        name: getattr(args, name) or [getattr(kernels, constant)] for name, constant in CONSTANTS.items()
+    }
+    for values in itertools.product(*given.values(), args.share):
+        yield dict(zip([*given, "share"], values, strict=True))
+
+
+def commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in CONSTANTS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, nargs="+")
+    parser.add_argument("--share", type=float, nargs="+", default=[1.5], help="0: cut all; inf: none")
+    parser.add_argument("--cases", nargs="+", default=[""], help="beginnings of names")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--memory", type=float, default=0.5, help="share of the free memory used for pages")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench/attention.py measures the CUDA kernel, and torch sees no CUDA device")
+    cases = [case for case in CASES if case.name.startswith(tuple(args.cases))]
+    if not cases:
+        raise SystemExit(f"no case begins with {args.cases}: there are {[case.name for case in CASES]}")
+    bandwidth = copy_bandwidth()
+    torch.cuda.empty_cache()
+    pool = Pool(args.memory)
+    tried = list(settings(args))
+    varied = [name for name in tried[0] if len({setting[name] for setting in tried}) > 1]
+    results = []
+    for setting in tried:
+        for name, constant in CONSTANTS.items():
+            setattr(kernels, constant, setting[name])
+        print("  ".join(f"{name} {setting[name]}" for name in varied) or kernels.TritonKernel(1, 1).name)
+        for case in cases:
+            ceiling = case.ceiling(bandwidth)
+            try:
+                us = microseconds(case, pool, setting["share"], args.repeats)
+            except (triton.runtime.errors.OutOfResources, torch.OutOfMemoryError) as error:
+                print(f"  {case.name:24} {str(error).splitlines()[0][:60]}")
+                continue
+            print(
+                f"  {case.name:24} {us:8.1f} us   ceiling {ceiling:8.1f}   {us / ceiling:5.2f}x", flush=True
+            )
+            found = {"case": case.name, "us": round(us, 2), "ceiling_us": round(ceiling, 2)}
+            results.append({name: setting[name] for name in varied} | found)
+    conditions = {
+        "commit": commit(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "copy_tb_s": round(bandwidth / 1e12, 2),
+        "constants": {name: tried[0][name] for name in tried[0] if name not in varied},
+    }
+    print(json.dumps(conditions | {"results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The work list of a pass on CUDA: which rows are read together, and which contexts several programs share.
+
+A *tile* is a run of rows that stand at consecutive positions of one sequence (a prompt, a draft; a decode row
+is a tile of one): its keys are read once for all of them. A tile is *whole*, walked from end to end by one
+program per KV head, or *cut*: one program per split of its keys and KV head leaves a partial result, and the
+partial results are folded afterwards. Bits depend on neither choice, so both are made for speed alone.
+
+The list is int32, of a fixed size for a number of rows: a few counts, then one column behind the other.
+
+Host only: has never heard of a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+HEAD = 4
+"""Counts before the columns: tiles, pieces, rows to fold, and one unused."""
+
+COLUMNS = ("tile_row", "tile_count", "tile_split", "tile_slot", "tile_piece", "fold_row", "fold_tile")
+"""Each as long as the pass has rows.
+
+Per tile: its first row, its number of rows, its first split that any layer looks at, the workspace slot of
+its first partial result (-1: whole), and the number of pieces of work before it (per KV head). Per row to
+fold: the row and its tile.
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How passes of one model are laid out."""
+
+    tile_rows: int  # rows of a tile, at most
+    split: int  # keys of a split
+    window: int | None  # the widest of the layers'; None where one of them sees everything
+    kv_heads: int  # the fewest of the layers'
+    num_slots: int  # partial results (one row, one split, all heads) the workspace has room for
+    slot_len: int  # float32 elements of one, in the widest layer
+    at_once: int  # programs the device runs at the same time
+    share: float = 1.5  # a tile is cut when it is this many times a program's fair share of the splits
+
+    @property
+    def workspace_len(self) -> int:
+        """Float32 elements of scratch."""
+        return self.num_slots * self.slot_len
+
+    def work_len(self, num_rows: int) -> int:
+        """Elements of a work list for this many rows."""
+        return HEAD + len(COLUMNS) * num_rows
+
+    def write(self, lengths: Ints, page_start: Ints, work: Ints) -> None:
+        """Make the list for rows of these lengths (0: padding) whose pages begin there, into `work`."""
+        columns = work[HEAD:].reshape(len(COLUMNS), len(lengths))
+        row, count = self._tiles(lengths, page_start)
+        first: Ints | int = 0
+        if self.window is not None:
+            first = np.maximum(lengths[row] - self.window, 0) // self.split
+        splits = (lengths[row + (count - 1)] + (self.split - 1)) // self.split - first
+        if splits.min() < splits.max():
+            order = np.argsort(-splits, kind="stable")  # longest first: nobody waits for one begun last
+            row, count, splits = row[order], count[order], splits[order]
+            first = first if isinstance(first, int) else first[order]
+        tiles = len(row)
+        columns[0, :tiles] = row
+        columns[1, :tiles] = count
+        columns[2, :tiles] = first
+        cut = self.cut(splits, count)
+        if cut is None:
+            columns[3, :tiles] = -1
+            columns[4, :tiles] = np.arange(tiles)
+            work[:HEAD] = tiles, tiles, 0, 0
+        else:
+            self._pieces(cut & (splits > 0), tiles, columns, splits, work)
+
+    def cut(self, splits: Ints, count: Ints) -> Bools | None:  # noqa: ARG002
+        """Which tiles of so many splits and rows to cut, longest first, where there is room; None: none.
+
+        Speed alone depends on it.
+        """
+        fair = int(splits.sum()) * self.kv_heads / self.at_once
+        bar = max(1.0, self.share * fair)
+        return splits > bar if splits[0] > bar else None
+
+    def _pieces(self, cut: Bools, tiles: int, columns: Ints, splits: Ints, work: Ints) -> None:
+        """The columns of pass where tiles are cut."""
+        row, count = columns[0, :tiles], columns[1, :tiles]
+        slots = splits * count * cut
+        before = slots.cumsum()
+        cut = cut & (before <= self.num_slots)
+        pieces = np.where(cut, splits, 1)
+        ends = pieces.cumsum()
+        columns[3, :tiles] = np.where(cut, before - slots, -1)
+        columns[4, :tiles] = ends - pieces
+        which = cut.nonzero()[0]
+        rows = count[which]
+        tile = which.repeat(rows)
+        folds = len(tile)
+        columns[5, :folds] = row[tile] + np.arange(folds) - (rows.cumsum() - rows).repeat(rows)
+        columns[6, :folds] = tile
+        work[:HEAD] = tiles, ends[-1], folds, 0
+
+    def _tiles(self, lengths: Ints, page_start: Ints) -> tuple[Ints, Ints]:
+        """First row and number of rows of each tile, in order. Padding makes tiles of its own."""
+        at = np.arange(len(lengths), dtype=np.int32)
+        was, now = lengths[:-1], lengths[1:]
+        follows = (now - was == 1) & (was > 0) & (page_start[1:] == page_start[:-1]) | (now + was == 0)
+        if not np.count_nonzero(follows):
+            return at, at * 0 + 1
+        run = at.copy()
+        run[1:] *= ~follows
+        row = ((at - np.maximum.accumulate(run)) % self.tile_rows == 0).nonzero()[0]
+        count = np.empty_like(row)
+        np.subtract(row[1:], row[:-1], out=count[:-1])
+        count[-1] = len(lengths) - row[-1]
+        return row, count
+
+
+__all__ = ["COLUMNS", "HEAD", "Plan"]
