@@ -45,4 +45,6 @@ class Dedupe(CustomGraphPass):
         return sha256(Path(__file__).read_bytes()).digest()
 
 
-__all__ = ["Dedupe"]
+DEDUPE = Dedupe()
+
+__all__ = ["DEDUPE", "Dedupe"]

@@ -302,9 +302,10 @@ class Runner:
 
     def _compiled_layer(self, layer: nn.Module) -> Any:
         if layer not in self._compiled:
-            from samewise.run.dedupe import Dedupe  # brings the compiler in
+            from samewise.run.dedupe import DEDUPE  # brings the compiler in
 
-            options = inductor_options() | {"post_grad_custom_pre_pass": Dedupe()}
+            # One and the same pass: layers compiled with equal options share what was compiled.
+            options = inductor_options() | {"post_grad_custom_pre_pass": DEDUPE}
             self._compiled[layer] = torch.compile(layer, fullgraph=True, dynamic=False, options=options)
         return self._compiled[layer]
 

@@ -35,7 +35,7 @@ from samewise.errors import InvariantBroken
 from samewise.model.attention import PAGE, Heads, LayerKV, Rows
 from samewise.model.attention.work import COLUMNS, HEAD, Plan
 
-TILE = 64
+TILE = 16
 """Query rows of a matrix tile: rows of the pass times query heads of a KV head. Bits depend on it."""
 
 TILE_32 = 16
@@ -63,7 +63,7 @@ TILES = 256
 PROGRAMS_PER_PROCESSOR = 8
 """Enough to keep memory busy while a program turns to its next item. Bits do not depend on it."""
 
-AT_ONCE_PER_PROCESSOR = 2
+AT_ONCE_PER_PROCESSOR = 4
 """How many of them find room on a processor at the same time, about. Bits do not depend on it."""
 
 WORKSPACE_BYTES = 128 * 2**20
