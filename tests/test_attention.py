@@ -280,9 +280,8 @@ FEW = [
     Case(group=1, kv_heads=1, head_dim=128, lengths=(600, 1), tail=2, dtype=torch.bfloat16),
     Case(group=1, kv_heads=1, head_dim=16, lengths=(4100,), tail=1),
     Case(group=1, kv_heads=1, head_dim=16, lengths=(4100, 5), tail=1, window=300),
-    Case(group=7, kv_heads=1, head_dim=16, lengths=(260, 24), tail=5, window=30),
 ]
-"""For the interpreter, where a row takes a tenth of a second."""
+"""For the interpreter."""
 
 
 def kernels() -> list[object]:
@@ -304,7 +303,8 @@ def kernels() -> list[object]:
 
 @pytest.mark.parametrize(("make", "case", "device"), kernels())
 def test_packing_never_shows_in_the_bits(make: Make, case: Case, device: torch.device) -> None:
-    assert differences(make, case, device) == []
+    rounds = 2 if make is triton and not CUDA else 3  # interpreted, a pass takes a tenth of a second
+    assert differences(make, case, device, rounds) == []
 
 
 @pytest.mark.parametrize(("make", "case", "device"), kernels())
@@ -398,6 +398,7 @@ TILED = [
     Case(group=2, kv_heads=1, head_dim=16, lengths=(70, 9), tail=12, window=10, dtype=torch.bfloat16),
     Case(group=3, kv_heads=1, head_dim=64, lengths=(130,), tail=9, dtype=torch.bfloat16),
     Case(group=4, kv_heads=2, head_dim=80, lengths=(131,), tail=6, window=70, dtype=torch.float16),
+    Case(group=7, kv_heads=1, head_dim=16, lengths=(70,), tail=5, window=30, dtype=torch.bfloat16),
     Case(group=8, kv_heads=1, head_dim=128, lengths=(66,), tail=4, dtype=torch.bfloat16),
     Case(group=20, kv_heads=1, head_dim=16, lengths=(20,), tail=3),  # more than the smallest tile holds
 ]
