@@ -73,12 +73,13 @@ class Case:
         return 1e6 * max(read / bandwidth, 4 * HEADS * DIM * float(seen.sum()) / FLOPS)
 
 
+# Contexts that end within a block, as most do; chunks of prompts end where they are cut.
 CASES = [
-    *(Case(f"decode-{n}-1k", n, 1, 1024) for n in (1, 8, 32, 64, 128, 256)),
-    *(Case(f"decode-{n}-32k", n, 1, 32768) for n in (1, 8)),
+    *(Case(f"decode-{n}-1k", n, 1, 1024 - 24) for n in (1, 8, 32, 64, 128, 256)),
+    *(Case(f"decode-{n}-32k", n, 1, 32768 - 24) for n in (1, 8)),
     *(Case(f"prompt-{n}-{c // 1024}k", 1, n, c) for n in (512, 1024) for c in (1024, 8192)),
-    Case("drafts-8x16-1k", 8, 16, 1024),
-    *(Case(f"window-{n}-32k", n, 1, 32768, 1024) for n in (1, 8, 128)),
+    Case("drafts-8x16-1k", 8, 16, 1024 - 24),
+    *(Case(f"window-{n}-32k", n, 1, 32768 - 24, 1024) for n in (1, 8, 128)),
     Case("window-prompt-512-32k", 1, 512, 32768, 1024),
 ]
 

@@ -119,11 +119,12 @@ class Store:
         return self.texts[0].q.device
 
     def lay_down(self, text: int, positions: np.ndarray) -> None:
-        """Write K and V, wanting no results: through the kernel, or by hand where it is interpreted."""
-        if self.kernel.name.startswith("triton") and not CUDA:
-            pages = self.tables[text][positions // PAGE]
-            self.kv.k[pages, :, positions % PAGE] = self.texts[text].k[positions]
-            self.kv.v[pages, :, positions % PAGE] = self.texts[text].v[positions]
+        """Write K and V, wanting no results: through the kernel, or by hand where that costs much more."""
+        if self.kernel.name.startswith("triton"):
+            pages, which = self.tables[text][positions // PAGE], self.ints(positions).long()
+            at = self.ints(pages).long(), slice(None), which % PAGE
+            self.kv.k[at] = self.texts[text].k[which]
+            self.kv.v[at] = self.texts[text].v[which]
         elif len(positions):
             self.run([(text, int(p)) for p in positions], window=1)
 
@@ -280,9 +281,8 @@ FEW = [
     Case(group=1, kv_heads=1, head_dim=128, lengths=(600, 1), tail=2, dtype=torch.bfloat16),
     Case(group=1, kv_heads=1, head_dim=16, lengths=(4100,), tail=1),
     Case(group=1, kv_heads=1, head_dim=16, lengths=(4100, 5), tail=1, window=300),
-    Case(group=7, kv_heads=1, head_dim=16, lengths=(260, 24), tail=5, window=30),
 ]
-"""For the interpreter, where a row takes a tenth of a second."""
+"""For the interpreter."""
 
 
 def kernels() -> list[object]:
@@ -304,7 +304,8 @@ def kernels() -> list[object]:
 
 @pytest.mark.parametrize(("make", "case", "device"), kernels())
 def test_packing_never_shows_in_the_bits(make: Make, case: Case, device: torch.device) -> None:
-    assert differences(make, case, device) == []
+    rounds = 2 if make is triton and not CUDA else 3  # interpreted, a pass takes a tenth of a second
+    assert differences(make, case, device, rounds) == []
 
 
 @pytest.mark.parametrize(("make", "case", "device"), kernels())
@@ -393,11 +394,12 @@ DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"]
 EIGHT_B = Case(group=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16, lengths=(2100, 1030, 300), tail=300)
 """For a card alone, as are groups and windows of several tiles."""
 
-TILED = [
+TILED = [  # number 7, on a card, is the 8B layout
     Case(group=1, kv_heads=1, head_dim=16, lengths=(90,), tail=20),
     Case(group=2, kv_heads=1, head_dim=16, lengths=(70, 9), tail=12, window=10, dtype=torch.bfloat16),
     Case(group=3, kv_heads=1, head_dim=64, lengths=(130,), tail=9, dtype=torch.bfloat16),
     Case(group=4, kv_heads=2, head_dim=80, lengths=(131,), tail=6, window=70, dtype=torch.float16),
+    Case(group=7, kv_heads=1, head_dim=16, lengths=(70,), tail=5, window=30, dtype=torch.bfloat16),
     Case(group=8, kv_heads=1, head_dim=128, lengths=(66,), tail=4, dtype=torch.bfloat16),
     Case(group=20, kv_heads=1, head_dim=16, lengths=(20,), tail=3),  # more than the smallest tile holds
 ]
@@ -412,7 +414,7 @@ if CUDA:
         (case, tile)
         for i, case in enumerate(TILED)
         for tile in (16, 32, 64)
-        if CUDA or tile == 16 or i in (1, 3)
+        if tile == (64 if CUDA else 16) or i in (1, 3, 7)
     ],
 )
 def test_no_tile_shows_in_the_bits(
@@ -426,12 +428,12 @@ def test_no_tile_shows_in_the_bits(
     monkeypatch.setattr(module, "BLOCK", module.BLOCK if CUDA else 32)
     given, everybody = texts(case, torch.device(device)), case.rows()
     truth: dict[Row, torch.Tensor] = {}
-    for seed in range(20 if CUDA else 1):
+    for seed in range(6 if CUDA else 1):
         rng = np.random.default_rng([seed, tile])
         store = Store(triton(rng), case, given, rng, junk=(float("nan"), float("inf"))[seed % 2])
         for text, length in enumerate(case.lengths):
             store.lay_down(text, np.arange(case.first(text), length))
-        some = [everybody[i] for i in rng.permutation(len(everybody))[: 40 if CUDA else 2]]
+        some = [everybody[i] for i in rng.permutation(len(everybody))[: 20 if CUDA else 2]]
         for rows in (everybody, spans(everybody, rng), *([row] for row in some)):
             for row, out in zip(rows, store.run(rows, case.window), strict=True):
                 want = torch.zeros_like(out) if row is None else truth.setdefault(row, out)
@@ -512,3 +514,28 @@ def test_the_operator_can_be_traced(device: str) -> None:
     assert torch.equal(bits(outs[2]), bits(truth[0, 19]))
     for was, now in zip(pages, store.pages(), strict=True):
         assert torch.equal(now[~was.isnan()], was[~was.isnan()])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_frame_brings_the_kernel_its_work(device: str) -> None:
+    """From spans through the tray: two spans and padding, against the kernel in plain torch."""
+    from array import array
+
+    from samewise.run.frame import pack_frame
+    from samewise.run.runner import Runner
+    from samewise.testing import tiny
+    from samewise.types import Sampling, Span
+
+    spans = []
+    for i, (rows, pages) in enumerate([(3, [4]), (18, [2, 5])]):
+        tokens = [7 * i + j + 1 for j in range(rows)]
+        spans.append(Span(i, 0, tuple(tokens), rows, array("i", pages), Sampling(), tokens, rows))
+    found = []
+    for kernel, where in ((plain(None), "cpu"), (triton(np.random.default_rng(0)), device)):
+        loaded = tiny(num_hidden_layers=2)
+        runner = Runner(
+            loaded.model, loaded.arch, kernel, num_pages=8, sizes=(24,), max_rows=24, max_model_len=64,
+            dtype=torch.float32, device=torch.device(where), compile=False,
+        )  # fmt: skip
+        found.append(runner.frame(pack_frame(spans, runner.tray(24)))[:21].cpu())
+    assert torch.allclose(*found, atol=1e-3, rtol=1e-3)

@@ -25,7 +25,8 @@ def listed(plan: Plan, spans: Sequence[Span]) -> dict[str, list[int]]:
         starts += [100 * i if length else 0] * rows
     work = np.full(plan.work_len(len(lengths)), -7, np.int32)
     plan.write(np.array(lengths, np.int32), np.array(starts, np.int32), work)
-    tiles, pieces, folds, _ = work[:HEAD].tolist()
+    pieces, folds, cut_tiles, cut_pieces = work[:HEAD].tolist()
+    tiles = cut_tiles + pieces - cut_pieces
     columns = dict(zip(COLUMNS, work[HEAD:].reshape(len(COLUMNS), -1).tolist(), strict=True))
     ends = {name: folds if name.startswith("fold") else tiles for name in COLUMNS}
     return {name: columns[name][: ends[name]] for name in COLUMNS} | {"pieces": [pieces]}

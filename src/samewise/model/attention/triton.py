@@ -105,7 +105,7 @@ def _store(
 
 @triton.jit
 def _tile_of(piece: tl.tensor, tile_piece: tl.tensor, num_tiles: tl.tensor, TILES: tl.constexpr) -> tl.tensor:
-    """Tile that owns a piece of work: the last one that starts at or before it."""
+    """Tile that owns a piece of work: the last of the first `num_tiles` that starts at or before it."""
     count = 0
     for base in tl.range(0, num_tiles, TILES):
         tile = base + tl.arange(0, TILES)
@@ -279,14 +279,12 @@ def _mixed(  # noqa: PLR0917 - a kernel has no objects to hide in
 
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["lengths", "page_start", "pages", "work"],
+    do_not_specialize_on_alignment=["pages", "work"],
 )
 def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; likewise
     q: tl.tensor,  # [R, KV_HEADS * GROUP, DIM], strided
     k_cache: tl.tensor,  # [P, KV_HEADS, PAGE, DIM]
     v_cache: tl.tensor,
-    lengths: tl.tensor,
-    page_start: tl.tensor,
     pages: tl.tensor,
     work: tl.tensor,
     workspace: tl.tensor,  # [slots, KV_HEADS * GROUP * (DIM + 2)]: sums, then maxima, then weights
@@ -320,18 +318,24 @@ def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; like
     within = place // GROUP
     dim = tl.arange(0, DIM_PAD)
     offset = tl.arange(0, BLOCK)
-    num_tiles = tl.load(work)
-    num_items = tl.load(work + 1) * KV_HEADS
+    num_items = tl.load(work) * KV_HEADS
+    cut_tiles = tl.load(work + 2)
+    cut_pieces = tl.load(work + 3)
     columns = work + HEAD
 
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         piece = item // KV_HEADS
         kv_head = item % KV_HEADS
-        tile = _tile_of(piece, columns + 4 * num_rows, num_tiles, TILES)
+        # Behind the last cut tile each is one piece.
+        tile = piece - cut_pieces + cut_tiles
+        if piece < cut_pieces:
+            tile = _tile_of(piece, columns + 6 * num_rows, cut_tiles, TILES)
         row = tl.load(columns + tile)
         count = tl.load(columns + num_rows + tile)
-        slot = tl.load(columns + 3 * num_rows + tile)
-        shortest = tl.load(lengths + row)
+        shortest = tl.load(columns + 2 * num_rows + tile)
+        row_pages = pages + tl.load(columns + 3 * num_rows + tile)
+        planned = tl.load(columns + 4 * num_rows + tile)
+        slot = tl.load(columns + 5 * num_rows + tile)
         longest = tl.where(shortest > 0, shortest + count - 1, 0)
 
         # Of each row of the tile: the keys [first, length).
@@ -346,7 +350,7 @@ def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; like
         high = longest
         begin = low // BLOCK * BLOCK
         if slot >= 0:
-            split = tl.load(columns + 2 * num_rows + tile) + piece - tl.load(columns + 4 * num_rows + tile)
+            split = planned + piece - tl.load(columns + 6 * num_rows + tile)
             begin = tl.maximum(begin, split * SPLIT)
             high = tl.minimum(high, split * SPLIT + SPLIT)
         clear = begin
@@ -358,7 +362,6 @@ def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; like
         in_tile = used[:, None] & (dim < DIM)[None, :]
         q_at = q + (row + within)[:, None] * q_row + head[:, None] * q_head + dim[None, :]
         q_tile = tl.load(q_at, mask=in_tile, other=0.0)
-        row_pages = pages + tl.load(page_start + row)
         top = tl.full([TILE], float("-inf"), tl.float32)
         weight = tl.zeros([TILE], tl.float32)
         total = tl.zeros([TILE, DIM_PAD], tl.float32)
@@ -410,8 +413,7 @@ def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; like
             to_row = (row + within).to(tl.int64) * (HEADS * DIM)
             tl.store(out + to_row[:, None] + head[:, None] * DIM + dim[None, :], result, mask=in_tile)
         elif begin < high:
-            planned = tl.load(columns + 2 * num_rows + tile)
-            at = slot + (high - 1) // SPLIT * count - planned * count + within
+            at = slot + ((high - 1) // SPLIT - planned) * count + within
             to = workspace + at.to(tl.int64) * (HEADS * (DIM + 2))
             tl.store(to[:, None] + head[:, None] * DIM + dim[None, :], total, mask=in_tile)
             tl.store(to + HEADS * DIM + head, top, mask=used)
@@ -437,14 +439,14 @@ def _combine(
     dim = tl.arange(0, DIM_PAD)[None, :]
     one = tl.arange(0, 1)
     columns = work + HEAD
-    num_items = tl.load(work + 2) * HEADS
+    num_items = tl.load(work + 1) * HEADS
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         head = item % HEADS
-        row = tl.load(columns + 5 * num_rows + item // HEADS)
-        tile = tl.load(columns + 6 * num_rows + item // HEADS)
+        row = tl.load(columns + 7 * num_rows + item // HEADS)
+        tile = tl.load(columns + 8 * num_rows + item // HEADS)
         count = tl.load(columns + num_rows + tile)
-        planned = tl.load(columns + 2 * num_rows + tile)
-        slot = tl.load(columns + 3 * num_rows + tile) + row - tl.load(columns + tile)
+        planned = tl.load(columns + 4 * num_rows + tile)
+        slot = tl.load(columns + 5 * num_rows + tile) + row - tl.load(columns + tile)
         length = tl.load(lengths + row)
         first = length * 0
         if WINDOW > 0:
@@ -473,7 +475,6 @@ def attend_triton(
     v_cache: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor,
-    page_start: torch.Tensor,
     pages: torch.Tensor,
     work: torch.Tensor,
     workspace: torch.Tensor,
@@ -511,8 +512,6 @@ def attend_triton(
         q,
         k_cache,
         v_cache,
-        lengths,
-        page_start,
         pages,
         work,
         workspace,
@@ -663,7 +662,6 @@ class TritonKernel:
             kv.v,
             rows.lengths,
             rows.slots,
-            rows.page_start,
             rows.pages,
             rows.work,
             rows.workspace,

@@ -21,15 +21,20 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 HEAD = 4
-"""Counts before the columns: tiles, pieces, rows to fold, and one unused."""
+"""Counts before the columns: pieces, rows to fold, tiles up to the last cut one, and the pieces of those."""
 
-COLUMNS = ("tile_row", "tile_count", "tile_split", "tile_slot", "tile_piece", "fold_row", "fold_tile")
-"""Each as long as the pass has rows.
-
-Per tile: its first row, its number of rows, its first split that any layer looks at, the workspace slot of
-its first partial result (-1: whole), and the number of pieces of work before it (per KV head). Per row to
-fold: the row and its tile.
-"""
+COLUMNS = (
+    "tile_row",  # its first row
+    "tile_count",  # its number of rows
+    "tile_length",  # the first row's length
+    "tile_pages",  # where its sequence's page numbers begin
+    "tile_split",  # its first split that any layer looks at
+    "tile_slot",  # the workspace slot of its first partial result; -1: whole
+    "tile_piece",  # pieces of work before it (per KV head)
+    "fold_row",  # a row whose partial results are to be folded
+    "fold_tile",  # and its tile
+)
+"""Each as long as the pass has rows. What a tile needs stands together, for the device to read at once."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,14 @@ class Plan:
         tiles = len(row)
         columns[0, :tiles] = row
         columns[1, :tiles] = count
-        columns[2, :tiles] = first
+        columns[2, :tiles] = lengths[row]
+        columns[3, :tiles] = page_start[row]
+        columns[4, :tiles] = first
         cut = self.cut(splits, count)
         if cut is None:
-            columns[3, :tiles] = -1
-            columns[4, :tiles] = np.arange(tiles)
-            work[:HEAD] = tiles, tiles, 0, 0
+            columns[5, :tiles] = -1
+            columns[6, :tiles] = np.arange(tiles)
+            work[:HEAD] = tiles, 0, 0, 0
         else:
             self._pieces(cut & (splits > 0), tiles, columns, splits, work)
 
@@ -88,22 +95,23 @@ class Plan:
         return splits > bar if splits[0] > bar else None
 
     def _pieces(self, cut: Bools, tiles: int, columns: Ints, splits: Ints, work: Ints) -> None:
-        """The columns of pass where tiles are cut."""
+        """The columns of a pass where tiles are cut."""
         row, count = columns[0, :tiles], columns[1, :tiles]
         slots = splits * count * cut
         before = slots.cumsum()
         cut = cut & (before <= self.num_slots)
         pieces = np.where(cut, splits, 1)
         ends = pieces.cumsum()
-        columns[3, :tiles] = np.where(cut, before - slots, -1)
-        columns[4, :tiles] = ends - pieces
+        columns[5, :tiles] = np.where(cut, before - slots, -1)
+        columns[6, :tiles] = ends - pieces
         which = cut.nonzero()[0]
+        last = which[-1] if len(which) else -1
         rows = count[which]
         tile = which.repeat(rows)
         folds = len(tile)
-        columns[5, :folds] = row[tile] + np.arange(folds) - (rows.cumsum() - rows).repeat(rows)
-        columns[6, :folds] = tile
-        work[:HEAD] = tiles, ends[-1], folds, 0
+        columns[7, :folds] = row[tile] + np.arange(folds) - (rows.cumsum() - rows).repeat(rows)
+        columns[8, :folds] = tile
+        work[:HEAD] = ends[-1], folds, last + 1, ends[last] if last >= 0 else 0
 
     def _tiles(self, lengths: Ints, page_start: Ints) -> tuple[Ints, Ints]:
         """First row and number of rows of each tile, in order. Padding makes tiles of its own."""
