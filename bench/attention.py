@@ -35,6 +35,8 @@ HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
 FLOPS = 800e12
 CONSTANTS = {
     "tile": "TILE",
+    "wide": "WIDE",
+    "wide_from": "WIDE_FROM",
     "split": "SPLIT",
     "block": "BLOCK",
     "warps": "WARPS",

@@ -98,6 +98,30 @@ def test_who_finds_no_room_is_walked_whole() -> None:
     assert small.workspace_len == 300 * 32 * 130
 
 
+def test_long_runs_of_a_pass_of_many_rows_are_read_in_wide_tiles() -> None:
+    plan = Plan(**(vars(H200) | {"tile_rows": 4, "wide_rows": 16, "wide_from": 60}))
+    assert plan.work_len(59) == HEAD + len(COLUMNS) * 59
+    spans = [(37, 1000), (6, 0), (9, 700), (1, 50), (7, 12)]
+    lengths = np.array(
+        [n for rows, end in spans for n in (range(end - rows + 1, end + 1) if end else [0] * rows)]
+    )
+    starts = np.repeat(np.arange(5) * 100, [rows for rows, _ in spans])
+    work = np.full(plan.work_len(60), -7, np.int32)
+    plan.write(lengths.astype(np.int32), starts.astype(np.int32), work)
+    narrow, wide = (half[HEAD:].reshape(len(COLUMNS), -1) for half in work.reshape(2, -1))
+    counts = [half[:HEAD].tolist() for half in work.reshape(2, -1)]
+    assert counts[1] == [3, 0, 0, 0]
+    assert [wide[i, :3].tolist() for i in (0, 1, 5)] == [[0, 16, 43], [16, 16, 9], [-1, -1, -1]]
+    covered = np.zeros(60, int)
+    pieces, _, cut_tiles, cut_pieces = counts[0]
+    for row, count in zip(narrow[0], narrow[1, : cut_tiles + pieces - cut_pieces], strict=False):
+        assert count <= 4
+        covered[row : row + count] += 1
+    for row, count in zip(wide[0, :3], wide[1, :3], strict=True):
+        covered[row : row + count] += 1
+    assert covered.tolist() == [1] * 60
+
+
 def test_a_plan_fits_the_model() -> None:
     from samewise.model.attention import Heads
     from samewise.model.attention.triton import SPLIT, TILE, WORKSPACE_BYTES, TritonKernel
@@ -109,5 +133,6 @@ def test_a_plan_fits_the_model() -> None:
     assert (plan.num_slots, plan.slot_len) == (8, 32 * 130)
     assert kernel.plan([local], torch.float16, 4, 1000).window == 512
     assert kernel.plan([Heads(2 * TILE, 1, 64, None)], torch.bfloat16, 4, 1000).tile_rows == 1
-    assert kernel.plan([full], torch.float32, 4, 1000).tile_rows == 4  # tiles of 16
+    assert kernel.plan([full], torch.bfloat16, 4, 1000).wide_rows == 16
+    assert kernel.plan([full], torch.float32, 4, 1000).wide_rows == 0  # there is no room for them
     assert 4 * kernel.plan([full], torch.bfloat16, 1024, 131072).workspace_len <= WORKSPACE_BYTES

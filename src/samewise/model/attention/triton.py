@@ -36,10 +36,15 @@ from samewise.model.attention import PAGE, Heads, LayerKV, Rows
 from samewise.model.attention.work import COLUMNS, HEAD, Plan
 
 TILE = 16
-"""Query rows of a matrix tile: rows of the pass times query heads of a KV head. Bits depend on it."""
+"""Query rows of a matrix tile: rows of the pass times query heads of a KV head."""
 
-TILE_32 = 16
-"""The same for float32, which the matrix units do not take: more would not fit in registers."""
+WIDE = 64
+"""The same for long runs of rows in passes of many, in 16 bits. float32, which the matrix units do not take,
+would not fit in registers. Matrix units of one device give a row the same bits in a tile of any size, and no
+other operation here adds across a tile; the proof at start-up reads the same rows in both."""
+
+WIDE_FROM = 129
+"""Rows of a pass from which on long runs of them are read in wide tiles. Bits do not depend on it."""
 
 SPLIT = 256
 """Keys in one split of a context: a fixed size at fixed absolute borders. Bits depend on it."""
@@ -196,6 +201,17 @@ def _add(p: tl.tensor, v_tile: tl.tensor, total: tl.tensor, SPELT: tl.constexpr)
 
 
 @triton.jit
+def _weigh(p: tl.tensor, v_tile: tl.tensor, SPELT: tl.constexpr) -> tl.tensor:
+    """The sum of every row's weights, as rounded for the values and by the same units: however threads share
+    a tile, a row is added up in the same order."""
+    p_tile = p.to(v_tile.dtype)
+    if SPELT:
+        return tl.sum(p_tile.to(tl.float32), axis=1)
+    ones = tl.full([p.shape[1], 16], 1.0, v_tile.dtype)
+    return tl.max(tl.dot(p_tile, ones, input_precision="ieee"), axis=1)  # sixteen times the same
+
+
+@triton.jit
 def _border(
     block: tl.tensor,
     begin: tl.tensor,  # where the walk began
@@ -261,7 +277,7 @@ def _mixed(  # noqa: PLR0917 - a kernel has no objects to hide in
     new_top = tl.where(sees, tl.maximum(top, tl.max(score, axis=1)), tl.maximum(top, 0.0))
     shrink = tl.exp2(top - new_top)
     p = tl.exp2(score - new_top[:, None])
-    new_weight = weight * shrink + tl.sum(p, axis=1)
+    new_weight = weight * shrink + _weigh(p, v_tile, SPELT)
     shrunk = total * shrink[:, None]
     # A weight of zero does not silence an infinity: values that only some rows may see are looked at first.
     calm = tl.abs(v_tile.to(tl.float32)) < float("inf")
@@ -393,7 +409,7 @@ def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; like
             new_top = tl.maximum(top, tl.max(score, axis=1))
             shrink = tl.exp2(top - new_top)
             p = tl.exp2(score - new_top[:, None])
-            weight = weight * shrink + tl.sum(p, axis=1)
+            weight = weight * shrink + _weigh(p, v_tile, SPELT)
             total = _add(p, v_tile, total * shrink[:, None], SPELT)
             top = new_top
         for block in tl.range(mixed, high, BLOCK, num_stages=1):
@@ -488,10 +504,10 @@ def attend_triton(
     group = num_heads // num_kv_heads
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     dim_pad = _pad(head_dim)
-    tile = _tile(group, q.dtype)
     _check(q, k, v, k_cache, v_cache, workspace)
-    if len(work) != HEAD + len(COLUMNS) * num_rows:
-        raise InvariantBroken(f"a work list of {len(work)} for {num_rows} rows")
+    lists = torch.split(work, HEAD + len(COLUMNS) * num_rows)
+    if not lists or len(lists) > 2 or len(lists[-1]) != len(lists[0]):
+        raise InvariantBroken(f"work lists of {len(work)} for {num_rows} rows")
     _store[(num_rows,)](
         k,
         v,
@@ -508,36 +524,37 @@ def attend_triton(
         num_warps=WARPS,
         enable_fp_fusion=FP_FUSION,
     )
-    _attend[(num_programs,)](
-        q,
-        k_cache,
-        v_cache,
-        pages,
-        work,
-        workspace,
-        out,
-        *q.stride()[:2],
-        scale * math.log2(math.e),
-        num_rows,
-        KV_HEADS=num_kv_heads,
-        GROUP=group,
-        TILE=tile,
-        DIM=head_dim,
-        DIM_PAD=dim_pad,
-        WINDOW=window,
-        PAGE=PAGE,
-        SPLIT=SPLIT,
-        BLOCK=BLOCK,
-        HEAD=HEAD,
-        TILES=TILES,
-        STAGES=_stages(tile, dim_pad * q.element_size(), q.device),
-        SPELT=INTERPRETED,
-        num_warps=WARPS if dim_pad * q.element_size() <= 256 else 2 * WARPS,
-        enable_fp_fusion=FP_FUSION,
-    )
+    for tile, items in zip((_tile(group, TILE), _tile(group, WIDE)), lists, strict=False):
+        _attend[(num_programs,)](
+            q,
+            k_cache,
+            v_cache,
+            pages,
+            items,
+            workspace,
+            out,
+            *q.stride()[:2],
+            scale * math.log2(math.e),
+            num_rows,
+            KV_HEADS=num_kv_heads,
+            GROUP=group,
+            TILE=tile,
+            DIM=head_dim,
+            DIM_PAD=dim_pad,
+            WINDOW=window,
+            PAGE=PAGE,
+            SPLIT=SPLIT,
+            BLOCK=BLOCK,
+            HEAD=HEAD,
+            TILES=TILES,
+            STAGES=_stages(tile, dim_pad * q.element_size(), q.device),
+            SPELT=INTERPRETED,
+            num_warps=WARPS if dim_pad * q.element_size() <= 256 else 2 * WARPS,
+            enable_fp_fusion=FP_FUSION,
+        )
     _combine[(min(num_rows * num_heads, 4 * num_programs),)](
         lengths,
-        work,
+        lists[0],
         workspace,
         out,
         num_rows,
@@ -576,9 +593,9 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *dense: torch.Tens
         raise InvariantBroken("K and V pages and the workspace must be contiguous")
 
 
-def _tile(group: int, dtype: torch.dtype) -> int:
+def _tile(group: int, least: int) -> int:
     """Query rows of a matrix tile for a head group of this size."""
-    return max(TILE if dtype.itemsize == 2 else min(TILE, TILE_32), int(triton.next_power_of_2(group)))
+    return max(least, int(triton.next_power_of_2(group)))
 
 
 def _stages(tile: int, head_bytes: int, device: torch.device) -> int:
@@ -615,7 +632,7 @@ class TritonKernel:
     @property
     def name(self) -> str:
         """Name, version and every constant the bits may depend on."""
-        return f"triton-2 tile {TILE}/{TILE_32} split {SPLIT} block {BLOCK} warps {WARPS} stages {STAGES}"
+        return f"triton-2 tile {TILE} and {WIDE} split {SPLIT} block {BLOCK} warps {WARPS} stages {STAGES}"
 
     def allocate(
         self, num_pages: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -633,7 +650,9 @@ class TritonKernel:
         slot_len = max(layer.num_heads * (layer.head_dim + 2) for layer in layers)
         most = max_rows * -(-max_len // SPLIT)
         return Plan(
-            tile_rows=min(_tile(group, dtype) // group for group in groups),
+            tile_rows=min(_tile(group, TILE) // group for group in groups),
+            wide_rows=min(_tile(group, WIDE) // group for group in groups) if dtype.itemsize == 2 else 0,
+            wide_from=WIDE_FROM,
             split=SPLIT,
             window=max(windows) if len(windows) == len(layers) else None,
             kv_heads=min(layer.num_kv_heads for layer in layers),

@@ -5,7 +5,8 @@ is a tile of one): its keys are read once for all of them. A tile is *whole*, wa
 program per KV head, or *cut*: one program per split of its keys and KV head leaves a partial result, and the
 partial results are folded afterwards. Bits depend on neither choice, so both are made for speed alone.
 
-The list is int32, of a fixed size for a number of rows: a few counts, then one column behind the other.
+The list is int32, of a fixed size for a number of rows: a few counts, then one column behind the other. In a
+pass of many rows a second list follows, of *wide* tiles for long runs of rows; they are always whole.
 
 Host only: has never heard of a tensor.
 """
@@ -48,6 +49,8 @@ class Plan:
     num_slots: int  # partial results (one row, one split, all heads) the workspace has room for
     slot_len: int  # float32 elements of one, in the widest layer
     at_once: int  # programs the device runs at the same time
+    wide_rows: int = 0  # rows of a wide tile, at most; 0: there are none
+    wide_from: int = 129  # rows of a pass from which on there may be wide tiles
     share: float = 1.5  # a tile is cut when it is this many times a program's fair share of the splits
 
     @property
@@ -55,14 +58,42 @@ class Plan:
         """Float32 elements of scratch."""
         return self.num_slots * self.slot_len
 
+    def lists(self, num_rows: int) -> int:
+        """How many lists a pass of so many rows has: one, or one more of wide tiles."""
+        return 2 if self.wide_rows and num_rows >= self.wide_from else 1
+
     def work_len(self, num_rows: int) -> int:
-        """Elements of a work list for this many rows."""
-        return HEAD + len(COLUMNS) * num_rows
+        """Elements of the work lists for this many rows."""
+        return self.lists(num_rows) * (HEAD + len(COLUMNS) * num_rows)
 
     def write(self, lengths: Ints, page_start: Ints, work: Ints) -> None:
-        """Make the list for rows of these lengths (0: padding) whose pages begin there, into `work`."""
+        """Make the lists for rows of these lengths (0: padding) whose pages begin there, into `work`."""
+        lists = self.lists(len(lengths))
+        if lists == 1:
+            self._write(*self._tiles(lengths, page_start, self.tile_rows), lengths, page_start, work)
+            return
+        row, count = self._tiles(lengths, page_start, self.wide_rows)
+        narrow, wide = work.reshape(2, -1)
+        long = (count > 2 * self.tile_rows) & (lengths[row] > 0)
+        short = self._cut_short(row[~long], count[~long])
+        self._write(*short, lengths, page_start, narrow)
+        self._write(row[long], count[long], lengths, page_start, wide, whole=True)
+
+    def _cut_short(self, row: Ints, count: Ints) -> tuple[Ints, Ints]:
+        """Runs of rows as tiles of the usual size."""
+        tiles = (count + (self.tile_rows - 1)) // self.tile_rows
+        which = np.arange(len(row)).repeat(tiles)
+        before = (np.arange(len(which)) - (tiles.cumsum() - tiles)[which]) * self.tile_rows
+        return row[which] + before, np.minimum(count[which] - before, self.tile_rows)
+
+    def _write(
+        self, row: Ints, count: Ints, lengths: Ints, page_start: Ints, work: Ints, *, whole: bool = False
+    ) -> None:
         columns = work[HEAD:].reshape(len(COLUMNS), len(lengths))
-        row, count = self._tiles(lengths, page_start)
+        tiles = len(row)
+        if not tiles:
+            work[:HEAD] = 0
+            return
         first: Ints | int = 0
         if self.window is not None:
             first = np.maximum(lengths[row] - self.window, 0) // self.split
@@ -71,13 +102,12 @@ class Plan:
             order = np.argsort(-splits, kind="stable")  # longest first: nobody waits for one begun last
             row, count, splits = row[order], count[order], splits[order]
             first = first if isinstance(first, int) else first[order]
-        tiles = len(row)
         columns[0, :tiles] = row
         columns[1, :tiles] = count
         columns[2, :tiles] = lengths[row]
         columns[3, :tiles] = page_start[row]
         columns[4, :tiles] = first
-        cut = self.cut(splits, count)
+        cut = None if whole else self.cut(splits, count)
         if cut is None:
             columns[5, :tiles] = -1
             columns[6, :tiles] = np.arange(tiles)
@@ -113,7 +143,7 @@ class Plan:
         columns[8, :folds] = tile
         work[:HEAD] = ends[-1], folds, last + 1, ends[last] if last >= 0 else 0
 
-    def _tiles(self, lengths: Ints, page_start: Ints) -> tuple[Ints, Ints]:
+    def _tiles(self, lengths: Ints, page_start: Ints, most: int) -> tuple[Ints, Ints]:
         """First row and number of rows of each tile, in order. Padding makes tiles of its own."""
         at = np.arange(len(lengths), dtype=np.int32)
         was, now = lengths[:-1], lengths[1:]
@@ -122,7 +152,7 @@ class Plan:
             return at, at * 0 + 1
         run = at.copy()
         run[1:] *= ~follows
-        row = ((at - np.maximum.accumulate(run)) % self.tile_rows == 0).nonzero()[0]
+        row = ((at - np.maximum.accumulate(run)) % most == 0).nonzero()[0]
         count = np.empty_like(row)
         np.subtract(row[1:], row[:-1], out=count[:-1])
         count[-1] = len(lengths) - row[-1]
