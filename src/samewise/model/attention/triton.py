@@ -57,7 +57,8 @@ WARPS = 4
 COMBINE_WARPS = 1
 STAGES = 3
 """Blocks in flight, as far as shared memory goes."""
-COMBINE_STAGES = 6
+COMBINE_AHEAD = 4
+"""Splits read at once when they are folded. Bits do not depend on it."""
 
 FP_FUSION = False
 """Whether the compiler may fuse a product into a sum. It may not: its choice is nobody's contract."""
@@ -68,7 +69,7 @@ TILES = 256
 PROGRAMS_PER_PROCESSOR = 8
 """Enough to keep memory busy while a program turns to its next item. Bits do not depend on it."""
 
-AT_ONCE_PER_PROCESSOR = 4
+AT_ONCE_PER_PROCESSOR = 2
 """How many of them find room on a processor at the same time, about. Bits do not depend on it."""
 
 WORKSPACE_BYTES = 128 * 2**20
@@ -201,14 +202,10 @@ def _add(p: tl.tensor, v_tile: tl.tensor, total: tl.tensor, SPELT: tl.constexpr)
 
 
 @triton.jit
-def _weigh(p: tl.tensor, v_tile: tl.tensor, SPELT: tl.constexpr) -> tl.tensor:
-    """The sum of every row's weights, as rounded for the values and by the same units: however threads share
-    a tile, a row is added up in the same order."""
-    p_tile = p.to(v_tile.dtype)
-    if SPELT:
-        return tl.sum(p_tile.to(tl.float32), axis=1)
-    ones = tl.full([p.shape[1], 16], 1.0, v_tile.dtype)
-    return tl.max(tl.dot(p_tile, ones, input_precision="ieee"), axis=1)  # sixteen times the same
+def _weigh(p: tl.tensor) -> tl.tensor:
+    """The sum of every row's weights, none above 1: as integers, so that no order of summation shows, however
+    threads share a tile."""
+    return tl.sum((p * 16777216.0).to(tl.int32), axis=1).to(tl.float32) * (1.0 / 16777216.0)
 
 
 @triton.jit
@@ -277,7 +274,7 @@ def _mixed(  # noqa: PLR0917 - a kernel has no objects to hide in
     new_top = tl.where(sees, tl.maximum(top, tl.max(score, axis=1)), tl.maximum(top, 0.0))
     shrink = tl.exp2(top - new_top)
     p = tl.exp2(score - new_top[:, None])
-    new_weight = weight * shrink + _weigh(p, v_tile, SPELT)
+    new_weight = weight * shrink + _weigh(p)
     shrunk = total * shrink[:, None]
     # A weight of zero does not silence an infinity: values that only some rows may see are looked at first.
     calm = tl.abs(v_tile.to(tl.float32)) < float("inf")
@@ -409,7 +406,7 @@ def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; like
             new_top = tl.maximum(top, tl.max(score, axis=1))
             shrink = tl.exp2(top - new_top)
             p = tl.exp2(score - new_top[:, None])
-            weight = weight * shrink + _weigh(p, v_tile, SPELT)
+            weight = weight * shrink + _weigh(p)
             total = _add(p, v_tile, total * shrink[:, None], SPELT)
             top = new_top
         for block in tl.range(mixed, high, BLOCK, num_stages=1):
@@ -449,7 +446,7 @@ def _combine(
     WINDOW: tl.constexpr,  # 0: none
     SPLIT: tl.constexpr,
     HEAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
     """Fold the splits of the rows of cut tiles, in order, one query head at a time."""
     dim = tl.arange(0, DIM_PAD)[None, :]
@@ -470,14 +467,18 @@ def _combine(
         all_top = tl.full([1], float("-inf"), tl.float32)
         all_weight = tl.zeros([1], tl.float32)
         all_total = tl.zeros([1, DIM_PAD], tl.float32)
-        for split in tl.range(first, (length + SPLIT - 1) // SPLIT, num_stages=STAGES):
-            at = workspace + (slot + (split - planned) * count).to(tl.int64) * (HEADS * (DIM + 2))
-            total = tl.load(at + head * DIM + dim, mask=dim < DIM, other=0.0)
-            top = tl.load(at + HEADS * DIM + head + one)
-            weight = tl.load(at + HEADS * (DIM + 1) + head + one)
-            all_top, all_weight, all_total = _fold(
-                all_top, all_weight, all_total, top, weight, total, length > split * SPLIT + one * 0
-            )
+        # Some at a time: loads need not wait for the folding before them.
+        for base in tl.range(first, (length + SPLIT - 1) // SPLIT, AHEAD):
+            for i in tl.static_range(AHEAD):
+                split = base + i
+                there = split * SPLIT + one < length
+                at = workspace + (slot + (split - planned) * count).to(tl.int64) * (HEADS * (DIM + 2))
+                total = tl.load(at + head * DIM + dim, mask=(dim < DIM) & there[:, None], other=0.0)
+                top = tl.load(at + HEADS * DIM + head + one, mask=there, other=0.0)
+                weight = tl.load(at + HEADS * (DIM + 1) + head + one, mask=there, other=0.0)
+                all_top, all_weight, all_total = _fold(
+                    all_top, all_weight, all_total, top, weight, total, there
+                )
         result = _quotient(all_total, all_weight, length + one * 0).to(out.dtype.element_ty)
         tl.store(out + (row.to(tl.int64) * HEADS + head) * DIM + dim, result, mask=dim < DIM)
 
@@ -564,7 +565,7 @@ def attend_triton(
         WINDOW=window,
         SPLIT=SPLIT,
         HEAD=HEAD,
-        STAGES=COMBINE_STAGES,
+        AHEAD=COMBINE_AHEAD,
         num_warps=COMBINE_WARPS,
         enable_fp_fusion=FP_FUSION,
     )
