@@ -4,9 +4,10 @@
     python bench/planted.py --topics bench-out/topics.png
 
 `none`, `skip` (which has to find the set) and `known` (drafting with the set known by construction), side by
-side on the same prompts, in turns. `share` is the part of the time that the search may take. With `--topics`
-the model is one in which what can be left out changes with the topic, and the picture shows what `skip` makes
-of two changes of topic.
+side on the same prompts, in turns. `share` is the part of the time that the search may take. Beside the pace
+stand counts, in which nobody else at work on the machine can be seen: frames, their rows, draft passes. With
+`--topics` the model is one in which what can be left out changes with the topic, and the picture shows what
+`skip` makes of two changes of topic.
 """
 
 import argparse
@@ -46,6 +47,13 @@ def run(engine, batch, tokens, seed, temperature):
             num += len(delta.tokens)
             said.append((delta.request_id, delta.tokens))
     return num / (time.perf_counter() - began), said
+
+
+def counted(engine):
+    counts, skip = engine.scheduler.counts, engine.stats().get("skip", {})
+    return {"tokens": counts.output_tokens, "frames": counts.frames, "rows": counts.rows,
+            "passes": skip.get("passes", 0), "guessed": counts.guessed, "accepted": counts.accepted,
+            "branches": skip.get("branches", 0)}  # fmt: skip
 
 
 def topics(args, settings):
@@ -106,6 +114,7 @@ def main():
         for name, engine in engines.items():
             run(engine, batch, max(8, args.warm // batch if name == "skip" else 16), 0, args.temperature)
         rates = {name: [] for name in engines}
+        before = {name: counted(engine) for name, engine in engines.items()}
         for repeat in range(args.repeats):
             texts = {}
             for name, engine in engines.items():
@@ -122,11 +131,20 @@ def main():
             "sublayers off the planted set": missed, "rounds": report["search"]["rounds"],
             "search share": report["search"]["share"], "acceptance": report["first_guess_acceptance"],
         }  # fmt: skip
+        row["counts"] = {
+            name: {what: num - before[name][what] for what, num in counted(engine).items()}
+            for name, engine in engines.items()
+        }
         found.append(row)
         print(
-            "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()),
-            flush=True,
+            "  ".join(
+                f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}"
+                for k, v in row.items()
+                if k != "counts"
+            )
         )
+        for name, counts in row["counts"].items():
+            print(f"  {name:>6}: " + "  ".join(f"{what} {num}" for what, num in counts.items()), flush=True)
     print(json.dumps({"layers": args.layers, "hidden": args.hidden, "share": args.share, "results": found}))
 
 

@@ -35,6 +35,19 @@ class Piece(NamedTuple):
     targets: tuple[int, ...]  # what comes next, for that row and those after it
 
 
+class Told(NamedTuple):
+    """How a layer set fared on known text."""
+
+    right: int
+    asked: int
+    sure: list[tuple[float, bool]]  # of each greedy row: how sure it was, and whether it was right
+
+    @property
+    def rate(self) -> float:
+        """How often it said what came next."""
+        return self.right / self.asked
+
+
 class Rehearsal:
     """Scores layer sets on text that was committed lately. Owns the private pages."""
 
@@ -92,16 +105,18 @@ class Rehearsal:
         """Recent answers stand without what came before: what the whole model says there is the truth."""
         if not pieces:
             return []
-        said = iter(self._says(pieces, self._whole))
+        said = iter(self._says(pieces, self._whole)[0])
         return [piece._replace(targets=tuple(next(said) for _ in piece.targets)) for piece in pieces]
 
     # ---- how well
 
-    def agreement(self, pieces: list[Piece], skipped: LayerSet) -> tuple[int, int]:
-        """(right, asked): how often the model without these sublayers says what came next."""
+    def agreement(self, pieces: list[Piece], skipped: LayerSet) -> Told:
+        """How often the model without these sublayers says what came next."""
         targets = [token for piece in pieces for token in piece.targets]
-        said = self._says(pieces, self.path(skipped))
-        return sum(a == b for a, b in zip(said, targets, strict=True)), len(targets)
+        said, sure = self._says(pieces, self.path(skipped))
+        right = [a == b for a, b in zip(said, targets, strict=True)]
+        told = [(share, held) for share, held in zip(sure, right, strict=True) if share is not None]
+        return Told(sum(right), len(targets), told)
 
     @torch.inference_mode()
     def shares(self, pieces: list[Piece]) -> list[tuple[float, float]]:
@@ -130,20 +145,23 @@ class Rehearsal:
         return [(found[attention], found[mlp]) for _, (attention, mlp) in self._views.layers()]
 
     @torch.inference_mode()
-    def _says(self, pieces: list[Piece], path: Path) -> list[int]:
+    def _says(self, pieces: list[Piece], path: Path) -> tuple[list[int], list[float | None]]:
+        """What every row that is asked says, and how surely, where it is greedy."""
         logits = self._look(pieces, path).float()
         draws: list[Draw] = []
-        row = 0
+        plain: list[bool] = []
         for piece in pieces:
             span, sampling = piece.span, piece.span.sampling
             for place in range(piece.first, len(span.inputs)):
                 if not sampling.plain:
                     position = span.start + place + 1
                     before = span.tokens[span.prompt_len : position] if sampling.edited else []
-                    draws.append(Draw(row, sampling, span.tokens[: span.prompt_len], before, position))
-                row += 1
-        said: list[int] = self._sampler.pick(logits, draws).tokens.tolist()
-        return said
+                    draws.append(Draw(len(plain), sampling, span.tokens[: span.prompt_len], before, position))
+                plain.append(sampling.plain)
+        picks = self._sampler.pick(logits, draws)
+        sure: list[float] = picks.logprobs.exp().tolist()
+        said: list[int] = picks.tokens.tolist()
+        return said, [share if greedy else None for share, greedy in zip(sure, plain, strict=True)]
 
     def _look(self, pieces: list[Piece], path: Path) -> torch.Tensor:
         """Logits of the rows that are asked, in order."""
@@ -183,4 +201,4 @@ def _again(text: tuple[int, ...], free: list[int]) -> Piece:
     return Piece(span, first, text[first:])
 
 
-__all__ = ["Piece", "Rehearsal"]
+__all__ = ["Piece", "Rehearsal", "Told"]
