@@ -49,6 +49,22 @@ def run(engine, batch, tokens, seed, temperature):
     return num / (time.perf_counter() - began), said
 
 
+def warm(engine, batch, tokens, temperature):
+    """Some text, and as much as the search takes, if that is not too much."""
+    seed = 1000
+    run(engine, batch, 16, seed, temperature)
+    while engine.scheduler.counts.output_tokens < tokens and engine.stats()["skip"]["search"]["open"]:
+        run(engine, batch, 64, seed := seed + 1, temperature)
+
+
+def found_after(report):
+    """Tokens before it first had the set it has."""
+    having = [
+        event["tokens"] for event in report["timeline"] if event["set"] == report["timeline"][-1]["set"]
+    ]
+    return having[0]
+
+
 def counted(engine):
     counts, skip = engine.scheduler.counts, engine.stats().get("skip", {})
     return {"tokens": counts.output_tokens, "frames": counts.frames, "rows": counts.rows,
@@ -85,7 +101,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--warm", type=int, default=1024, help="tokens before measuring, in which it may search"
+        "--warm", type=int, default=8192, help="tokens before measuring, at most, in which it may search"
     )
     parser.add_argument("--share", type=float, default=0.02)
     parser.add_argument("--topics", help="where to draw the timeline of a model with two topics")
@@ -112,7 +128,7 @@ def main():
             "known": Engine(loaded, EngineConfig(**settings, proposer="skip"), make_proposer=known(best)),
         }
         for name, engine in engines.items():
-            run(engine, batch, max(8, args.warm // batch if name == "skip" else 16), 0, args.temperature)
+            warm(engine, batch, args.warm if name == "skip" else 0, args.temperature)
         rates = {name: [] for name in engines}
         before = {name: counted(engine) for name, engine in engines.items()}
         for repeat in range(args.repeats):
@@ -129,7 +145,8 @@ def main():
             "batch": batch, "none": middle["none"], "skip": middle["skip"], "known": middle["known"],
             "skip/none": middle["skip"] / middle["none"], "skip/known": middle["skip"] / middle["known"],
             "sublayers off the planted set": missed, "rounds": report["search"]["rounds"],
-            "search share": report["search"]["share"], "acceptance": report["first_guess_acceptance"],
+            "found after": found_after(report), "search share": report["search"]["share"],
+            "acceptance": report["first_guess_acceptance"],
         }  # fmt: skip
         row["counts"] = {
             name: {what: num - before[name][what] for what, num in counted(engine).items()}

@@ -34,6 +34,7 @@ class Pricing:
         self._frames, self._most = frames, most
         self._whole = Curve()  # seconds of a pass with nothing left out, by number of sequences
         self._fixed = 0.1  # the share of it that nothing can be left out of
+        self._live = 0  # sequences there were when that was last measured
         self._context = 0.0  # bytes of KV that each attention reads now
         self._own, self._passes = LayerSet(), Curve()  # the set in use, and the seconds of its passes
 
@@ -47,21 +48,19 @@ class Pricing:
         self._context = num_tokens * self._kv_bytes
 
     def observe_whole(self, live: int, seconds: float) -> None:
-        """A pass with nothing left out took so long."""
+        """A pass with nothing left out takes so long, for the number of sequences there are now."""
         self._whole.observe(live, max(seconds, 1e-9))
-
-    def observe(self, live: int, skipped: LayerSet, seconds: float) -> None:
-        """A pass without these took so long."""
-        left, whole = self._left(skipped), self._whole.at(live)
-        if left < 1.0 and whole > 0:
-            fixed = (seconds / whole - left) / (1.0 - left)
-            self._fixed += FRESH * (min(0.9, max(0.0, fixed)) - self._fixed)
+        self._live = live
 
     def drafted(self, live: int, skipped: LayerSet, seconds: float) -> None:
         """A pass that drafted without these took so long, whatever the host did for it included."""
         if skipped != self._own:
             self._own, self._passes = skipped, Curve()
         self._passes.observe(live, seconds)
+        left, whole = self._left(skipped), self._whole.at(live)
+        if live == self._live and left < 1.0 and whole > 0:
+            fixed = (self._passes.at(live) / whole - left) / (1.0 - left)
+            self._fixed += FRESH * (min(0.9, max(0.0, fixed)) - self._fixed)
 
     def seconds(self, skipped: LayerSet, live: int) -> float:
         """What a pass without these is expected to take."""

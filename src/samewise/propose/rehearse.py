@@ -53,7 +53,7 @@ class Rehearsal:
 
     def __init__(self, runner: Runner, sampler: Sampler, views: Views, pages: range, *, window: int) -> None:
         self._runner, self._sampler, self._views = runner, sampler, views
-        self._pages, self._window = pages, min(window, len(pages) * PAGE)
+        self._pages, self.window = pages, min(window, len(pages) * PAGE)
         self._turn = 0
         self._recent: deque[tuple[int, ...]] = deque(maxlen=RECENT)
         self._whole = Path(runner.model, None)
@@ -80,10 +80,10 @@ class Rehearsal:
         Nothing where that is fewer than `least` tokens. The window is shared by all, whose turn it is first.
         """
         pieces: list[Piece] = []
-        left, free = self._window, list(self._pages)
+        left, free = self.window, list(self._pages)
         self._turn += 1
         order = asks[self._turn % len(asks) :] + asks[: self._turn % len(asks)]
-        each = min(LENGTH, max(PAGE, self._window // len(asks)))
+        each = min(LENGTH, max(PAGE, self.window // len(asks)))
         for ask in order:
             if ask.guide is not None:  # what its grammar allowed back then, nobody knows any more
                 continue
@@ -168,7 +168,7 @@ class Rehearsal:
         spans = [piece.span for piece in pieces]
         rows = sum(len(span.inputs) for span in spans)
         on_cpu = self._runner.device.type == "cpu"  # elsewhere padding is cheaper than staging for every size
-        batch = pack_frame(spans, self._runner.tray(rows if on_cpu else self._window))
+        batch = pack_frame(spans, self._runner.tray(rows if on_cpu else self.window))
         keep, first = list[int](), 0
         for piece in pieces:
             keep += range(first + piece.first, first + len(piece.span.inputs))

@@ -25,7 +25,7 @@ from samewise.propose.pricing import Pricing
 from samewise.propose.rehearse import Piece, Rehearsal, Told
 from samewise.propose.search import Search
 from samewise.run.frame import pack_fast
-from samewise.run.runner import Path, Runner
+from samewise.run.runner import Runner
 from samewise.sampling import Draw, Picks, Sampler
 from samewise.types import Ask, Branch, LayerSet, Proposal, Verdict
 
@@ -35,7 +35,7 @@ LEAST = 24  # tokens a set must be scored on
 RIVALS = 3  # alternatives looked at where a guess is unsure
 BRANCHES = 4  # of which a draft may have at once
 SURE = 0.95  # and above this probability nobody looks for any
-UNSURE = 0.8  # below this chance a guess has alternatives worth a thought
+UNSURE = 0.95  # below this chance a guess has alternatives worth a thought
 FALL = 0.15  # how much less often first guesses may be right before the search is opened again
 SETTLED = 24.0  # first guesses that must have been seen for that
 EVENTS = 256
@@ -90,7 +90,7 @@ class _Rival(NamedTuple):
     gain: float  # the chance that the draft holds up to there and this is what follows
     place: int
     token: int
-    share: float  # how sure the model was of it
+    rank: int  # among the alternatives at that place
 
 
 @dataclass(slots=True)
@@ -134,10 +134,12 @@ class Skip(Decode):
         self._rehearsal, self._search, self._pricing = rehearsal, search, pricing
         self._frames, self._counts, self._clock, self._memory = frames, counts, clock, memory
         self._every, self._share, self._alone = every, share, alone
+        self._natural = runner.natural or runner.device.type != "cpu"
         self._seen: list[_Seen] = []  # of the passes under way
         self._drafts: dict[int, _Draft] = {}
         self._texts: dict[int, tuple[list[int], int]] = {}
-        self._greedy, self._sampled, self._rival = Trust(), Trust(), Trust()
+        self._greedy, self._sampled = Trust(), Trust()
+        self._rivals = [Rate(0.8 / (i + 1), 2.0) for i in range(RIVALS)]  # how often it is the one, by rank
         self._first = Rate(0.0, 0.0, memory=64.0)  # of first guesses, since the set is in use
         self._norm: float | None = None  # what that was when it had settled
         self._changes = 0
@@ -264,8 +266,10 @@ class Skip(Decode):
             sure = dict(zip(ids, shares, strict=True)).get(token, 0.0)
             chance, before, place = trust.chance(sure), draft.reach, len(draft.confidences)
             if chance < UNSURE:
-                others = [(t, s) for t, s in zip(ids, shares, strict=True) if t != token][:RIVALS]
-                draft.rivals += [_Rival(before * self._rival.chance(s), place, t, s) for t, s in others]
+                others = [other for other in ids if other != token][:RIVALS]
+                for rank, (other, rate) in enumerate(zip(others, self._rivals, strict=False)):
+                    gain = before * (1.0 - chance) * rate.value
+                    draft.rivals.append(_Rival(gain, place, other, rank))
             if place and before * chance < least:
                 return num
             draft.confidences.append(sure)
@@ -317,9 +321,9 @@ class Skip(Decode):
         for place, sure in enumerate(tested):
             trust.observe(sure, right=place < held)
         self._branched += len(draft.branches)
-        for rival in draft.branches:
-            if rival.place == held and held < len(verdict.tokens):
-                self._rival.observe(rival.share, right=rival.token == verdict.tokens[held])
+        for rival in draft.rivals:  # whether it was offered or not
+            if rival.place == held < min(len(verdict.tokens), len(draft.confidences)):
+                self._rivals[rival.rank].observe(1, int(rival.token == verdict.tokens[held]))
         if draft.changes == self._changes:
             self._first.observe(1, int(held > 0))
 
@@ -389,7 +393,7 @@ class Skip(Decode):
         if not self._search.open:
             return
         self._saved += self._share * passed
-        expected = self._step_cost or 2 * self._frames.cost(64)
+        expected = self._step_cost or self._frames.cost(self._rehearsal.window)
         if not asks or self._counts.output_tokens - self._scored_at < self._every or self._saved < expected:
             return
         if self._frames.curve.known:
@@ -413,8 +417,8 @@ class Skip(Decode):
         if not self._informed:
             self._inform(pieces)
         self._pricing.see(sum(len(ask.tokens) for ask in asks))
-        if not self._pricing.known:
-            self._pricing.observe_whole(live, self._timed(asks, None))
+        if self._natural or not self._pricing.known:
+            self._pricing.observe_whole(live, self._whole(asks))
         prices, before = self._pricing.prices(live), search.best.skipped
         candidate = search.suggest(prices)
         trial, own = self._told(pieces, candidate), self._told(pieces, before)
@@ -424,7 +428,6 @@ class Skip(Decode):
         if search.best.skipped != before:
             log.info("layer set: skip %s (%.0f%% right)", search.best.skipped, 100 * search.best.rate)
             self._use(search.best.skipped)
-            self._calibrate(asks)
             self._keep()
         self._note("optimise")
         if not search.open:
@@ -439,7 +442,7 @@ class Skip(Decode):
     def _inform(self, pieces: list[Piece]) -> None:
         """What one look at the hidden states tells, and what an earlier process found."""
         self._informed = True
-        self._search.inform(self._rehearsal.shares(pieces))
+        self._search.inform(self._rehearsal.shares(pieces[:1]))  # a hint: some rows are as good as many
         found = self._memory.recall() if self._memory is not None and not self.ready else None
         if found is None:
             return
@@ -459,22 +462,20 @@ class Skip(Decode):
         self._settle()
         self._changes += 1
 
-    def _calibrate(self, asks: list[Ask]) -> None:
-        """What the new set's passes take, measured now, where whatever they need is built."""
-        if self.ready:
-            self._pricing.observe_whole(len(asks), self._timed(asks, None))
-            self._pricing.observe(len(asks), self._search.best.skipped, self._timed(asks, self._path))
-
     @torch.inference_mode()
-    def _timed(self, asks: list[Ask], path: Path | None) -> float:
-        """Seconds of a pass over what is live, choices included: it writes scratch like any guess."""
+    def _whole(self, asks: list[Ask]) -> float:
+        """Seconds of a pass over what is live with nothing left out, choices included.
+
+        A frame is such a pass, unless it has more rows than are used; then one is run, which writes scratch
+        like any guess.
+        """
         runner, seconds = self._runner, 0.0
-        if path is None and runner.device.type != "cpu":  # would be captured; a frame is dearer by little
+        if self._natural:
             return self._frames.cost(len(asks))
         for _ in range(2):  # the first may have to build something
             began = self._clock()
             batch = pack_fast(asks, runner.fast_tray(len(asks)))
-            logits = runner.fast(batch, path)[: len(asks)].float()
+            logits = runner.fast(batch)[: len(asks)].float()
             self._sampler.pick(logits, []).tokens.tolist()
             seconds = self._clock() - began
         return seconds
