@@ -163,6 +163,11 @@ class Trust:
     _bins: list[Rate] = field(default_factory=lambda: [Rate(0.0, 0.0, memory=100.0) for _ in range(BINS)])
     _all: Rate = field(default_factory=lambda: Rate(0.0, 0.0, memory=100.0))
 
+    @classmethod
+    def after(cls, rate: float) -> Trust:
+        """Where guesses are known to be right so often, and nothing of their confidence."""
+        return cls(_all=Rate(rate * BINS, BINS, memory=100.0))
+
     def observe(self, confidence: float, *, right: bool) -> None:
         """One guess."""
         self._bins[_bin(confidence)].observe(1, int(right))

@@ -125,7 +125,7 @@ def plot(line: Timeline, path: Path, title: str, layers: int) -> None:
         for axis in axes if tokens else ():
             axis.axvline(tokens, color="black", linewidth=0.9, linestyle=(0, (2, 2)))
     _rightness(axes[1], line)
-    axes[2].plot(*_smooth([(p.tokens, p.tokens_per_frame) for p in line.points]), color=PURPLE, linewidth=1.8)
+    axes[2].plot(*_curve([(p.tokens, p.tokens_per_frame) for p in line.points]), ".-", color=PURPLE)
     axes[2].set_ylim(bottom=0)
     axes[2].set_ylabel("tokens per frame")
     _sets(axes[3], line.events, end, layers)
@@ -163,14 +163,18 @@ def _strip(axis: Any, phases: list[tuple[str, int, int]], end: int) -> None:
 def _rightness(axis: Any, line: Timeline) -> None:
     """What came true of the guesses, and what the set promised on known text."""
     right = [(p.tokens, p.acceptance) for p in line.points if p.acceptance is not None]
-    axis.plot(*zip(*right, strict=True) if right else ((), ()), ".", color=BLUE, alpha=0.35, markersize=5)
-    axis.plot(*_smooth(right), color=BLUE, linewidth=1.8, label="of the guesses")
+    axis.plot(*_curve(right), ".-", color=BLUE, label="of the guesses")
     scored = [(e["tokens"], e["rate"]) for e in line.events if any(e["set"].values())]
-    axis.plot(*zip(*scored, strict=True) if scored else ((), ()), "x", color=RED, markersize=5,
+    axis.plot([x for x, _ in scored], [y for _, y in scored], "x", color=RED, markersize=6,
               label="of known text, when scored")  # fmt: skip
     axis.set_ylim(0, 1.04)
     axis.set_ylabel("share right")
-    axis.legend(fontsize=9, loc="lower right", ncols=2, frameon=False)
+    axis.legend(fontsize=9, loc="lower left", edgecolor="none")
+
+
+def _curve(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
+    """Every value over the middle of the tokens it was taken from."""
+    return [tokens - WINDOW / 2 for tokens, _ in points], [value for _, value in points]
 
 
 def _sets(axis: Any, events: list[dict[str, Any]], end: int, layers: int) -> None:
@@ -186,15 +190,6 @@ def _sets(axis: Any, events: list[dict[str, Any]], end: int, layers: int) -> Non
     axis.set_yticks(middles, [f"attention\n0–{layers - 1}", f"MLP\n0–{layers - 1}"])
     axis.tick_params(left=False)
     axis.set_ylabel("left out")
-
-
-def _smooth(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    """Every point as the mean of itself and its neighbours."""
-    found = []
-    for i in range(len(points)):
-        near = [value for _, value in points[max(0, i - 1) : i + 2]]
-        found.append(sum(near) / len(near))
-    return [tokens for tokens, _ in points], found
 
 
 __all__ = ["Point", "Timeline", "plot", "record"]

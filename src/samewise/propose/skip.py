@@ -315,17 +315,18 @@ class Skip(Decode):
 
     def _learn(self, draft: _Draft, verdict: Verdict) -> None:
         """How sure it was, and how right. A branch that wins is one token longer than the draft was right."""
+        self._branched += len(draft.branches)
+        if draft.changes != self._changes:  # it was another set that made it
+            return
         held = verdict.guessed - 1 if verdict.branch else verdict.accepted
         tested = draft.confidences[: min(held + 1, verdict.guessed)]
         trust = self._sampled if draft.sampled else self._greedy
         for place, sure in enumerate(tested):
             trust.observe(sure, right=place < held)
-        self._branched += len(draft.branches)
         for rival in draft.rivals:  # whether it was offered or not
             if rival.place == held < min(len(verdict.tokens), len(draft.confidences)):
                 self._rivals[rival.rank].observe(1, int(rival.token == verdict.tokens[held]))
-        if draft.changes == self._changes:
-            self._first.observe(1, int(held > 0))
+        self._first.observe(1, int(held > 0))
 
     def _settle(self) -> None:
         """From here on first guesses say how good the set is."""
@@ -423,12 +424,12 @@ class Skip(Decode):
         candidate = search.suggest(prices)
         trial, own = self._told(pieces, candidate), self._told(pieces, before)
         won = search.score(candidate, trial.rate, own.rate, trial.asked, prices)
-        for sure, right in trial.sure if won else own.sure:
-            self._greedy.observe(sure, right=right)
         if search.best.skipped != before:
             log.info("layer set: skip %s (%.0f%% right)", search.best.skipped, 100 * search.best.rate)
             self._use(search.best.skipped)
             self._keep()
+        for sure, right in trial.sure if won else own.sure:
+            self._greedy.observe(sure, right=right)
         self._note("optimise")
         if not search.open:
             self._settle()
@@ -460,6 +461,8 @@ class Skip(Decode):
     def _use(self, skipped: LayerSet) -> None:
         self._path = self._rehearsal.path(skipped) if skipped else None
         self._settle()
+        rate = self._search.best.rate  # how sure another set was says nothing of this one
+        self._greedy, self._sampled = Trust.after(rate), Trust.after(rate)
         self._changes += 1
 
     @torch.inference_mode()
