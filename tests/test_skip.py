@@ -215,6 +215,13 @@ def test_the_timeline_is_recorded_and_drawn(tmp_path):
     assert json.loads(json.dumps(line.as_json()))["events"] == line.events
 
 
+def test_the_timeline_counts_the_tokens_that_became_public():
+    engine = engine_of(make=settled)
+    talk(engine, 3, 20)  # drafts are cut where an answer ends
+    engine.proposer._note("accelerate")
+    assert engine.stats()["skip"]["timeline"][-1]["tokens"] == engine.scheduler.counts.output_tokens == 60
+
+
 def test_recent_answers_are_rehearsed_when_live_ones_are_too_short():
     engine = engine_of(search_every=1)
     for seed in range(20):

@@ -394,7 +394,7 @@ class Skip(Decode):
         if not self._search.open:
             return
         self._saved += self._share * passed
-        expected = self._step_cost or self._frames.cost(self._rehearsal.window)
+        expected = self._step_cost or 1.5 * self._frames.cost(self._rehearsal.window)
         if not asks or self._counts.output_tokens - self._scored_at < self._every or self._saved < expected:
             return
         if self._frames.curve.known:
@@ -406,7 +406,7 @@ class Skip(Decode):
             self._scored_at = self._counts.output_tokens
             self._round(asks, pieces)
             taken = self._clock() - began
-            self._step_cost = min(taken, self._step_cost or taken)
+            self._step_cost = (taken + (self._step_cost or taken)) / 2
         taken = self._clock() - began
         self._spent += taken
         self._active += taken
