@@ -4,9 +4,10 @@
     python bench/planted.py --topics bench-out/topics.png
 
 `none`, `skip` (which has to find the set) and `known` (drafting with the set known by construction), side by
-side on the same prompts, in turns. `share` is the part of the time that the search may take. With `--topics`
-the model is one in which what can be left out changes with the topic, and the picture shows what `skip` makes
-of two changes of topic.
+side on the same prompts, in turns. `share` is the part of the time that the search may take. Beside the pace
+stand counts, in which nobody else at work on the machine can be seen: frames, their rows, draft passes. With
+`--topics` the model is one in which what can be left out changes with the topic, and the picture shows what
+`skip` makes of two changes of topic.
 """
 
 import argparse
@@ -48,6 +49,29 @@ def run(engine, batch, tokens, seed, temperature):
     return num / (time.perf_counter() - began), said
 
 
+def warm(engine, batch, tokens, temperature):
+    """Some text, and as much as the search takes, if that is not too much."""
+    seed = 1000
+    run(engine, batch, 16, seed, temperature)
+    while engine.scheduler.counts.output_tokens < tokens and engine.stats()["skip"]["search"]["open"]:
+        run(engine, batch, 64, seed := seed + 1, temperature)
+
+
+def found_after(report):
+    """Tokens before it first had the set it has."""
+    having = [
+        event["tokens"] for event in report["timeline"] if event["set"] == report["timeline"][-1]["set"]
+    ]
+    return having[0]
+
+
+def counted(engine):
+    counts, skip = engine.scheduler.counts, engine.stats().get("skip", {})
+    return {"tokens": counts.output_tokens, "frames": counts.frames, "rows": counts.rows,
+            "passes": skip.get("passes", 0), "guessed": counts.guessed, "accepted": counts.accepted,
+            "branches": skip.get("branches", 0)}  # fmt: skip
+
+
 def topics(args, settings):
     """Two topics and back: the timeline, as text and as a picture."""
     loaded = two_topics(args.layers, args.hidden)
@@ -77,7 +101,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--warm", type=int, default=1024, help="tokens before measuring, in which it may search"
+        "--warm", type=int, default=8192, help="tokens before measuring, at most, in which it may search"
     )
     parser.add_argument("--share", type=float, default=0.02)
     parser.add_argument("--topics", help="where to draw the timeline of a model with two topics")
@@ -104,8 +128,9 @@ def main():
             "known": Engine(loaded, EngineConfig(**settings, proposer="skip"), make_proposer=known(best)),
         }
         for name, engine in engines.items():
-            run(engine, batch, max(8, args.warm // batch if name == "skip" else 16), 0, args.temperature)
+            warm(engine, batch, args.warm if name == "skip" else 0, args.temperature)
         rates = {name: [] for name in engines}
+        before = {name: counted(engine) for name, engine in engines.items()}
         for repeat in range(args.repeats):
             texts = {}
             for name, engine in engines.items():
@@ -120,13 +145,23 @@ def main():
             "batch": batch, "none": middle["none"], "skip": middle["skip"], "known": middle["known"],
             "skip/none": middle["skip"] / middle["none"], "skip/known": middle["skip"] / middle["known"],
             "sublayers off the planted set": missed, "rounds": report["search"]["rounds"],
-            "search share": report["search"]["share"], "acceptance": report["first_guess_acceptance"],
+            "found after": found_after(report), "search share": report["search"]["share"],
+            "acceptance": report["first_guess_acceptance"],
         }  # fmt: skip
+        row["counts"] = {
+            name: {what: num - before[name][what] for what, num in counted(engine).items()}
+            for name, engine in engines.items()
+        }
         found.append(row)
         print(
-            "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()),
-            flush=True,
+            "  ".join(
+                f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}"
+                for k, v in row.items()
+                if k != "counts"
+            )
         )
+        for name, counts in row["counts"].items():
+            print(f"  {name:>6}: " + "  ".join(f"{what} {num}" for what, num in counts.items()), flush=True)
     print(json.dumps({"layers": args.layers, "hidden": args.hidden, "share": args.share, "results": found}))
 
 

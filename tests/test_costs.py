@@ -2,7 +2,7 @@
 
 import pytest
 
-from samewise.costs import Curve, Frames, Rate, expected
+from samewise.costs import Curve, Frames, Rate, Trust, expected
 
 
 def test_a_curve_is_straight_between_what_was_seen():
@@ -77,3 +77,27 @@ def test_acceptance_counts_what_was_reached():
 def test_expected_tokens(rate):
     by_hand = sum(rate**k for k in range(6))
     assert expected(rate, 5) == pytest.approx(by_hand)
+
+
+def test_rows_that_come_with_a_size():
+    frames = Frames((1, 2, 4, 8))
+    assert [frames.padding(rows) for rows in (1, 3, 5, 8, 9, 11)] == [0, 1, 3, 0, 0, 1]
+
+
+def test_a_claim_is_believed_until_more_is_seen():
+    trust = Trust()
+    assert trust.chance(0.1) < 0.2 < 0.8 < trust.chance(0.9)
+    for _ in range(60):
+        trust.observe(0.1, right=True)
+    assert trust.chance(0.1) > 0.97  # many right ones are not held back by what was believed before
+    assert trust.chance(0.3) > 0.5  # and say something of others
+    for _ in range(40):
+        trust.observe(0.3, right=False)
+    assert trust.chance(0.3) < 0.05
+    assert 0.3 < trust.least(0.9) <= 1.0
+
+
+def test_a_rate_that_is_known_counts_before_any_guess():
+    assert Trust.after(0.95).chance(0.3) > Trust().chance(0.3)
+    assert Rate(24.0, 24.0).value == 1.0
+    assert Rate(24.0, 24.0).careful == pytest.approx(0.98)

@@ -10,8 +10,9 @@ import torch
 from samewise import machine
 from samewise.bench import timeline
 from samewise.config import EngineConfig
-from samewise.engine import Engine
+from samewise.engine import MAKERS, Engine
 from samewise.errors import BadParameter
+from samewise.propose.decode import Decode
 from samewise.propose.skip import Skip
 from samewise.run.frame import pack_frame
 from samewise.testing import FAMILIES, planted, planted_best, tiny, tiny_engine, two_topics
@@ -214,6 +215,13 @@ def test_the_timeline_is_recorded_and_drawn(tmp_path):
     assert json.loads(json.dumps(line.as_json()))["events"] == line.events
 
 
+def test_the_timeline_counts_the_tokens_that_became_public():
+    engine = engine_of(make=settled)
+    talk(engine, 3, 20)  # drafts are cut where an answer ends
+    engine.proposer._note("accelerate")
+    assert engine.stats()["skip"]["timeline"][-1]["tokens"] == engine.scheduler.counts.output_tokens == 60
+
+
 def test_recent_answers_are_rehearsed_when_live_ones_are_too_short():
     engine = engine_of(search_every=1)
     for seed in range(20):
@@ -236,6 +244,54 @@ def test_and_none_where_every_row_costs():
     talk(engine, 4, 100)
     tally = engine.scheduler.counts.drafters["skip"]
     assert engine.stats()["skip"]["branches"] < 0.2 * tally.drafts
+
+
+# ---- how far
+
+
+def pace_of(engine, live, most=48):
+    """On its clock, once it has seen some text."""
+    talk(engine, live, most)
+    began = engine._clock.now
+    tokens = sum(len(said) for said in talk(engine, live, most, seed=3))
+    return tokens / (engine._clock.now - began)
+
+
+def settled(parts):
+    made = MAKERS["skip"](parts)
+    made.settle(BEST, 0.98)
+    return made
+
+
+@pytest.mark.parametrize("live", [1, 8])
+def test_drafts_go_as_far_as_pays_for_every_number_of_sequences(live):
+    """With a set that is known, no fixed length of drafts would be clearly faster."""
+    loaded = planted(LAYERS, 64)
+
+    def fixed(parts):
+        path = parts.runner.skipping(parts.runner.views(), BEST)
+        return Decode(parts.runner, parts.sampler, path=path)
+
+    lengths = {1: (8, 15), 8: (3, 5, 7, 15)}[live]
+    paces = [pace_of(engine_of(loaded, make=fixed, draft_tokens=num), live) for num in lengths]
+    assert pace_of(engine_of(loaded, make=settled), live) > 0.95 * max(paces)
+
+
+def test_a_set_it_found_is_as_good_as_one_it_was_given():
+    loaded = planted(LAYERS, 64)
+    engine, given = engine_of(loaded, search_rounds=8), engine_of(loaded, make=settled)
+    talk(engine, 8, 64)
+    assert engine.proposer._search.best.skipped == BEST
+    assert not engine.proposer._search.open
+    assert pace_of(engine, 8) > 0.95 * pace_of(given, 8)
+
+
+def test_passes_that_drafted_are_what_a_pass_costs():
+    engine = engine_of(make=settled)
+    talk(engine, 2, 40)
+    pricing = engine.proposer._pricing
+    left = (2 + 1) * 0.35e-3 + (2 + 2) * 0.65e-3  # the first and the last layer, and what was planted
+    assert pricing.seconds(BEST, 2) == pytest.approx(left * 1.1, rel=0.01)
 
 
 # ---- memory

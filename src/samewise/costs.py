@@ -96,6 +96,11 @@ class Frames:
         found = whole * (base + each * most) + (base + each * self.size(rest) if rest else 0.0)
         return max(found, 1e-9) if self.curve.known else 0.0
 
+    def padding(self, rows: int) -> int:
+        """Rows that so many used ones bring with them, and that nobody uses yet."""
+        rest = rows % self.sizes[-1]
+        return self.size(rest) - rest if rest else 0
+
     def _fit(self) -> tuple[float, float]:
         """Least squares of relative errors: small frames are the ones decisions are about."""
         points = list(self.curve.table().items())
@@ -139,30 +144,49 @@ class Rate:
         """Between 0 and 1."""
         return self.hits / self.trials
 
+    @property
+    def careful(self) -> float:
+        """The same, as no handful of trials makes certain."""
+        return (self.hits + 0.5) / (self.trials + 1.0)
+
 
 BINS = 12
 
 
 @dataclass(slots=True)
 class Trust:
-    """How often a guess of some confidence is right: what is claimed at first, then what is seen."""
+    """How often a guess of some confidence is right, by how often such guesses were.
 
-    _bins: list[Rate] = field(
-        default_factory=lambda: [Rate(3.0 * (i + 0.5) / BINS, 3.0, memory=100.0) for i in range(BINS)]
-    )
+    Of a confidence that was hardly seen, what it claims and how often guesses are right at all count alike.
+    """
+
+    _bins: list[Rate] = field(default_factory=lambda: [Rate(0.0, 0.0, memory=100.0) for _ in range(BINS)])
+    _all: Rate = field(default_factory=lambda: Rate(0.0, 0.0, memory=100.0))
+
+    @classmethod
+    def after(cls, rate: float) -> Trust:
+        """Where guesses are known to be right so often, and nothing of their confidence."""
+        return cls(_all=Rate(rate * BINS, BINS, memory=100.0))
 
     def observe(self, confidence: float, *, right: bool) -> None:
         """One guess."""
         self._bins[_bin(confidence)].observe(1, int(right))
+        self._all.observe(1, int(right))
 
     def chance(self, confidence: float) -> float:
         """That a guess of this confidence is right."""
-        return self._bins[_bin(confidence)].value
+        return self._chance(_bin(confidence))
 
     def least(self, chance: float) -> float:
         """The lowest confidence from which on guesses are right that often; 1.0 where none is."""
-        below = [i for i, rate in enumerate(self._bins) if rate.value < chance]
+        below = [i for i in range(BINS) if self._chance(i) < chance]
         return (below[-1] + 1) / BINS if below else 0.0
+
+    def _chance(self, place: int) -> float:
+        rate, claimed = self._bins[place], (place + 0.5) / BINS
+        known = self._all.trials / (self._all.trials + BINS)
+        before = claimed + 0.5 * known * (self._all.careful - claimed)
+        return (rate.hits + before) / (rate.trials + 1.0)
 
 
 def _bin(confidence: float) -> int:

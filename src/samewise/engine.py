@@ -38,6 +38,7 @@ from samewise.assemble import (
 from samewise.config import EngineConfig
 from samewise.contract import Contract
 from samewise.costs import Frames
+from samewise.counts import Counts
 from samewise.errors import BadParameter, BadPrompt, CallerError, GuaranteeLost
 from samewise.judge import trust
 from samewise.model import fp8, linear, zoo
@@ -82,6 +83,7 @@ class Parts:
     load: Callable[[EngineConfig], Loaded] = load
     ahead: bool = False
     private: range = range(0)  # pages nobody else uses
+    counts: Counts = field(default_factory=Counts)  # the engine's own, for reading
     contract: Callable[[], str] = lambda: ""  # known once the engine is certified
     reports: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)  # what stats() is to say
     renewals: list[Callable[[], object]] = field(default_factory=list)  # called when weights were replaced
@@ -180,8 +182,9 @@ def _skip(parts: Parts, *, alone: bool = True) -> Skip:
     rest = max(0.0, linears - sum(attention + mlp for attention, mlp in weights))  # the head, mostly
     pricing = Pricing(weights, rest, runner.kv_bytes, parts.frames, config.draft_tokens)
     made = Skip(
-        runner, parts.sampler, rehearsal, search, pricing, parts.frames, parts.clock, memory=_Sets(parts),
-        every=config.search_every, share=config.search_share, chain=parts.chain, alone=alone,
+        runner, parts.sampler, rehearsal, search, pricing, parts.frames, parts.counts, parts.clock,
+        memory=_Sets(parts), every=config.search_every, share=config.search_share, chain=parts.chain,
+        alone=alone,
     )  # fmt: skip
     parts.reports["skip"] = made.stats
     parts.renewals.append(made.renew)
@@ -284,7 +287,7 @@ class Engine:
         parts = Parts(
             self.runner, self.sampler, arch.vocab, config, self.frames, clock, loaded, self.max_model_len,
             ahead=self.verifier.ahead, private=range(num_pages, num_pages + private),
-            contract=lambda: self.contract.id,
+            counts=Counts(), contract=lambda: self.contract.id,
         )  # fmt: skip
         self._renewals, self._reports = parts.renewals, parts.reports
         self.fast = Decode(self.runner, self.sampler, chain=parts.chain)
@@ -304,7 +307,7 @@ class Engine:
             max_queued=config.max_queued,
             prefix_caching=config.enable_prefix_caching,
         )
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, parts.counts)
         self.grammars = grammar.Grammars(loaded.tokenizer, arch.vocab, loaded.eos_ids)
         self._facts = dict(loaded.facts) | {"rope": rope or "as configured"}
         self._flight: Flight | None = None

@@ -1,7 +1,7 @@
 """`samewise bench --timeline`: one task after the other, and what `skip` makes of it, as a picture.
 
 The picture is SWIFT's own, over committed tokens: phases as bands, topics as marks, how often guesses are
-right, how many tokens a frame brings, and how many sublayers are left out.
+right and how often the set was on known text, how many tokens a frame brings, which sublayers are left out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from samewise.bench.report import pyplot
 from samewise.engine import Engine
 from samewise.params import SamplingParams
 
-COLOURS = {"accumulate": "#d9d9d9", "optimise": "#fdd49e", "accelerate": "#c7e9c0"}
+COLOURS = {"accumulate": "#c9ccd1", "optimise": "#f7c27b", "accelerate": "#a5d6a0"}
+BLUE, RED, PURPLE, GREY = "#1f4e8c", "#c2410c", "#6b2c91", "#5f6670"
 WINDOW = 48  # tokens over which a point of the curves is taken
+ROOM = 0.09  # the share of the width a phase's name needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,46 +110,86 @@ def _point(before: dict[str, float], now: dict[str, float], seconds: float) -> P
 def plot(line: Timeline, path: Path, title: str, layers: int) -> None:
     """Draw it."""
     plt = pyplot()
-    figure, (upper, middle, lower) = plt.subplots(
-        3, 1, figsize=(10, 6.5), sharex=True, height_ratios=(3, 3, 1.6)
+    figure, axes = plt.subplots(
+        4, 1, figsize=(10, 7.2), sharex=True, height_ratios=(0.35, 2.6, 2.0, 2.4), layout="constrained"
     )
     end = max([1, *(p.tokens for p in line.points[-1:]), *(e["tokens"] for e in line.events[-1:])])
-    for axis in (upper, middle, lower):
-        _bands(axis, line.events, end)
-        for tokens, _ in line.topics[1:]:
-            axis.axvline(tokens, color="black", linewidth=0.8, linestyle=":")
+    phases = _phases(line.events, end)
+    _strip(axes[0], phases, end)
+    for axis in axes[1:]:
+        for name, first, last in phases:
+            axis.axvspan(first, last, color=COLOURS[name], alpha=0.22, linewidth=0)
+        axis.spines[["top", "right"]].set_visible(False)
     for tokens, topic in line.topics:
-        upper.annotate(topic, (tokens, 1.03), xycoords=("data", "axes fraction"), fontsize="small")
-    right = [p for p in line.points if p.acceptance is not None]
-    upper.plot([p.tokens for p in right], [p.acceptance for p in right], ".-", color="#225ea8")
-    upper.set_ylim(0, 1.02)
-    upper.set_ylabel("guesses right")
-    middle.plot(
-        [p.tokens for p in line.points], [p.tokens_per_frame for p in line.points], ".-", color="#7a0177"
-    )
-    middle.set_ylim(bottom=0)
-    middle.set_ylabel("tokens per frame")
-    steps = [(e["tokens"], len(e["set"]["attention"]), len(e["set"]["mlp"])) for e in line.events]
-    for place, name in ((1, "attention"), (2, "MLP")):
-        xs, ys = [s[0] for s in steps] + [end], [s[place] for s in steps] + [steps[-1][place] if steps else 0]
-        lower.step(xs, ys, where="post", label=name)
-    lower.set_ylim(0, layers)
-    lower.set_ylabel(f"left out, of {layers}")
-    lower.set_xlabel("committed tokens")
-    lower.legend(fontsize="small", loc="upper left", ncols=2)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    middle.legend(handles, list(COLOURS), fontsize="small", loc="upper left", ncols=3)
-    figure.suptitle(title)
-    figure.tight_layout()
+        axes[0].annotate(topic, (tokens, 1.25), xycoords=("data", "axes fraction"), fontsize=10)
+        for axis in axes if tokens else ():
+            axis.axvline(tokens, color="black", linewidth=0.9, linestyle=(0, (2, 2)))
+    _rightness(axes[1], line)
+    axes[2].plot(*_curve([(p.tokens, p.tokens_per_frame) for p in line.points]), ".-", color=PURPLE)
+    axes[2].set_ylim(bottom=0)
+    axes[2].set_ylabel("tokens per frame")
+    _sets(axes[3], line.events, end, layers)
+    axes[3].set_xlim(0, end)
+    axes[3].set_xlabel("committed tokens")
+    figure.align_ylabels(axes)
+    figure.suptitle(title, fontsize=12)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _bands(axis: Any, events: list[dict[str, Any]], end: int) -> None:
+def _phases(events: list[dict[str, Any]], end: int) -> list[tuple[str, int, int]]:
+    """Runs of one phase: its name, from where, to where."""
+    found: list[tuple[str, int, int]] = []
     for event, following in pairwise([*events, {"tokens": end}]):
-        axis.axvspan(
-            event["tokens"], following["tokens"], color=COLOURS[event["event"]], alpha=0.6, linewidth=0
-        )
+        name, first = event["event"], event["tokens"]
+        if found and found[-1][0] == name:
+            first = found.pop()[1]
+        found.append((name, first, following["tokens"]))
+    return found
+
+
+def _strip(axis: Any, phases: list[tuple[str, int, int]], end: int) -> None:
+    """The phases by name, where there is room for it."""
+    for name, first, last in phases:
+        axis.axvspan(first, last, color=COLOURS[name], linewidth=0)
+        if last - first > ROOM * end:
+            axis.text((first + last) / 2, 0.5, name, ha="center", va="center", fontsize=9)
+    axis.set_ylim(0, 1)
+    axis.set_yticks([])
+    axis.tick_params(bottom=False)
+    axis.spines[:].set_visible(False)
+
+
+def _rightness(axis: Any, line: Timeline) -> None:
+    """What came true of the guesses, and what the set promised on known text."""
+    right = [(p.tokens, p.acceptance) for p in line.points if p.acceptance is not None]
+    axis.plot(*_curve(right), ".-", color=BLUE, label="of the guesses")
+    scored = [(e["tokens"], e["rate"]) for e in line.events if any(e["set"].values())]
+    axis.plot([x for x, _ in scored], [y for _, y in scored], "x", color=RED, markersize=6,
+              label="of known text, when scored")  # fmt: skip
+    axis.set_ylim(0, 1.04)
+    axis.set_ylabel("share right")
+    axis.legend(fontsize=9, loc="lower left", edgecolor="none")
+
+
+def _curve(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
+    """Every value over the middle of the tokens it was taken from."""
+    return [tokens - WINDOW / 2 for tokens, _ in points], [value for _, value in points]
+
+
+def _sets(axis: Any, events: list[dict[str, Any]], end: int, layers: int) -> None:
+    """Which sublayers are left out, layer by layer: attention below, MLPs above."""
+    for event, following in pairwise([*events, {"tokens": end}]):
+        first, width = event["tokens"], following["tokens"] - event["tokens"]
+        for kind, base in (("attention", 0), ("mlp", layers + 1)):
+            for layer in event["set"][kind]:
+                axis.broken_barh([(first, width)], (base + layer + 0.1, 0.8), color=GREY, linewidth=0)
+    axis.set_ylim(0, 2 * layers + 1)
+    axis.axhspan(layers, layers + 1, color="white", zorder=3)
+    middles = (layers / 2, layers + 1 + layers / 2)
+    axis.set_yticks(middles, [f"attention\n0–{layers - 1}", f"MLP\n0–{layers - 1}"])
+    axis.tick_params(left=False)
+    axis.set_ylabel("left out")
 
 
 __all__ = ["Point", "Timeline", "plot", "record"]

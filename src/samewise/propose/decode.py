@@ -59,8 +59,7 @@ class Decode:
             sources = [rows[i] for i in live] if ahead else None
             logits = self._logits([asks[i] for i in live], sources, ahead)
             draws = _draws([asks[i] for i in live], ahead)
-            picks = self._sampler.pick(logits, draws)
-            self._look([asks[i] for i in live], logits, picks, draws)
+            picks = self._choose([asks[i] for i in live], logits, draws)
             for i, top in zip(live, self._tops(logits, [asks[i] for i in live]), strict=True):
                 tops[i] += top
             if max(lens) > ahead + 1:
@@ -79,8 +78,9 @@ class Decode:
             for i, ask in enumerate(asks)
         ]
 
-    def _look(self, asks: list[Ask], logits: torch.Tensor, picks: Picks, draws: list[Draw]) -> None:
-        """Whoever wants to know more of a pass than its tokens looks here."""
+    def _choose(self, asks: list[Ask], logits: torch.Tensor, draws: list[Draw]) -> Picks:  # noqa: ARG002 - for heirs
+        """The guess of every row. Whoever wants to know more of a pass looks here."""
+        return self._sampler.pick(logits, draws)
 
     def warm(self, most: int) -> None:
         """Capture the passes of up to `most` sequences now, rather than while they wait."""

@@ -35,12 +35,25 @@ class Piece(NamedTuple):
     targets: tuple[int, ...]  # what comes next, for that row and those after it
 
 
+class Told(NamedTuple):
+    """How a layer set fared on known text."""
+
+    right: int
+    asked: int
+    sure: list[tuple[float, bool]]  # of each greedy row: how sure it was, and whether it was right
+
+    @property
+    def rate(self) -> float:
+        """How often it said what came next."""
+        return self.right / self.asked
+
+
 class Rehearsal:
     """Scores layer sets on text that was committed lately. Owns the private pages."""
 
     def __init__(self, runner: Runner, sampler: Sampler, views: Views, pages: range, *, window: int) -> None:
         self._runner, self._sampler, self._views = runner, sampler, views
-        self._pages, self._window = pages, min(window, len(pages) * PAGE)
+        self._pages, self.window = pages, min(window, len(pages) * PAGE)
         self._turn = 0
         self._recent: deque[tuple[int, ...]] = deque(maxlen=RECENT)
         self._whole = Path(runner.model, None)
@@ -67,10 +80,10 @@ class Rehearsal:
         Nothing where that is fewer than `least` tokens. The window is shared by all, whose turn it is first.
         """
         pieces: list[Piece] = []
-        left, free = self._window, list(self._pages)
+        left, free = self.window, list(self._pages)
         self._turn += 1
         order = asks[self._turn % len(asks) :] + asks[: self._turn % len(asks)]
-        each = min(LENGTH, max(PAGE, self._window // len(asks)))
+        each = min(LENGTH, max(PAGE, self.window // len(asks)))
         for ask in order:
             if ask.guide is not None:  # what its grammar allowed back then, nobody knows any more
                 continue
@@ -92,16 +105,18 @@ class Rehearsal:
         """Recent answers stand without what came before: what the whole model says there is the truth."""
         if not pieces:
             return []
-        said = iter(self._says(pieces, self._whole))
+        said = iter(self._says(pieces, self._whole)[0])
         return [piece._replace(targets=tuple(next(said) for _ in piece.targets)) for piece in pieces]
 
     # ---- how well
 
-    def agreement(self, pieces: list[Piece], skipped: LayerSet) -> tuple[int, int]:
-        """(right, asked): how often the model without these sublayers says what came next."""
+    def agreement(self, pieces: list[Piece], skipped: LayerSet) -> Told:
+        """How often the model without these sublayers says what came next."""
         targets = [token for piece in pieces for token in piece.targets]
-        said = self._says(pieces, self.path(skipped))
-        return sum(a == b for a, b in zip(said, targets, strict=True)), len(targets)
+        said, sure = self._says(pieces, self.path(skipped))
+        right = [a == b for a, b in zip(said, targets, strict=True)]
+        told = [(share, held) for share, held in zip(sure, right, strict=True) if share is not None]
+        return Told(sum(right), len(targets), told)
 
     @torch.inference_mode()
     def shares(self, pieces: list[Piece]) -> list[tuple[float, float]]:
@@ -130,27 +145,30 @@ class Rehearsal:
         return [(found[attention], found[mlp]) for _, (attention, mlp) in self._views.layers()]
 
     @torch.inference_mode()
-    def _says(self, pieces: list[Piece], path: Path) -> list[int]:
+    def _says(self, pieces: list[Piece], path: Path) -> tuple[list[int], list[float | None]]:
+        """What every row that is asked says, and how surely, where it is greedy."""
         logits = self._look(pieces, path).float()
         draws: list[Draw] = []
-        row = 0
+        plain: list[bool] = []
         for piece in pieces:
             span, sampling = piece.span, piece.span.sampling
             for place in range(piece.first, len(span.inputs)):
                 if not sampling.plain:
                     position = span.start + place + 1
                     before = span.tokens[span.prompt_len : position] if sampling.edited else []
-                    draws.append(Draw(row, sampling, span.tokens[: span.prompt_len], before, position))
-                row += 1
-        said: list[int] = self._sampler.pick(logits, draws).tokens.tolist()
-        return said
+                    draws.append(Draw(len(plain), sampling, span.tokens[: span.prompt_len], before, position))
+                plain.append(sampling.plain)
+        picks = self._sampler.pick(logits, draws)
+        sure: list[float] = picks.logprobs.exp().tolist()
+        said: list[int] = picks.tokens.tolist()
+        return said, [share if greedy else None for share, greedy in zip(sure, plain, strict=True)]
 
     def _look(self, pieces: list[Piece], path: Path) -> torch.Tensor:
         """Logits of the rows that are asked, in order."""
         spans = [piece.span for piece in pieces]
         rows = sum(len(span.inputs) for span in spans)
         on_cpu = self._runner.device.type == "cpu"  # elsewhere padding is cheaper than staging for every size
-        batch = pack_frame(spans, self._runner.tray(rows if on_cpu else self._window))
+        batch = pack_frame(spans, self._runner.tray(rows if on_cpu else self.window))
         keep, first = list[int](), 0
         for piece in pieces:
             keep += range(first + piece.first, first + len(piece.span.inputs))
@@ -183,4 +201,4 @@ def _again(text: tuple[int, ...], free: list[int]) -> Piece:
     return Piece(span, first, text[first:])
 
 
-__all__ = ["Piece", "Rehearsal"]
+__all__ = ["Piece", "Rehearsal", "Told"]

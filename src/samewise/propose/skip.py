@@ -3,9 +3,9 @@
 Drafts read canonical KV and write scratch; there is no second model, no second cache and no copy of either.
 Which sublayers are left out is found while answering (phase 1: accumulate some text, then optimise the set on
 it, a pass now and then, within a bounded share of time). Then the set is used with an eye on its confidence
-(phase 2: accelerate): a draft goes on while its next guess can be expected to pay, and where it is unsure its
-alternatives are offered as branches. When its first guesses are right clearly less often than they
-were when it was chosen, the search is opened again.
+(phase 2: accelerate): drafts go on while their next guesses can be expected to pay for the pass they share,
+and where one is unsure its alternatives are offered as branches. When first guesses are right clearly less
+often than they were when the set was chosen, the search is opened again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from samewise.costs import Frames, Rate, Trust
+from samewise.counts import Counts
+from samewise.model.attention import PAGE
 from samewise.propose.decode import Decode
 from samewise.propose.pricing import Pricing
-from samewise.propose.rehearse import Piece, Rehearsal
+from samewise.propose.rehearse import Piece, Rehearsal, Told
 from samewise.propose.search import Search
 from samewise.run.frame import pack_fast
-from samewise.run.runner import Path, Runner
+from samewise.run.runner import Runner
 from samewise.sampling import Draw, Picks, Sampler
 from samewise.types import Ask, Branch, LayerSet, Proposal, Verdict
 
@@ -33,8 +35,7 @@ LEAST = 24  # tokens a set must be scored on
 RIVALS = 3  # alternatives looked at where a guess is unsure
 BRANCHES = 4  # of which a draft may have at once
 SURE = 0.95  # and above this probability nobody looks for any
-UNSURE = 0.8  # below this chance a guess has alternatives worth a thought
-FAITH = 0.9  # a draft is broken off for want of chance above this at the latest
+UNSURE = 0.95  # below this chance a guess has alternatives worth a thought
 FALL = 0.15  # how much less often first guesses may be right before the search is opened again
 SETTLED = 24.0  # first guesses that must have been seen for that
 EVENTS = 256
@@ -74,13 +75,22 @@ class Event(NamedTuple):
         }
 
 
+class _Seen(NamedTuple):
+    """What some rows of a pass might have said, the likeliest first, and how sure the model is of each."""
+
+    asks: list[Ask]  # of the whole pass
+    rows: list[int]
+    ids: torch.Tensor  # [rows, num]
+    shares: torch.Tensor  # [rows, num]
+
+
 class _Rival(NamedTuple):
     """Another token that might stand at a place of a draft."""
 
     gain: float  # the chance that the draft holds up to there and this is what follows
     place: int
     token: int
-    share: float  # how sure the model was of it
+    rank: int  # among the alternatives at that place
 
 
 @dataclass(slots=True)
@@ -111,6 +121,7 @@ class Skip(Decode):
         search: Search,
         pricing: Pricing,
         frames: Frames,
+        counts: Counts,
         clock: Callable[[], float],
         *,
         memory: Memory | None = None,
@@ -121,17 +132,19 @@ class Skip(Decode):
     ) -> None:
         super().__init__(runner, sampler, chain=chain)
         self._rehearsal, self._search, self._pricing = rehearsal, search, pricing
-        self._frames, self._clock, self._memory = frames, clock, memory
+        self._frames, self._counts, self._clock, self._memory = frames, counts, clock, memory
         self._every, self._share, self._alone = every, share, alone
-        self._seen: list[tuple[list[int], list[list[int]], list[list[float]]]] = []  # of the passes under way
+        self._natural = runner.natural or runner.device.type != "cpu"
+        self._seen: list[_Seen] = []  # of the passes under way
         self._drafts: dict[int, _Draft] = {}
         self._texts: dict[int, tuple[list[int], int]] = {}
-        self._greedy, self._sampled, self._rival = Trust(), Trust(), Trust()
+        self._greedy, self._sampled = Trust(), Trust()
+        self._rivals = [Rate(0.8 / (i + 1), 2.0) for i in range(RIVALS)]  # how often it is the one, by rank
         self._first = Rate(0.0, 0.0, memory=64.0)  # of first guesses, since the set is in use
         self._norm: float | None = None  # what that was when it had settled
         self._changes = 0
         self._bar = 0.0
-        self._tokens = self._scored_at = self._branched = 0
+        self._scored_at = self._branched = self._passes = 0
         self._spent = self._active = self._saved = self._last = self._step_cost = 0.0
         self._informed = False
         self._events: list[Event] = []
@@ -165,83 +178,113 @@ class Skip(Decode):
         if not asks:
             return []
         self._seen.clear()
-        return self._paced(asks, super().propose(asks))
+        began = self._clock()
+        found = super().propose(asks)
+        passes = max(len(proposal.tokens) for proposal in found)
+        self._passes += passes
+        self._pricing.drafted(len(asks), self._search.best.skipped, (self._clock() - began) / passes)
+        return self._paced(asks, found)
 
-    def _look(self, asks: list[Ask], logits: torch.Tensor, picks: Picks, draws: list[Draw]) -> None:
-        """How sure each guess is, and what else it might have been."""
-        rows = list(range(len(asks)))
-        ids: list[list[int]] = [[] for _ in rows]
-        shares: list[list[float]] = [[] for _ in rows]
+    def _choose(self, asks: list[Ask], logits: torch.Tensor, draws: list[Draw]) -> Picks:
+        """The guess of every row, how sure it is, and what else it might have been."""
+        picks = self._sampler.pick(logits, [])  # what is not greedy follows below, with its alternatives
+        rows, drawn = list(range(len(asks))), [draw.row for draw in draws]
         if self._runner.device.type == "cpu":  # a sure greedy guess needs no second look
-            sure = picks.logprobs.exp().tolist()
-            plain = [ask.sampling.plain and sure[i] > SURE for i, ask in enumerate(asks)]
-            for i in (i for i in rows if plain[i]):
-                ids[i], shares[i] = [int(picks.tokens[i])], [sure[i]]
-            rows = [i for i in rows if not plain[i]]
+            shares = picks.logprobs.exp()
+            sure = [i for i, share in enumerate(shares.tolist()) if share > SURE and i not in drawn]
+            if sure:
+                self._seen.append(_Seen(asks, sure, picks.tokens[sure, None], shares[sure, None]))
+            rows = [i for i in rows if i not in sure]
         if rows:
             places = {row: i for i, row in enumerate(rows)}
-            moved = [draw._replace(row=places[draw.row]) for draw in draws if draw.row in places]
+            moved = [draw._replace(row=places[draw.row]) for draw in draws]
             some = logits[rows] if len(rows) < len(asks) else logits
-            found_ids, found = self._sampler.rivals(some, moved, RIVALS + 1)
-            for i, tokens, values in zip(rows, found_ids.tolist(), found.tolist(), strict=True):
-                ids[i], shares[i] = tokens, values
-        self._seen.append(([ask.seq_id for ask in asks], ids, shares))
+            ids, shares = self._sampler.rivals(some, moved, RIVALS + 1)
+            if drawn:
+                picks.tokens[drawn] = ids[[places[row] for row in drawn], 0]
+            self._seen.append(_Seen(asks, rows, ids, shares))
+        return picks
 
     def _paced(self, asks: list[Ask], found: list[Proposal]) -> list[Proposal]:
         """Keep each draft as far as it pays, and offer alternatives where it is unsure."""
         looks: dict[int, list[tuple[list[int], list[float]]]] = {}
-        for seq_ids, ids, shares in self._seen:
-            for seq_id, tokens, values in zip(seq_ids, ids, shares, strict=True):
-                looks.setdefault(seq_id, []).append((tokens, values))
-        live = max(len(asks), len(self._drafts))  # those whose drafts wait for the frame are there, too
-        rows = sum(len(draft.confidences) + 1 for draft in self._drafts.values()) + len(asks)
-        pace = live / max(
-            self._frames.cost(live), 1e-9
-        )  # without guesses: a pass that others need costs little
-        a_pass = self._pricing.seconds(self._search.best.skipped, len(asks)) / len(asks)
-        self._bar = min(FAITH, (a_pass + self._frames.cost(rows + 1) - self._frames.cost(rows)) * pace)
-        proposals = []
+        for seen in self._seen:
+            for row, tokens, values in zip(seen.rows, seen.ids.tolist(), seen.shares.tolist(), strict=True):
+                looks.setdefault(seen.asks[row].seq_id, []).append((tokens, values))
+        rows = sum(len(draft.confidences) + 1 for draft in self._drafts.values())
+        pace = self._pricing.pace(self._search.best.skipped, len(self._drafts), self._typical)
+        least = pace * self._pricing.row(rows, sum(len(proposal.tokens) for proposal in found))
+        kept: list[Proposal] = []
         for ask, proposal in zip(asks, found, strict=True):
             draft = self._drafts[ask.seq_id]
-            kept = self._kept(draft, proposal.tokens, looks[ask.seq_id])
-            draft.branches = self._alternatives(draft, rows, pace)
-            rows += sum(rival.place + 2 for rival in draft.branches)
-            proposals.append(
+            num = self._kept(draft, proposal.tokens, looks[ask.seq_id], least)
+            rows += num
+            kept.append(
                 proposal._replace(
-                    tokens=proposal.tokens[:kept],
-                    logprobs=proposal.logprobs[:kept],
-                    tops=proposal.tops[:kept],
-                    more=draft.reach * self._typical >= self._bar,
-                    branches=tuple(Branch(rival.place, (rival.token,)) for rival in draft.branches),
+                    tokens=proposal.tokens[:num],
+                    logprobs=(),  # nobody asks a guess
+                    tops=(),
+                    more=num == len(proposal.tokens) < ask.room
+                    and proposal.tokens[-1] not in ask.sampling.stop_ids,
                 )
             )
-        return proposals
+        going = self._going_on([proposal.seq_id for proposal in kept if proposal.more], rows, pace)
+        for i, proposal in enumerate(kept):
+            draft = self._drafts[proposal.seq_id]
+            draft.branches = self._alternatives(draft, rows, pace)
+            rows += sum(rival.place + 2 for rival in draft.branches)
+            kept[i] = proposal._replace(
+                more=proposal.seq_id in going,
+                branches=tuple(Branch(rival.place, (rival.token,)) for rival in draft.branches),
+            )
+        return kept
+
+    def _going_on(self, seq_ids: list[int], rows: int, pace: float) -> set[int]:
+        """Whose drafts are worth another pass: the likeliest, as many as pay for it together."""
+        skipped, drafts = self._search.best.skipped, self._drafts
+        order = sorted(seq_ids, key=lambda seq_id: -drafts[seq_id].reach)
+        reaches = [drafts[seq_id].reach for seq_id in order]
+        num = self._pricing.going_on(skipped, reaches, self._typical, rows, pace, self._chain)
+        if order:  # what a guess has to bring where all are alike
+            a_pass = self._pricing.seconds(skipped, len(order)) / len(order)
+            self._bar = pace * (a_pass + self._pricing.row(rows, len(order)))
+        return set(order[:num])
 
     def _kept(
-        self, draft: _Draft, tokens: tuple[int, ...], looks: list[tuple[list[int], list[float]]]
+        self,
+        draft: _Draft,
+        tokens: tuple[int, ...],
+        looks: list[tuple[list[int], list[float]]],
+        least: float,
     ) -> int:
-        """How many of these guesses a draft takes on: up to the one behind which none would pay."""
+        """How many of these guesses a draft takes on: as long as it is likely enough to be worth a row.
+
+        The first one always: how often it is right says how good the set is.
+        """
         trust = self._sampled if draft.sampled else self._greedy
-        for num, (token, (ids, shares)) in enumerate(zip(tokens, looks, strict=True), 1):
+        for num, (token, (ids, shares)) in enumerate(zip(tokens, looks, strict=True)):
             sure = dict(zip(ids, shares, strict=True)).get(token, 0.0)
             chance, before, place = trust.chance(sure), draft.reach, len(draft.confidences)
+            if chance < UNSURE:
+                others = [other for other in ids if other != token][:RIVALS]
+                for rank, (other, rate) in enumerate(zip(others, self._rivals, strict=False)):
+                    gain = before * (1.0 - chance) * rate.value
+                    draft.rivals.append(_Rival(gain, place, other, rank))
+            if place and before * chance < least:
+                return num
             draft.confidences.append(sure)
             draft.reach *= chance
-            if chance < UNSURE:
-                others = [(t, s) for t, s in zip(ids, shares, strict=True) if t != token][:RIVALS]
-                draft.rivals += [_Rival(before * self._rival.chance(s), place, t, s) for t, s in others]
-            if draft.reach * self._typical < self._bar:
-                return num
         return len(tokens)
 
     def _alternatives(self, draft: _Draft, rows: int, pace: float) -> tuple[_Rival, ...]:
         """Branches whose rows cost less than the token they may bring is worth, the likeliest first."""
         chosen: list[_Rival] = []
         for rival in sorted(draft.rivals, key=lambda r: (-r.gain, r.place, r.token))[:BRANCHES]:
-            price = self._frames.cost(rows + rival.place + 2) - self._frames.cost(rows)
+            more = rival.place + 2
+            price = more * self._pricing.row(rows, more) + self._pricing.copying(PAGE)
             if rival.gain >= max(0.02, price * pace):
                 chosen.append(rival)
-                rows += rival.place + 2
+                rows += more
         return tuple(chosen)
 
     @property
@@ -249,16 +292,15 @@ class Skip(Decode):
         """The chance of a guess of which nothing is known yet."""
         if self._first.trials < SETTLED:
             return max(0.5, self._search.best.rate)
-        return self._first.value
+        return self._first.careful
 
     # ---- learning
 
     def observe(self, verdicts: list[Verdict]) -> None:
         """Learn how guesses fared, and notice a change of topic."""
         for verdict in verdicts:
-            self._tokens += len(verdict.tokens)
-            draft = self._drafts.pop(verdict.seq_id, None) if verdict.drafter == self.name else None
-            if draft is not None and verdict.guessed:
+            draft = self._drafts.pop(verdict.seq_id, None)
+            if draft is not None and verdict.drafter == self.name:
                 self._learn(draft, verdict)
         if self._search.open or not self.ready or self._first.trials < SETTLED:
             return
@@ -273,17 +315,18 @@ class Skip(Decode):
 
     def _learn(self, draft: _Draft, verdict: Verdict) -> None:
         """How sure it was, and how right. A branch that wins is one token longer than the draft was right."""
+        self._branched += len(draft.branches)
+        if draft.changes != self._changes:  # it was another set that made it
+            return
         held = verdict.guessed - 1 if verdict.branch else verdict.accepted
         tested = draft.confidences[: min(held + 1, verdict.guessed)]
         trust = self._sampled if draft.sampled else self._greedy
         for place, sure in enumerate(tested):
             trust.observe(sure, right=place < held)
-        self._branched += len(draft.branches)
-        for rival in draft.branches:
-            if rival.place == held and held < len(verdict.tokens):
-                self._rival.observe(rival.share, right=rival.token == verdict.tokens[held])
-        if draft.changes == self._changes:
-            self._first.observe(1, int(held > 0))
+        for rival in draft.rivals:  # whether it was offered or not
+            if rival.place == held < min(len(verdict.tokens), len(draft.confidences)):
+                self._rivals[rival.rank].observe(1, int(rival.token == verdict.tokens[held]))
+        self._first.observe(1, int(held > 0))
 
     def _settle(self) -> None:
         """From here on first guesses say how good the set is."""
@@ -305,6 +348,7 @@ class Skip(Decode):
             "matchness": best.rate,
             "first_guess_acceptance": self._first.value if self._first.trials else None,
             "threshold": self._greedy.least(self._bar / max(self._typical, 1e-9)),
+            "passes": self._passes,
             "branches": self._branched,
             "search": {
                 "rounds": self._search.round,
@@ -350,8 +394,8 @@ class Skip(Decode):
         if not self._search.open:
             return
         self._saved += self._share * passed
-        expected = self._step_cost or 2 * self._frames.cost(64)
-        if not asks or self._tokens - self._scored_at < self._every or self._saved < expected:
+        expected = self._step_cost or 1.5 * self._frames.cost(self._rehearsal.window)
+        if not asks or self._counts.output_tokens - self._scored_at < self._every or self._saved < expected:
             return
         if self._frames.curve.known:
             self._step(asks, now)
@@ -359,10 +403,10 @@ class Skip(Decode):
     def _step(self, asks: list[Ask], began: float) -> None:
         pieces = self._rehearsal.gather(asks, LEAST)
         if pieces:
-            self._scored_at = self._tokens
+            self._scored_at = self._counts.output_tokens
             self._round(asks, pieces)
             taken = self._clock() - began
-            self._step_cost = min(taken, self._step_cost or taken)
+            self._step_cost = (taken + (self._step_cost or taken)) / 2
         taken = self._clock() - began
         self._spent += taken
         self._active += taken
@@ -374,18 +418,18 @@ class Skip(Decode):
         if not self._informed:
             self._inform(pieces)
         self._pricing.see(sum(len(ask.tokens) for ask in asks))
-        if not self._pricing.known:
-            self._pricing.observe_whole(live, self._timed(asks, None))
+        if self._natural or not self._pricing.known:
+            self._pricing.observe_whole(live, self._whole(asks))
         prices, before = self._pricing.prices(live), search.best.skipped
         candidate = search.suggest(prices)
-        rate, trials = self._rate(pieces, candidate)
-        own, _ = self._rate(pieces, before)
-        search.score(candidate, rate, own, trials, prices)
+        trial, own = self._told(pieces, candidate), self._told(pieces, before)
+        won = search.score(candidate, trial.rate, own.rate, trial.asked, prices)
         if search.best.skipped != before:
             log.info("layer set: skip %s (%.0f%% right)", search.best.skipped, 100 * search.best.rate)
             self._use(search.best.skipped)
-            self._calibrate(asks)
             self._keep()
+        for sure, right in trial.sure if won else own.sure:
+            self._greedy.observe(sure, right=right)
         self._note("optimise")
         if not search.open:
             self._settle()
@@ -399,7 +443,7 @@ class Skip(Decode):
     def _inform(self, pieces: list[Piece]) -> None:
         """What one look at the hidden states tells, and what an earlier process found."""
         self._informed = True
-        self._search.inform(self._rehearsal.shares(pieces))
+        self._search.inform(self._rehearsal.shares(pieces[:1]))  # a hint: some rows are as good as many
         found = self._memory.recall() if self._memory is not None and not self.ready else None
         if found is None:
             return
@@ -408,40 +452,40 @@ class Skip(Decode):
         else:
             log.warning("ignoring a layer set of another model in the cache: %s", found)
 
-    def _rate(self, pieces: list[Piece], skipped: LayerSet) -> tuple[float, int]:
+    def _told(self, pieces: list[Piece], skipped: LayerSet) -> Told:
         if not skipped:
-            return 1.0, sum(len(piece.targets) for piece in pieces)
-        right, asked = self._rehearsal.agreement(pieces, skipped)
-        return right / asked, asked
+            asked = sum(len(piece.targets) for piece in pieces)
+            return Told(asked, asked, [])
+        return self._rehearsal.agreement(pieces, skipped)
 
     def _use(self, skipped: LayerSet) -> None:
         self._path = self._rehearsal.path(skipped) if skipped else None
         self._settle()
+        rate = self._search.best.rate  # how sure another set was says nothing of this one
+        self._greedy, self._sampled = Trust.after(rate), Trust.after(rate)
         self._changes += 1
 
-    def _calibrate(self, asks: list[Ask]) -> None:
-        """What the new set's passes take, measured now, where whatever they need is built."""
-        if self.ready:
-            self._pricing.observe_whole(len(asks), self._timed(asks, None))
-            self._pricing.observe(len(asks), self._search.best.skipped, self._timed(asks, self._path))
-
     @torch.inference_mode()
-    def _timed(self, asks: list[Ask], path: Path | None) -> float:
-        """Seconds of a pass over what is live, choices included: it writes scratch like any guess."""
+    def _whole(self, asks: list[Ask]) -> float:
+        """Seconds of a pass over what is live with nothing left out, choices included.
+
+        A frame is such a pass, unless it has more rows than are used; then one is run, which writes scratch
+        like any guess.
+        """
         runner, seconds = self._runner, 0.0
-        if path is None and runner.device.type != "cpu":  # would be captured; a frame is dearer by little
+        if self._natural:
             return self._frames.cost(len(asks))
         for _ in range(2):  # the first may have to build something
             began = self._clock()
             batch = pack_fast(asks, runner.fast_tray(len(asks)))
-            logits = runner.fast(batch, path)[: len(asks)].float()
+            logits = runner.fast(batch)[: len(asks)].float()
             self._sampler.pick(logits, []).tokens.tolist()
             seconds = self._clock() - began
         return seconds
 
     def _note(self, event: str) -> None:
         best = self._search.best
-        self._events.append(Event(event, self._tokens, best.pace, best.rate, best.skipped))
+        self._events.append(Event(event, self._counts.output_tokens, best.pace, best.rate, best.skipped))
         del self._events[1 : max(1, len(self._events) - EVENTS)]
 
 
