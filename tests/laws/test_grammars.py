@@ -213,6 +213,7 @@ def test_on_cuda():
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    pytest.importorskip("llguidance")
     for setup in (Setup("llama", "cuda", "float32", 16), Setup("mistral", "cuda", "bfloat16", 128, True)):
         expected = reference(setup, CASES)
         for proposer in ("none", "jitter", "decode", "auto"):
