@@ -41,7 +41,7 @@ CONSTANTS = {
     "block": "BLOCK",
     "warps": "WARPS",
     "stages": "STAGES",
-    "combine_ahead": "COMBINE_AHEAD",
+    "combine_stages": "COMBINE_STAGES",
     "combine_warps": "COMBINE_WARPS",
     "programs": "PROGRAMS_PER_PROCESSOR",
     "at_once": "AT_ONCE_PER_PROCESSOR",

@@ -134,7 +134,7 @@ class Skip(Decode):
         self._rehearsal, self._search, self._pricing = rehearsal, search, pricing
         self._frames, self._counts, self._clock, self._memory = frames, counts, clock, memory
         self._every, self._share, self._alone = every, share, alone
-        self._natural = runner.natural or runner.device.type != "cpu"
+        self._natural = runner.elastic or runner.device.type != "cpu"
         self._seen: list[_Seen] = []  # of the passes under way
         self._drafts: dict[int, _Draft] = {}
         self._texts: dict[int, tuple[list[int], int]] = {}
