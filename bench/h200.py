@@ -285,7 +285,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--lengths", type=_lengths, help=f"prompt/output, several by commas; {LENGTHS}")
     parser.add_argument("--live", type=_numbers, help=f"live sequences; {LIVE}")
-    parser.add_argument("--modes", type=_names(MODES), default=list(MODES), help=",".join(MODES))
+    parser.add_argument(
+        "--modes", type=_names(MODES), default=list(MODES), help=",".join(MODES).replace("%", "%%")
+    )
     parser.add_argument(
         "--steps", type=int, default=64, help="tokens of each sequence to time; 0: all of them"
     )
