@@ -65,6 +65,19 @@ def bits(out: RequestOutput) -> list[tuple[list[int], list[str]]]:
     return [(o.token_ids, [v.hex() for v in o.token_logprobs]) for o in out.outputs]
 
 
+def test_who_wants_the_whole_is_woken_once() -> None:
+    async def work() -> None:
+        async with served() as llm:
+            with await llm.open("hello", SHORT, whole=True) as reading:
+                (last,) = await reading.some()
+                assert last.finish_reason == "length"
+                assert await reading.some() == []
+                assert bits(reading.output()) == bits(await llm.generate("hello", SHORT))
+            await pages_are_back(llm)
+
+    go(work())
+
+
 def test_generate_and_stream_give_the_bits_of_llm() -> None:
     params = SamplingParams(max_tokens=10, seed=3, n=2, logprobs=2)
     (wanted,) = LLM.over(tiny_engine()).generate("hello", params, use_tqdm=False)

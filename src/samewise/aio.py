@@ -38,6 +38,7 @@ class _Reader:
 
     loop: asyncio.AbstractEventLoop
     chunks: asyncio.Queue[Item]
+    whole: bool = False  # it waits for the end: what comes before is not worth waking anybody for
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +146,15 @@ class AsyncLLM:
         return self._failure
 
     async def open(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b"", whole: bool = False
     ) -> Reading:
-        """Start a request. Whoever opens it leaves it: see Reading."""
-        chunks: asyncio.Queue[Item] = asyncio.Queue()
-        answer = await self._open(prompt, params or self._desk.default_params(), chunks, salt)
-        return Reading(answer, chunks, self._leave)
+        """Start a request. Whoever opens it leaves it: see Reading.
+
+        `whole`: the reader wants the output alone; of the chunks it gets only the last.
+        """
+        reader = _Reader(asyncio.get_running_loop(), asyncio.Queue(), whole)
+        answer = await self._open(prompt, params or self._desk.default_params(), reader, salt)
+        return Reading(answer, reader.chunks, self._leave)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
@@ -165,7 +169,7 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
     ) -> RequestOutput:
         """The whole answer. Cancelling the task aborts the request."""
-        with await self.open(prompt, params, salt=salt) as reading:
+        with await self.open(prompt, params, salt=salt, whole=True) as reading:
             while await reading.some():
                 pass
             return reading.output()
@@ -201,6 +205,10 @@ class AsyncLLM:
             raise BadPrompt("this model has no tokenizer; it reads and writes token ids")
         self._engine.refuse_unknown(token_ids)
         return str(self._desk.tokenizer.decode(token_ids))
+
+    def spell(self, token: int) -> bytes | None:
+        """The bytes a token stands for; None where they are not known apart from its neighbours'."""
+        return self._desk.spell(token)
 
     def template(self, tools: Any = None) -> str:
         """The model's chat template, as text; some have another one for conversations with tools."""
@@ -262,10 +270,9 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         params: SamplingParams,
-        chunks: asyncio.Queue[Item],
+        reader: _Reader,
         salt: bytes,
     ) -> Answer:
-        reader = _Reader(asyncio.get_running_loop(), chunks)
         # Tokenising a long prompt takes milliseconds: neither the loop nor the engine waits for it.
         asked = await asyncio.to_thread(self._desk.ask, prompt, params)
         made: list[Answer] = []
@@ -347,6 +354,9 @@ class AsyncLLM:
         for answer in news:
             reader = self._readers.get(answer)
             if reader is None:
+                continue
+            if reader.whole and not answer.finished:
+                answer.pending.clear()
                 continue
             box = mail.setdefault(reader.loop, [])
             while answer.pending:
