@@ -320,6 +320,27 @@ def test_chunks_that_came_together_go_together() -> None:
     assert joined(parts[:1]) == parts[:1]
 
 
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream_options": {"include_usage": True}},
+                                    {"logprobs": 1}, {"return_token_ids": True}, {"explain": True},
+                                    {"stream_options": {"continuous_usage_stats": True}}])  # fmt: skip
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_what_is_written_once_is_what_would_be_written(ask: Any, fields: dict[str, Any]) -> None:
+    if ask is chat and "logprobs" in fields:
+        fields = {"logprobs": True, "top_logprobs": 1}
+    parsed = ask(stream=True, **fields)
+    wire = {"model": 'a "model"', "created": 7, "id": "x", "fingerprint": "f"}
+    one, two = Streamer(parsed, **wire), Streamer(parsed, **wire)
+    entry = [{1: Logprob(-1.0, 1, "z")}] if parsed.params.logprobs is not None else None
+    texts = ["a", 'b"\n', "", "é🙂", "\0the text of a chunk\0", "\ud800", "end"]
+    for i, text in enumerate(texts):
+        for index in range(parsed.params.n):
+            chunk = Chunk(
+                index, text, [1], [-1.0], entry, "stop" if i == len(texts) - 1 else None, None, 1, 2
+            )
+            whole = b"".join(map(event, one.chunk(0, chunk, lambda: answer(outputs=[]))))
+            assert two.wire(0, chunk, lambda: answer(outputs=[])) == whole
+
+
 def test_an_end_no_client_knows_is_not_streamed() -> None:
     streamer = Streamer(chat(stream=True), **WIRE, fingerprint="f")
     assert streamer.chunk(0, Chunk(0, "", [], [], None, "abort"), lambda: answer(outputs=[])) == []

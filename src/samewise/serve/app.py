@@ -80,12 +80,11 @@ class Service:
             async with aclosing(job.chunks()) as chunks:
                 async for some in chunks:
                     events = [
-                        one
-                        for place, chunk in joined(some)
-                        for one in streamer.chunk(place, chunk, job.readings[place].prompt)
+                        streamer.wire(place, chunk, job.readings[place].prompt)
+                        for place, chunk in (some if len(some) == 1 else joined(some))
                     ]
-                    if events:
-                        yield b"".join(map(event, events))
+                    if any(events):
+                        yield b"".join(events)
             outputs = [reading.output() for reading in job.readings]
             refuse_aborted(outputs)
             self.metrics.finished(job.parsed, outputs)

@@ -8,16 +8,19 @@ Host only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestOutput
 from samewise.serve.errors import ApiError
 from samewise.serve.parsed import Parsed, TextReader
+from samewise.serve.sse import dump, event
 
 Decode = Callable[[list[int]], str]
 Spell = Callable[[int], bytes | None]
 """The bytes a token stands for; None where they are not known apart from its neighbours'."""
 LEAST = -9999.0  # JSON knows no infinity
+MARK = "\0the text of a chunk\0"
 
 
 def respond(
@@ -305,6 +308,22 @@ class Streamer:
         self._readers: dict[int, TextReader] = {}
         self._called: set[int] = set()  # choices that called a tool
         self._prompt = self._completion = self._cached = self._accepted = self._guessed = 0
+        aside = (parsed.reader, parsed.params.logprobs)
+        more = parsed.return_token_ids or parsed.explain or parsed.continuous_usage
+        self._plain = aside == (None, None) and not more  # most chunks are their text and nothing else
+        self._forms: dict[int, tuple[bytes, bytes]] = {}
+
+    def wire(self, place: int, chunk: Chunk, prompt: Callable[[], RequestOutput]) -> bytes:
+        """The same as `chunk`, as events. Where nothing but text is to be said, the rest is written once."""
+        index = place * self._parsed.params.n + chunk.index
+        if not self._plain or chunk.finish_reason is not None or index not in self._begun:
+            return b"".join(map(event, self.chunk(place, chunk, prompt)))
+        form = self._forms.get(index)
+        if form is None:
+            (said,) = self._say(place, replace(chunk, text=MARK), prompt)
+            before, _, after = event(said).rpartition(dump(MARK))
+            form = self._forms[index] = (before, after)
+        return form[0] + dump(chunk.text) + form[1]
 
     def chunk(self, place: int, chunk: Chunk, prompt: Callable[[], RequestOutput]) -> list[dict[str, Any]]:
         """What to send of a chunk of the prompt at `place`; `prompt` tells what is known of that prompt."""

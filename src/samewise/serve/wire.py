@@ -13,27 +13,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from samewise.serve.errors import ApiError
+from samewise.serve.sse import DONE, dump, event
 
 T = TypeVar("T")
 
 LARGE = 65536  # bytes of a body that are worth a thread
-DONE = b"data: [DONE]\n\n"
-
-_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-_ESCAPE = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
-
-
-def dump(body: Any) -> bytes:
-    """JSON, as it goes over the wire; a lone surrogate, which UTF-8 cannot hold, goes escaped."""
-    try:
-        return _ENCODE(body).encode()
-    except UnicodeEncodeError:
-        return _ESCAPE(body).encode()
-
-
-def event(body: Any) -> bytes:
-    """One event of a stream."""
-    return b"data: " + dump(body) + b"\n\n"
 
 
 class Json(Response):
