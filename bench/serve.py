@@ -8,6 +8,9 @@ process. The ceiling is 1. Beside it, the same ratio of the process's CPU time, 
 disturb less: what the server would cost if nothing of it could be done beside the engine.
 Last, what the event loop's thread took. Nothing is shared between runs: prefixes are kept apart by salt,
 guesses by `share: false`.
+
+With `--model tiny` the model costs next to nothing, and what remains is the server: microseconds of CPU
+that a streamed token takes beside the engine, all threads together. Good for finding out where they go.
 """
 
 from __future__ import annotations
@@ -43,8 +46,15 @@ def serve(args: argparse.Namespace) -> None:
     from samewise import AsyncLLM, SamplingParams
     from samewise.serve.app import make_app
 
+    def load() -> AsyncLLM:
+        if args.model == "tiny":
+            from samewise.testing import tiny_engine
+
+            return AsyncLLM.over(tiny_engine(proposer=args.proposer, max_num_seqs=max(8, args.clients)))
+        return AsyncLLM(args.model, proposer=args.proposer, max_num_seqs=max(8, args.clients))
+
     async def main() -> None:
-        async with AsyncLLM(args.model, proposer=args.proposer, max_num_seqs=max(8, args.clients)) as llm:
+        async with load() as llm:
             app = make_app(llm)
             desk, engine = llm._desk, llm._engine
             params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, share=False)
@@ -129,12 +139,16 @@ async def measure(port: int, args: argparse.Namespace) -> list[dict]:
             after = await told("/cpu")
             row[f"{name}_cpu"], row[f"{name}_loop"] = (b - a for a, b in zip(before, after, strict=True))
         if number >= 0:
-            ratios = {"ratio": row["http"] / row["own"], "cpu_ratio": row["own_cpu"] / row["http_cpu"]}
+            ratios = {
+                "ratio": row["http"] / row["own"],
+                "cpu_ratio": row["own_cpu"] / row["http_cpu"],
+                "token_us": 1e6 * (row["http_cpu"] - row["own_cpu"]) / (args.tokens * args.clients),
+            }
             rows.append(row | ratios)
             print(
                 f"  engine {row['own']:8.1f}   http {row['http']:8.1f} tokens/s   {ratios['ratio']:.3f}   "
                 f"CPU {row['own_cpu']:.2f} and {row['http_cpu']:.2f} s   {ratios['cpu_ratio']:.3f}   "
-                f"event loop {row['http_loop']:.2f} s",
+                f"event loop {row['http_loop']:.2f} s   {ratios['token_us']:.0f} µs/token",
                 flush=True,
             )
     return rows
@@ -171,7 +185,8 @@ def main() -> None:
     print(f"median: engine {middle['own']:.1f}, http {middle['http']:.1f} tokens/s, "
           f"ratio {middle['ratio']:.3f}; "
           f"of CPU time {middle['cpu_ratio']:.3f}, of which the event loop took "
-          f"{middle['http_loop'] / middle['http_cpu']:.1%}")  # fmt: skip
+          f"{middle['http_loop'] / middle['http_cpu']:.1%}; beside the engine, a token took "
+          f"{middle['token_us']:.0f} µs of CPU")  # fmt: skip
     asked = {name: getattr(args, name) for name in ("model", "proposer", "clients", "tokens")}
     seen = {"median": middle, "repeats": rows, "load": os.getloadavg()[0]}
     print(json.dumps(asked | seen | {"contract": told["contract"]}))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from samewise import LLM, AsyncLLM, SamplingParams
+from samewise import LLM, AsyncLLM, SamplingParams, aio
 from samewise.aio import _Call
 from samewise.errors import BadParameter, BadPrompt, MachineError, QueueFull
 from samewise.outputs import RequestOutput
@@ -63,6 +63,52 @@ async def pages_are_back(llm: AsyncLLM) -> None:
 
 def bits(out: RequestOutput) -> list[tuple[list[int], list[str]]]:
     return [(o.token_ids, [v.hex() for v in o.token_logprobs]) for o in out.outputs]
+
+
+def test_who_wants_the_whole_is_woken_once() -> None:
+    async def work() -> None:
+        async with served() as llm:
+            with await llm.open("hello", SHORT, whole=True) as reading:
+                (last,) = await reading.some()
+                assert last.finish_reason == "length"
+                assert await reading.some() == []
+                assert bits(reading.output()) == bits(await llm.generate("hello", SHORT))
+            await pages_are_back(llm)
+
+    go(work())
+
+
+def test_who_comes_together_starts_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "GATHER", 20.0)
+
+    async def work() -> None:
+        async with served(proposer="none") as llm:
+            inner, order = llm._desk.ask, iter(range(8))
+
+            def slow(*what: Any) -> Any:
+                time.sleep(next(order) * 0.02)
+                return inner(*what)
+
+            llm._desk.ask = slow  # type: ignore[method-assign]
+            await asyncio.gather(*(llm.generate("hello", SHORT, salt=b"%d" % i) for i in range(8)))
+            together = (await llm.stats())["frames"]
+            llm._desk.ask = inner  # type: ignore[method-assign]
+            began = time.monotonic()
+            await llm.generate("hello", SHORT, salt=b"alone")
+            assert time.monotonic() - began < 10  # nobody else is coming
+            assert together <= (await llm.stats())["frames"] - together + 3
+            assert not llm._coming
+
+    go(work())
+
+
+def test_a_request_that_never_comes_is_not_waited_for_long() -> None:
+    async def work() -> None:
+        async with served() as llm:
+            llm._coming.add(object())  # as if it were stuck on its way
+            assert (await llm.generate("hello", SHORT)).finished
+
+    go(work())
 
 
 def test_generate_and_stream_give_the_bits_of_llm() -> None:

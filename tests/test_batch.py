@@ -223,6 +223,13 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     Results(tmp_path / "out.jsonl").close()
 
 
+def test_where_it_cannot_keep_its_word_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    with pytest.raises(MachineError, match="POSIX"):
+        Results(tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_another_contract_is_not_mixed_in(engine: Engine, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     go(engine, write(tmp_path / "in.jsonl", request("a")), target)

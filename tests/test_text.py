@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from samewise.spelling import ByteStream, Spelling
 from samewise.text import Detokenizer, StopStrings, TextStream
 
 CORPUS = [
@@ -102,6 +103,45 @@ def test_any_tokens_at_all_add_up(prompt: list[int], output: list[int], skip: bo
     """Byte-level, broken characters and special tokens included."""
     assume(not BYTES.decode(prompt, skip_special_tokens=skip).endswith("\ufffd"))
     assert "".join(pieces(BYTES, prompt, output, skip=skip)) == whole(BYTES, prompt, output, skip=skip)
+
+
+SPELT = Spelling.of(BYTES)
+assert SPELT is not None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, len(BYTES) + 5), max_size=150), st.booleans())
+def test_what_is_spelt_is_what_the_tokenizer_says(output: list[int], skip: bool) -> None:
+    """Broken characters, special tokens and ids without a token included; and no half character comes out."""
+    stream = ByteStream(SPELT, skip_special_tokens=skip)
+    given_out = [*map(stream.push, output), stream.flush()]
+    assert "".join(given_out) == BYTES.decode(output, skip_special_tokens=skip)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TEXTS)
+def test_what_is_spelt_holds_back_no_more_than_half_a_character(text: str) -> None:
+    output = BYTES.encode(text, add_special_tokens=False)
+    stream, seen, heard = ByteStream(SPELT), "", b""
+    for token in output:
+        seen += stream.push(token)
+        heard += SPELT.bytes_of(token)
+        assert seen == heard.decode("utf-8", "ignore") or heard.decode("utf-8", "replace").startswith(seen)
+    assert stream.flush() == ""
+    assert seen == text
+
+
+def test_only_tokens_that_are_their_bytes_can_be_spelt() -> None:
+    assert Spelling.of(PIECES) is None
+    assert Spelling.of(None) is None
+
+    class Odd(PreTrainedTokenizerFast):
+        def _decode(self, *what: Any, **options: Any) -> str:
+            return str(super()._decode(*what, **options)).upper()
+
+    assert Spelling.of(Odd(tokenizer_object=BYTES.backend_tokenizer)) is None
+    assert SPELT.bytes_of(BYTES.convert_tokens_to_ids("Ġ")) == b" "
+    assert SPELT.bytes_of(10**6) == b""
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,7 +1,8 @@
 """AsyncLLM: the asynchronous face, for servers. One thread owns the engine; the event loop never waits.
 
 Every call crosses to the engine's thread through one queue and comes back through the caller's own
-event loop, so many loops may share one engine. A reader that goes away is aborted within a step.
+event loop, so many loops may share one engine; a second thread does nothing but wake those loops. A
+reader that goes away is aborted within a step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, Unpack
 
@@ -28,8 +31,37 @@ from samewise.signing import SigningKey
 T = TypeVar("T")
 
 
+GATHER = 0.01
+"""Seconds at most that an idle engine waits for requests which are known to be coming, so that who comes
+together starts together: otherwise the first has a frame to itself, and the others a frame later theirs."""
+
+LINGER = 0.05
+"""For how much of a step it waits even if it knows of none."""
+
 Item = Chunk | BaseException | None
 """What a reader is handed: a chunk, the error that ends them, or None where they end well."""
+
+
+class _Mailbox:
+    """Chunks on their way to one reader, put and taken in its loop. (asyncio.Queue costs more.)"""
+
+    def __init__(self) -> None:
+        self._items: list[Item] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Item) -> None:
+        """Add something, and wake whoever waits for it."""
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Item]:
+        """All there is, waiting for something."""
+        if not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        return items
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +69,12 @@ class _Reader:
     """Where an answer's chunks go, and the loop that may put them there."""
 
     loop: asyncio.AbstractEventLoop
-    chunks: asyncio.Queue[Item]
+    chunks: _Mailbox
+    whole: bool = False  # it waits for the end: what comes before is not worth waking anybody for
+
+
+_Letter = tuple[asyncio.AbstractEventLoop, Callable[..., object], object]
+"""A loop, something to be called there, and with what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +95,7 @@ class Reading:
     def __init__(
         self,
         answer: Answer,
-        chunks: asyncio.Queue[Item],
+        chunks: _Mailbox,
         leave: Callable[[Answer], None],
     ) -> None:
         self._answer, self._chunks, self._leave = answer, chunks, leave
@@ -70,18 +107,15 @@ class Reading:
         if self._ended:
             return []
         found: list[Chunk] = []
-        while not found or not self._chunks.empty():
-            item = self._failure or await self._chunks.get()
-            if item is None:
-                self._ended = True
-                break
-            if isinstance(item, BaseException):
-                self._failure = item  # what came before it is handed out first
-                if found:
-                    break
-                self._ended = True
-                raise item
-            found.append(item)
+        for item in () if self._failure else await self._chunks.take():
+            if isinstance(item, Chunk):
+                found.append(item)
+                continue
+            self._ended, self._failure = item is None, item
+            break
+        if self._failure is not None and not found:  # what came before it is handed out first
+            self._ended = True
+            raise self._failure
         return found
 
     def prompt(self) -> RequestOutput:
@@ -99,7 +133,7 @@ class Reading:
 
     def fail(self, error: BaseException) -> None:
         """Have the reader raised this, whatever was still to come."""
-        self._chunks.put_nowait(error)
+        self._chunks.put(error)
 
     def leave(self) -> None:
         """Nobody reads this any more."""
@@ -130,9 +164,16 @@ class AsyncLLM:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._readers: dict[Answer, _Reader] = {}
         self._failure: BaseException | None = None
+        self._coming: set[object] = set()  # a mark for each request that is being read
+        self._step_seconds = 0.0  # what the last one took
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._own, name="samewise-engine", daemon=True)
-        self._thread.start()
+        self._post: queue.SimpleQueue[_Letter | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._own, name="samewise-engine", daemon=True),
+            threading.Thread(target=self._carry, name="samewise-post", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def contract(self) -> Contract:
@@ -145,12 +186,15 @@ class AsyncLLM:
         return self._failure
 
     async def open(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b"", whole: bool = False
     ) -> Reading:
-        """Start a request. Whoever opens it leaves it: see Reading."""
-        chunks: asyncio.Queue[Item] = asyncio.Queue()
-        answer = await self._open(prompt, params or self._desk.default_params(), chunks, salt)
-        return Reading(answer, chunks, self._leave)
+        """Start a request. Whoever opens it leaves it: see Reading.
+
+        `whole`: the reader wants the output alone; of the chunks it gets only the last.
+        """
+        reader = _Reader(asyncio.get_running_loop(), _Mailbox(), whole)
+        answer = await self._open(prompt, params or self._desk.default_params(), reader, salt)
+        return Reading(answer, reader.chunks, self._leave)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
@@ -165,14 +209,15 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
     ) -> RequestOutput:
         """The whole answer. Cancelling the task aborts the request."""
-        with await self.open(prompt, params, salt=salt) as reading:
+        with await self.open(prompt, params, salt=salt, whole=True) as reading:
             while await reading.some():
                 pass
             return reading.output()
 
     async def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
         """Token ids of a conversation; see Desk.chat_prompt."""
-        return await asyncio.to_thread(self._desk.chat_prompt, messages, **template)
+        with self._expected():
+            return await asyncio.to_thread(self._desk.chat_prompt, messages, **template)
 
     def receipts(
         self,
@@ -201,6 +246,10 @@ class AsyncLLM:
             raise BadPrompt("this model has no tokenizer; it reads and writes token ids")
         self._engine.refuse_unknown(token_ids)
         return str(self._desk.tokenizer.decode(token_ids))
+
+    def spell(self, token: int) -> bytes | None:
+        """The bytes a token stands for; None where they are not known apart from its neighbours'."""
+        return self._desk.spell(token)
 
     def template(self, tools: Any = None) -> str:
         """The model's chat template, as text; some have another one for conversations with tools."""
@@ -246,9 +295,10 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Stop the engine thread. Requests still running end with an error."""
-        if self._thread.is_alive():
+        if any(thread.is_alive() for thread in self._threads):
             self._calls.put(None)
-            self._thread.join()
+            for thread in self._threads:
+                thread.join()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -262,12 +312,12 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         params: SamplingParams,
-        chunks: asyncio.Queue[Item],
+        reader: _Reader,
         salt: bytes,
     ) -> Answer:
-        reader = _Reader(asyncio.get_running_loop(), chunks)
         # Tokenising a long prompt takes milliseconds: neither the loop nor the engine waits for it.
-        asked = await asyncio.to_thread(self._desk.ask, prompt, params)
+        with self._expected():
+            asked = await asyncio.to_thread(self._desk.ask, prompt, params)
         made: list[Answer] = []
         try:
             return await self._call(lambda: self._submit(asked, salt, reader, made))
@@ -280,7 +330,8 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def settle(result: T | None, error: BaseException | None) -> None:
+        def settle(outcome: tuple[T | None, BaseException | None]) -> None:
+            result, error = outcome
             if future.done():
                 return
             if error is not None:
@@ -294,17 +345,27 @@ class AsyncLLM:
             except CallerError as caught:
                 result, error = None, caught
             except BaseException as broken:
-                _tell(loop, settle, None, broken)
+                self._post.put((loop, settle, (None, broken)))
                 raise
-            _tell(loop, settle, result, error)
+            self._post.put((loop, settle, (result, error)))
 
         def fail(error: BaseException) -> None:
-            _tell(loop, settle, None, error)
+            _tell(loop, settle, (None, error))
 
         self._calls.put(_Call(run, fail))
         if self._stopped.is_set():
             self._refuse_calls()
         return await future
+
+    @contextmanager
+    def _expected(self) -> Iterator[None]:
+        """Meanwhile, a request is known to be coming."""
+        mark = object()
+        self._coming.add(mark)
+        try:
+            yield
+        finally:
+            self._coming.discard(mark)
 
     def _leave(self, answer: Answer) -> None:
         """A reader is done with an answer, or tired of it."""
@@ -333,20 +394,36 @@ class AsyncLLM:
         """The engine's thread: take calls, step while there is work, sleep while there is none."""
         try:
             while self._take_calls():
-                self._hand_out(self._desk.step())
+                began = time.monotonic()
+                news = self._desk.step()
+                self._step_seconds = time.monotonic() - began
+                self._hand_out(news)
         except BaseException as error:
             self._failure = error
         self._stopped.set()  # before anybody is told: who hears of it must find it so
         for reader in self._readers.values():
-            _tell(reader.loop, reader.chunks.put_nowait, self._gone())
+            self._post.put((reader.loop, reader.chunks.put, self._gone()))
+        self._post.put(None)
         self._refuse_calls()
+
+    def _carry(self) -> None:
+        """The postman's thread: wake loops on the engine's behalf.
+
+        To wake one is a system call. Who makes it lets go of the interpreter, and gets it back when the
+        loop has done its work: a millisecond with eight readers, in which the engine would not step.
+        """
+        while (letter := self._post.get()) is not None:
+            _tell(*letter)
 
     def _hand_out(self, news: list[Answer]) -> None:
         """What became final, to whoever reads it: each loop is woken once, however many read there."""
-        mail: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Item], Item]]] = {}
+        mail: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Item]]] = {}
         for answer in news:
             reader = self._readers.get(answer)
             if reader is None:
+                continue
+            if reader.whole and not answer.finished:
+                answer.pending.clear()
                 continue
             box = mail.setdefault(reader.loop, [])
             while answer.pending:
@@ -354,13 +431,21 @@ class AsyncLLM:
             if answer.finished:
                 box.append((reader.chunks, None))
         for loop, box in mail.items():
-            _tell(loop, _deliver, box)
+            self._post.put((loop, _deliver, box))
 
     def _take_calls(self) -> bool:
         """Run waiting calls; block while the engine is idle. False when it is time to stop."""
+        rested, began = self._engine.idle, 0.0
         while True:
+            wait: float | None = 0.0
+            if self._engine.idle:
+                wait = None
+            elif rested:
+                began = began or time.monotonic()
+                patience = GATHER if self._coming else min(GATHER, LINGER * self._step_seconds)
+                wait = max(0.0, began + patience - time.monotonic())
             try:
-                call = self._calls.get(block=self._engine.idle)
+                call = self._calls.get(timeout=wait)
             except queue.Empty:
                 return True
             if call is None:
@@ -378,15 +463,15 @@ class AsyncLLM:
                 call.fail(self._gone())
 
 
-def _deliver(box: list[tuple[asyncio.Queue[Item], Item]]) -> None:
+def _deliver(box: list[tuple[_Mailbox, Item]]) -> None:
     for chunks, item in box:
-        chunks.put_nowait(item)
+        chunks.put(item)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, tell: Callable[..., object], *what: object) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, tell: Callable[..., object], what: object) -> None:
     """Hand something to a coroutine's loop, which may have gone away meanwhile."""
     try:
-        loop.call_soon_threadsafe(tell, *what)
+        loop.call_soon_threadsafe(tell, what)
     except RuntimeError:  # the loop is closed: nobody is waiting there any more
         return
 

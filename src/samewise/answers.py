@@ -25,6 +25,7 @@ from samewise.engine import Engine
 from samewise.errors import BadParameter, BadPrompt
 from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from samewise.params import SamplingParams, derive_seed
+from samewise.spelling import Spelling
 from samewise.text import TextStream
 from samewise.types import Delta, Finish, Sampling, TopLogprobs
 
@@ -232,6 +233,8 @@ class Desk:
         self.engine = engine
         self.tokenizer = engine.loaded.tokenizer
         self.eos_ids = engine.loaded.eos_ids
+        self.spelling = Spelling.of(self.tokenizer)
+        self._words: dict[int, str] = {}  # tokens as log-probabilities name them
         self._open: dict[int, tuple[Answer, _Choice]] = {}
         self._scoring: dict[int, Score] = {}
         self._count = 0
@@ -336,6 +339,7 @@ class Desk:
             min_tokens=params.min_tokens,
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
+            spelling=self.spelling,
         )
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -437,7 +441,16 @@ class Desk:
 
     def decode_token(self, token: int) -> str | None:
         """A single token's text, for people who read log-probabilities."""
-        return None if self.tokenizer is None else str(self.tokenizer.decode([token]))
+        if self.tokenizer is None:
+            return None
+        found = self._words.get(token)
+        if found is None:
+            found = self._words[token] = str(self.tokenizer.decode([token]))
+        return found
+
+    def spell(self, token: int) -> bytes | None:
+        """The bytes a token stands for; None where they are not known apart from its neighbours'."""
+        return None if self.spelling is None else self.spelling.bytes_of(token)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from samewise.errors import BadParameter, CallerError
 from samewise.outputs import RequestOutput
 from samewise.receipts import make, whole
 from samewise.serve.errors import ApiError
-from samewise.serve.parsed import Dialect
+from samewise.serve.parsed import CHAT, Dialect
 from samewise.serve.protocol import Parsed, Terms, parse, respond
 from samewise.serve.replies import refuse_aborted
 from samewise.serve.toolbox import special_tokens
@@ -119,7 +119,7 @@ class Batch:
             salt = (parsed.cache_salt or "").encode(errors="surrogatepass")
             return _Job(line, parsed, [self._desk.submit(one, salt=salt) for one in asked])
         except (ApiError, CallerError) as error:
-            told = ApiError.of(error)
+            told = ApiError.of(error, prompt="messages" if line.url == CHAT else "prompt")
             return _reply(line, told.status, told.body())
 
     def _refuse(self, parsed: Parsed) -> None:
@@ -146,7 +146,7 @@ class Batch:
         name = ("chatcmpl-" if job.parsed.chat else "cmpl-") + _name(job.line)
         body = respond(
             job.parsed, outputs, model=job.parsed.model or self._names[0], created=int(time.time()), id=name,
-            decode=self._decode, receipts=self._receipts(job.parsed, outputs),
+            decode=self._decode, spell=self._desk.spell, receipts=self._receipts(job.parsed, outputs),
         )  # fmt: skip
         return _reply(job.line, 200, body)
 

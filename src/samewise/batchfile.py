@@ -5,7 +5,6 @@ The output is only ever appended to, a line at a time, each on the disk before t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -96,6 +95,7 @@ class Results:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, retry: bool = False) -> None:
+        _need_posix()
         self.path = Path(path)
         self.done: set[Key] = set()
         self.contracts: set[str] = set()
@@ -142,6 +142,8 @@ class Results:
             content = content[os.write(self._file, content) :]
 
     def _lock(self) -> None:
+        import fcntl
+
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -194,6 +196,16 @@ class Results:
             if self._file != old:
                 os.close(old)
         _sync_folder(self.path.absolute().parent)
+
+
+def _need_posix() -> None:
+    """No line lost and none twice, whenever we are killed: that is promised with POSIX's locks and syncs."""
+    try:
+        import fcntl  # noqa: F401 - only whether it is there
+    except ImportError:
+        raise MachineError(
+            "samewise batch needs Linux, macOS or another POSIX system; on Windows, run it in WSL"
+        ) from None
 
 
 def _torn(text: bytes) -> bool:

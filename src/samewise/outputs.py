@@ -99,6 +99,22 @@ class Chunk:
     num_guessed: int = 0
     seed: int = 0
 
+    def then(self, later: Chunk) -> Chunk:
+        """This chunk and the one that follows it, as one."""
+        scored = self.logprobs is not None or later.logprobs is not None
+        return Chunk(
+            self.index,
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            self.token_logprobs + later.token_logprobs,
+            (self.logprobs or []) + (later.logprobs or []) if scored else None,
+            later.finish_reason,
+            later.stop_reason,
+            self.num_accepted + later.num_accepted,
+            self.num_guessed + later.num_guessed,
+            self.seed,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput:

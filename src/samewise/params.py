@@ -266,7 +266,7 @@ def _bias(value: object) -> dict[int, float] | None:
 
 def _bias_id(token: object) -> int:
     """JSON knows no integer keys, so digits will do."""
-    if isinstance(token, str) and token.isdecimal():
+    if isinstance(token, str) and token.isdecimal() and len(token) <= 20:  # Python reads no endless numbers
         return int(token)
     _check("logit_bias", token, _is_whole(token) and token >= 0, "keys are token ids")  # type: ignore[operator]
     assert isinstance(token, int)

@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
+import httpx
 import pytest
 from shop import CHAT, COMPLETIONS, error, events, go, shop
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from samewise import LLM, SamplingParams
 from samewise.serve.settings import Keys, ServeSettings
@@ -312,13 +316,20 @@ def test_the_checkpoints_own_defaults_hold() -> None:
         (COMPLETIONS, {"prompt": ["a"] * 200, "n": 100}, "prompt", "send fewer"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "give 0 to 20"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens", "0 or more"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, "max_tokens", "valid integer"),
+        (COMPLETIONS, {"prompt": [1.5]}, "prompt", "give text"),
+        (COMPLETIONS, {"prompt": [[1], "a"]}, "prompt", "give text"),
+        (COMPLETIONS, {"prompt": "a", "max_completion_tokens": 5}, "max_completion_tokens", "use max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "top_logprobs": 5}, "top_logprobs", "use logprobs"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "min_tokens": 2}, "min_tokens", "max_tokens=1"),
         (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 99}, "stop", "more than"),
         (COMPLETIONS, {"prompt": "a", "stop": "x" * 9999}, "stop", "longer"),
         (COMPLETIONS, {"prompt": "a", "stop": [1]}, "stop", "give text"),
+        (COMPLETIONS, {"prompt": "a", "stop": {}}, "stop", "give text"),
         (COMPLETIONS, {"prompt": "a", "stop": ""}, "stop", "non-empty"),
         (COMPLETIONS, {"prompt": "a", "seed": 2**70}, "seed", "64 bits"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias", "0 to 319"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
@@ -353,8 +364,10 @@ def test_the_checkpoints_own_defaults_hold() -> None:
             "chat_template_kwargs",
             "not for a template",
         ),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "echo": True}, "echo", "for completions"),
         ("/tokenize", {}, "prompt", "one of them"),
-        ("/detokenize", {"tokens": [1, 99999]}, "prompt", "99999"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools", "usage"),
+        ("/detokenize", {"tokens": [1, 99999]}, "tokens", "99999"),
         ("/detokenize", {"tokens": "a"}, "tokens", "valid list"),
     ],
 )  # fmt: skip
@@ -364,6 +377,7 @@ def test_what_will_not_do_is_refused_by_name(busy: Any, path: str, body: Any, pa
     told = error(response)
     assert told["param"] == param
     assert says in told["message"]
+    assert len(told["message"]) < 1000
     assert told["type"] == "invalid_request_error"
 
 
@@ -411,6 +425,15 @@ def test_harmless_fields_pass(busy: Any) -> None:
     }  # fmt: skip
     response = busy.post_raw(COMPLETIONS, json.dumps({"prompt": "a", "max_tokens": 1} | harmless))
     assert response.status_code == 200
+
+
+def test_whole_numbers_may_be_written_with_a_point(busy: Any) -> None:
+    plain = {"prompt": [104, 105], "max_tokens": 3, "n": 2, "seed": 5, "top_k": 9, "logprobs": 1}
+    pointed = {"prompt": [104.0, 105.0]} | {name: float(plain[name]) for name in plain if name != "prompt"}
+    one, two = (busy.post_raw(COMPLETIONS, json.dumps(body)).json()["choices"] for body in (plain, pointed))
+    assert one == two
+    several = busy.post_raw(COMPLETIONS, json.dumps(pointed | {"prompt": [[104.0, 105.0]]}))
+    assert several.json()["choices"] == one
 
 
 def test_another_model_is_not_found(busy: Any) -> None:
@@ -489,7 +512,7 @@ def test_a_template_that_refuses_is_the_callers_mistake() -> None:
                 assert says in told["message"]
             here.llm._desk.tokenizer.chat_template = None
             status, told = await here.refusal(CHAT, asked)
-            assert (status, told["param"]) == (400, "prompt")
+            assert (status, told["param"]) == (400, "messages")
             assert "no chat template" in told["message"]
 
     go(work())
@@ -531,6 +554,27 @@ def test_keys_open_and_keep_apart(caplog: pytest.LogCaptureFixture) -> None:
     go(work())
     assert "alpha-key" not in caplog.text
     assert "abab" not in caplog.text
+
+
+def test_mounted_elsewhere_the_keys_are_still_asked_for() -> None:
+    async def work() -> None:
+        async with shop(ServeSettings(keys=Keys.of(["k"]))) as here:
+            outer = httpx.ASGITransport(Starlette(routes=[Mount("/api", here.app)]))
+            async with httpx.AsyncClient(transport=outer, base_url="http://x") as client:
+                for path in ("v1/models", "v1/nothing", "samewise/live", "nothing"):
+                    assert (await client.get(f"/api/{path}")).status_code == 401
+                for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
+                    assert (await client.post(f"/api{path}", json={})).status_code == 401
+                for path in ("/", "/health", "/docs", "/samewise/page/icon.svg"):
+                    assert (await client.get(f"/api{path}")).status_code == 200
+                client.headers["Authorization"] = "Bearer k"
+                said = [{"role": "user", "content": "a"}]
+                whole = await client.post(f"/api{COMPLETIONS}", json={"prompt": "a", "max_tokens": 1})
+                assert whole.json()["object"] == "text_completion"
+                talk = await client.post(f"/api{CHAT}", json={"messages": said, "max_tokens": 1})
+                assert talk.json()["object"] == "chat.completion"
+
+    go(work())
 
 
 def test_names() -> None:
@@ -589,6 +633,61 @@ def test_the_document_names_every_route() -> None:
             assert {"messages", "verify", "proposer", "tools", "response_format"} <= set(fields)
             for path in ("/health", "/ready", "/version"):
                 assert (await here.client.get(path)).status_code == 200
+
+    go(work())
+
+
+def test_the_manual_needs_nothing_from_elsewhere() -> None:
+    async def work() -> None:
+        async with shop() as here:
+            page = await here.client.get("/docs")
+            assert page.headers["content-type"].startswith("text/html")
+            assert "default-src 'none'" in page.headers["content-security-policy"]
+            links = re.findall(r'(?:href|src)="([^"]*)"', page.text)
+            assert not [link for link in links if ":" in link or link.startswith("/")]
+            for link in links:
+                if not link.startswith("#"):
+                    assert (await here.client.get(f"/{link}")).status_code == 200
+            for said in (CHAT, "/metrics", "max_completion_tokens", "whole number, 0 or more", "Retry-After"):
+                assert said in page.text
+            ids = re.findall(r' id="([^"]*)"', page.text)
+            assert len(ids) == len(set(ids))
+            assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+
+    go(work())
+
+
+def test_headers_alone() -> None:
+    async def work() -> None:
+        async with shop(real=True) as here:
+            for path in ("/", "/docs", "/health", "/ready", "/version", "/metrics", "/v1/models"):
+                response = await here.client.head(path)
+                assert (response.status_code, response.content) == (200, b"")
+                assert response.headers["x-request-id"]
+            assert (await here.client.head(COMPLETIONS)).status_code == 405
+            assert (await here.client.put("/health")).headers["allow"] == "GET"
+            document = (await here.client.get("/openapi.json")).json()
+            assert not [path for path, methods in document["paths"].items() if "head" in methods]
+
+    go(work())
+
+
+def test_characters_of_several_tokens_can_be_put_together() -> None:
+    """In text as it streams there is no half of one; log-probabilities name the bytes of each part."""
+
+    async def work() -> None:
+        async with shop() as here:
+            word = "héllo 🙂 漢"
+            ids = list(word.encode())
+            asked = {
+                "messages": [{"role": "user", "content": "a"}], "max_tokens": len(ids), "logprobs": True,
+                "response_format": {"type": "grammar", "syntax": "regex", "definition": word},
+            }  # fmt: skip
+            content = (await here.post(CHAT, asked))["choices"][0]["logprobs"]["content"]
+            assert bytes(byte for part in content for byte in part["bytes"]) == word.encode()
+            pieces = [e["choices"][0]["delta"].get("content") or "" for e in await here.events(CHAT, asked)]
+            assert "".join(pieces) == word
+            assert not any("\ufffd" in piece for piece in pieces)
 
     go(work())
 

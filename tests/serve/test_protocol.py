@@ -14,7 +14,7 @@ from samewise.params import SamplingParams
 from samewise.serve.bodies import REFUSED
 from samewise.serve.errors import ApiError
 from samewise.serve.protocol import CHAT, COMPLETIONS, Parsed, Terms, parse, respond
-from samewise.serve.replies import Streamer
+from samewise.serve.replies import Streamer, joined
 from samewise.serve.wire import dump, event
 
 USER = [{"role": "user", "content": "hi"}]
@@ -132,13 +132,14 @@ def test_messages_become_what_templates_read() -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "Ann"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "r", "tool_call_id": "c"},
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "tool_calls": []},
     ]
     found = parse(CHAT, {"messages": messages}).messages
     assert [one["role"] for one in found] == ["system", "user", "assistant", "tool", "assistant"]
     assert [one["content"] for one in found] == ["d", "a", "", "r", "no"]
     assert found[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     assert found[3]["tool_call_id"] == "c"
+    assert "tool_calls" not in found[4]  # a template would take it for a call
 
 
 @pytest.mark.parametrize(
@@ -304,6 +305,45 @@ def test_with_echo_the_first_choice_speaks_first() -> None:
     for one in events:
         assert one["choices"][0]["text"] == "hiz"
         assert one["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5, -1.0]
+
+
+def test_chunks_that_came_together_go_together() -> None:
+    entry = {1: Logprob(-1.0, None, "z")}
+    parts = [
+        (0, Chunk(0, "a", [1], [-1.0], [entry], None, None, 1, 2, 9)),
+        (0, Chunk(1, "x", [2], [-2.0], [entry], "length", None, 0, 0, 9)),
+        (1, Chunk(0, "p", [4], [-4.0], [entry], None, None, 0, 0, 9)),
+        (0, Chunk(0, "b", [3], [-3.0], [entry], "stop", "b", 1, 3, 9)),
+    ]
+    one = Chunk(0, "ab", [1, 3], [-1.0, -3.0], [entry, entry], "stop", "b", 2, 5, 9)
+    assert joined(parts) == [(0, one), parts[1], parts[2]]
+    assert joined(parts[:1]) == parts[:1]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream_options": {"include_usage": True}},
+                                    {"logprobs": 1}, {"return_token_ids": True}, {"explain": True},
+                                    {"stream_options": {"continuous_usage_stats": True}}])  # fmt: skip
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_what_is_written_once_is_what_would_be_written(ask: Any, fields: dict[str, Any]) -> None:
+    if ask is chat and "logprobs" in fields:
+        fields = {"logprobs": True, "top_logprobs": 1}
+    parsed = ask(stream=True, **fields)
+    wire = {"model": 'a "model"', "created": 7, "id": "x", "fingerprint": "f"}
+    one, two = Streamer(parsed, **wire), Streamer(parsed, **wire)
+    entry = [{1: Logprob(-1.0, 1, "z")}] if parsed.params.logprobs is not None else None
+    texts = ["a", 'b"\n', "", "é🙂", "\0the text of a chunk\0", "\ud800", "end"]
+    for i, text in enumerate(texts):
+        for index in range(parsed.params.n):
+            chunk = Chunk(
+                index, text, [1], [-1.0], entry, "stop" if i == len(texts) - 1 else None, None, 1, 2
+            )
+            whole = b"".join(map(event, one.chunk(0, chunk, lambda: answer(outputs=[]))))
+            assert two.wire(0, chunk, lambda: answer(outputs=[])) == whole
+
+
+def test_an_end_no_client_knows_is_not_streamed() -> None:
+    streamer = Streamer(chat(stream=True), **WIRE, fingerprint="f")
+    assert streamer.chunk(0, Chunk(0, "", [], [], None, "abort"), lambda: answer(outputs=[])) == []
 
 
 class Calls:

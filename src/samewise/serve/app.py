@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from samewise.aio import AsyncLLM
-from samewise.errors import MachineError, SamewiseError
+from samewise.errors import BadPrompt, MachineError, SamewiseError
 from samewise.ledger import keep
 from samewise.outputs import RequestOutput
 from samewise.receipts import Receipt, whole
@@ -28,7 +29,7 @@ from samewise.serve.messages import conversation
 from samewise.serve.metrics import Metrics
 from samewise.serve.parsed import CHAT, COMPLETIONS, Dialect, Parsed, Terms
 from samewise.serve.protocol import chat_template, parse, read, refuse_unsupported
-from samewise.serve.replies import Streamer, refuse_aborted, respond
+from samewise.serve.replies import Streamer, joined, refuse_aborted, respond
 from samewise.serve.settings import ServeSettings
 from samewise.serve.site import add_site
 from samewise.serve.toolbox import special_tokens
@@ -51,7 +52,8 @@ class Service:
 
     async def complete(self, request: Request) -> Response:
         """`/v1/completions` and `/v1/chat/completions`."""
-        path, llm = request.scope["path"], self.worker.llm
+        path = CHAT if request.scope["path"].endswith(CHAT) else COMPLETIONS  # wherever we are mounted
+        llm = self.worker.llm
         terms = self.terms(llm)
         parsed = await read_body(request, self.settings.max_body, lambda body: parse(path, body, terms))
         said = self.model(parsed.model, llm)
@@ -61,29 +63,28 @@ class Service:
             "id": ("chatcmpl-" if parsed.chat else "cmpl-") + request.state.request_id,
         }
         job = await unless_gone(request, self.worker.admit(parsed, request.state.customer), Job.leave)
+        says: Any = {"decode": llm.text, "spell": llm.spell}
         if parsed.stream:
-            streamer = Streamer(parsed, **wire, fingerprint=llm.contract.id, decode=llm.text)
+            streamer = Streamer(parsed, **wire, fingerprint=llm.contract.id, **says)
             return EventStream(self._events(job, streamer), close=job.leave)
         with job:
             outputs = await unless_gone(request, job.outputs())
             refuse_aborted(outputs)
             self.metrics.finished(parsed, outputs)
-            body = respond(
-                parsed, outputs, **wire, decode=llm.text, receipts=await self.receipts(parsed, outputs)
-            )
+            body = respond(parsed, outputs, **wire, **says, receipts=await self.receipts(parsed, outputs))
         return Json(body)
 
-    async def _events(self, job: Job, streamer: Streamer) -> AsyncIterator[bytes]:
+    async def _events(self, job: Job, streamer: Streamer) -> AsyncGenerator[bytes]:
         """A job as events. An error in the middle is an event, too, and the last but the end mark."""
         try:
-            async for some in job.chunks():
-                events = [
-                    one
-                    for place, chunk in some
-                    for one in streamer.chunk(place, chunk, job.readings[place].prompt)
-                ]
-                if events:
-                    yield b"".join(map(event, events))
+            async with aclosing(job.chunks()) as chunks:
+                async for some in chunks:
+                    events = [
+                        streamer.wire(place, chunk, job.readings[place].prompt)
+                        for place, chunk in (some if len(some) == 1 else joined(some))
+                    ]
+                    if any(events):
+                        yield b"".join(events)
             outputs = [reading.output() for reading in job.readings]
             refuse_aborted(outputs)
             self.metrics.finished(job.parsed, outputs)
@@ -167,7 +168,7 @@ class Service:
         if body.prompt is not None:
             tokens = await llm.tokens(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         else:
-            refuse_unsupported(body)
+            refuse_unsupported(body, add_special_tokens=False)
             messages = conversation(body.messages or [])
             tokens = await llm.chat_prompt(messages, **chat_template(body))
         found: dict[str, Any] = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens}
@@ -180,7 +181,10 @@ class Service:
         llm = self.worker.llm
         body = await read_body(request, self.settings.max_body, lambda raw: read(DetokenizeBody, raw))
         self.model(body.model, llm)
-        return Json({"prompt": llm.text(body.tokens)})
+        try:
+            return Json({"prompt": llm.text(body.tokens)})
+        except BadPrompt as error:
+            raise ApiError.of(error, prompt="tokens") from error
 
     # ---- operation
 
@@ -211,7 +215,9 @@ def make_app(
     settings = settings or ServeSettings()
     worker = llm if isinstance(llm, Worker) else Worker.over(llm)
     service = Service(worker, settings, version)
-    app = FastAPI(title="Samewise", version=version, description=schema.DESCRIPTION, redoc_url=None)
+    app = FastAPI(
+        title="Samewise", version=version, description=schema.DESCRIPTION, docs_url=None, redoc_url=None
+    )
     app.state.service = service
     for path in (COMPLETIONS, CHAT):
         _route(app, "POST", path, service.complete)
@@ -257,6 +263,8 @@ def _route(app: FastAPI, method: str, path: str, handler: Any) -> None:
         + ("_one" if "{" in path else ""),
         openapi_extra=schema.taken(method, path), responses=schema.given(method, path),
     )  # fmt: skip
+    if method == "GET":  # load balancers like to ask for the headers alone
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
 
 
 async def _no_responses() -> Response:

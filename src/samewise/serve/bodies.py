@@ -1,7 +1,8 @@
 """What clients may send: pydantic models of the request bodies, and the fields that are refused by name.
 
 A field that would change the output is honoured or refused; any other unknown field passes. Types are
-strict (`"5"` is not a number, `true` is not 1); ranges are checked where the values are used.
+JSON Schema's, and strict: `"5"` is not a number, `true` is not 1, `5.0` is a whole number and `5.5` is not.
+Ranges are checked where the values are used.
 
 Host only.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPT = {
@@ -56,6 +57,14 @@ Anything = Annotated[Any, WithJsonSchema(_ANY)]
 Messages = Annotated[list[dict[str, Any]], WithJsonSchema(_MESSAGES)]
 
 
+def whole(value: Any) -> Any:
+    """A number without a fraction is whole, however it was written; anything else stays what it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+
+
 def _range(least: float | None = None, most: float | None = None, says: str | None = None) -> Any:
     """An optional number. Its range is for the document: where it is checked, more can be said about it."""
     bounds = {"minimum": least, "maximum": most}
@@ -78,14 +87,14 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = Field(None, description="One of `/v1/models`; absent: the one there is.")
-    max_tokens: int | None = _range(0)
+    max_tokens: Whole | None = _range(0)
     temperature: float | None = _range(0, says="0 is greedy; absent: the checkpoint's, else 1.")
     top_p: float | None = _range(0, 1)
-    n: int | None = _range(1, 128)
+    n: Whole | None = _range(1, 128)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop = None
-    seed: int | None = _range(-(2**63), 2**64 - 1, "Absent: derived from the prompt, and returned.")
+    seed: Whole | None = _range(-(2**63), 2**64 - 1, "Absent: derived from the prompt, and returned.")
     presence_penalty: float | None = _range(-2, 2)
     frequency_penalty: float | None = _range(-2, 2)
     logit_bias: dict[str, float] | None = None
@@ -94,19 +103,19 @@ class Body(BaseModel):
     # Ours, and vLLM's.
     verify: bool | None = Field(None, description="False gives up the promise of equal bits.")
     proposer: str | None = Field(None, description="`none`: nobody guesses. The output is the same.")
-    top_k: int | None = _range(-1)
+    top_k: Whole | None = _range(-1)
     min_p: float | None = _range(0, 1)
     repetition_penalty: float | None = _range(0.01, 100)
-    min_tokens: int | None = _range(0)
+    min_tokens: Whole | None = _range(0)
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: list[Whole] | None = None
+    allowed_token_ids: list[Whole] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = _range(0, 20)
+    prompt_logprobs: Whole | None = _range(0, 20)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = _range(1)
+    truncate_prompt_tokens: Whole | None = _range(1)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, description="Prefixes are shared only under an equal salt.")
@@ -120,16 +129,16 @@ class CompletionBody(Body):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: int | None = _range(0, 20)
+    logprobs: Whole | None = _range(0, 20)
 
 
 class ChatBody(Body):
     """The body of `/v1/chat/completions`."""
 
     messages: Messages
-    max_completion_tokens: int | None = _range(0)
+    max_completion_tokens: Whole | None = _range(0)
     logprobs: bool | None = None
-    top_logprobs: int | None = _range(0, 20)
+    top_logprobs: Whole | None = _range(0, 20)
     tools: list[dict[str, Anything]] | None = None
     tool_choice: Anything = None
     parallel_tool_calls: bool | None = None
@@ -159,39 +168,66 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Whole]
 
 
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     # name: (values that change nothing, what to do instead)
-    "audio": ((), "is not supported; this server speaks text"),
     "add_special_tokens": ((), "is not supported; give the prompt as token ids"),
+    "audio": ((), "is not supported; this server speaks text"),
     "best_of": ((1,), "is not supported; ask for n answers and choose"),
     "chat_template": ((), "is not taken from requests; the model's own is used"),
+    "custom_logit_processor": ((), "is not supported; use logit_bias"),
     "documents": ((), "is not supported; put them into a message"),
+    "dry_multiplier": ((0,), "is not supported; use repetition_penalty"),
+    "dynatemp_range": ((0,), "is not supported; use temperature"),
     "early_stopping": ((False,), "is not supported; there is no beam search"),
+    "ebnf": ((), "is not supported; use response_format"),
+    "enable_thinking": ((), "is not a field of its own; templates that know it take chat_template_kwargs"),
+    "epsilon_cutoff": ((0,), "is not supported; use top_p or min_p"),
+    "eta_cutoff": ((0,), "is not supported; use top_p or min_p"),
     "function_call": (("none",), "is not supported; use tools and tool_choice"),
     "functions": (([],), "is not supported; use tools"),
+    "grammar": (("",), "is not supported; use response_format"),
     "guided_choice": ((), "is not supported; use response_format"),
     "guided_decoding_backend": ((), "is not supported; use response_format"),
     "guided_grammar": ((), "is not supported; use response_format"),
     "guided_json": ((), "is not supported; use response_format"),
     "guided_regex": ((), "is not supported; use response_format"),
+    "guided_whitespace_pattern": ((), "is not supported; use response_format"),
+    "json_schema": ((), "is not supported; use response_format"),
     "length_penalty": ((1, 1.0), "is not supported; there is no beam search"),
     "logits_processors": (([],), "is not supported; use logit_bias"),
-    "modalities": ((["text"],), "other than ['text'] is not supported"),
+    "max_new_tokens": ((), "is not known here; use max_tokens"),
+    "mirostat": ((0,), "is not supported; use temperature and top_p"),
+    "mirostat_mode": ((0,), "is not supported; use temperature and top_p"),
     "mm_processor_kwargs": ((), "is not supported; this server speaks text"),
+    "modalities": ((["text"],), "other than ['text'] is not supported"),
+    "n_predict": ((), "is not known here; use max_tokens"),
+    "no_repeat_ngram_size": ((0,), "is not supported; use repetition_penalty"),
+    "num_predict": ((), "is not known here; use max_tokens"),
+    "penalty_alpha": ((0,), "is not supported; use repetition_penalty"),
     "prompt_embeds": ((), "is not supported; give text or token ids"),
+    "reasoning": ((), "is not supported; templates that know it take chat_template_kwargs"),
     "reasoning_effort": (("none",), "is not supported; templates that know it take chat_template_kwargs"),
+    "regex": ((), "is not supported; use response_format"),
+    "repeat_penalty": ((1,), "is not known here; use repetition_penalty"),
     "repetition_detection": ((), "is not supported"),
+    "samplers": ((), "is not supported; they are applied in one order"),
+    "smoothing_factor": ((0,), "is not supported; use temperature"),
+    "stop_sequences": (([],), "is not known here; use stop"),
     "structured_outputs": ((), "is not supported; use response_format"),
     "suffix": (("",), "is not supported; this server continues text"),
-    "thinking_token_budget": ((), "is not supported; use max_tokens"),
-    "typical_p": ((1, 1.0), "is not supported; use top_p or min_p"),
     "tfs_z": ((1, 1.0), "is not supported; use top_p or min_p"),
+    "thinking": ((), "is not supported; templates that know it take chat_template_kwargs"),
+    "thinking_token_budget": ((), "is not supported; use max_tokens"),
+    "top_a": ((0,), "is not supported; use top_p or min_p"),
+    "typical": ((1,), "is not supported; use top_p or min_p"),
+    "typical_p": ((1, 1.0), "is not supported; use top_p or min_p"),
     "use_beam_search": ((False,), "is not supported; ask for n answers and choose"),
     "verbosity": (("medium",), "is not supported; ask for it in a message"),
     "web_search_options": ((), "is not supported; this server reaches nothing"),
+    "xtc_probability": ((0,), "is not supported; use top_p or min_p"),
 }
 """Fields that would change the output and cannot be honoured."""
 
@@ -203,4 +239,5 @@ __all__ = [
     "DetokenizeBody",
     "StreamOptions",
     "TokenizeBody",
+    "whole",
 ]

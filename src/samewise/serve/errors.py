@@ -48,21 +48,24 @@ class ApiError(SamewiseError):
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
     @classmethod
-    def of(cls, error: BaseException) -> ApiError:
-        """Any error as a client should see it. What is not meant for clients says only that it happened."""
+    def of(cls, error: BaseException, *, prompt: str = "prompt") -> ApiError:
+        """Any error as a client should see it. What is not meant for clients says only that it happened.
+
+        `prompt` is the field that the prompt came in.
+        """
         if isinstance(error, ApiError):
             return error
-        message = str(error)
+        message = _shortened(str(error))
         if isinstance(error, QueueFull):
             return cls(
                 message, status=429, kind="rate_limit_error", code="queue_full", retry_after=RETRY_AFTER
             )
         if isinstance(error, PromptTooLong):
-            return cls(message, param="prompt", code="context_length_exceeded")
+            return cls(message, param=prompt, code="context_length_exceeded")
         if isinstance(error, UnknownModel):
             return cls(message, status=404, param="model", code="model_not_found")
         if isinstance(error, BadPrompt):
-            return cls(message, param="prompt", code="invalid_prompt")
+            return cls(message, param=prompt, code="invalid_prompt")
         if isinstance(error, CallerError):
             return cls(message, param=_param(message), code="invalid_value")
         if isinstance(error, MachineError):
@@ -80,6 +83,11 @@ def refused(param: str, message: str) -> ApiError:
 def invalid(param: str, message: str) -> ApiError:
     """A field whose value will not do."""
     return ApiError(f"{param}: {message}", param=param, code="invalid_value")
+
+
+def _shortened(message: str) -> str:
+    """Errors quote the value they are about, which may be as long as a body; what to do stands at the end."""
+    return message if len(message) <= 1000 else f"{message[:400]} … {message[-400:]}"
 
 
 def _param(message: str) -> str | None:

@@ -21,7 +21,10 @@ from samewise.serve.wire import failure
 
 log = logging.getLogger("samewise.serve")
 
-GUARDED = ("/v1/", "/tokenize", "/detokenize", "/samewise/live")
+OPEN = ("/", "/docs", "/health", "/metrics", "/openapi.json", "/ready", "/version")
+OPEN_UNDER = "/samewise/page/"
+"""What needs no key; everything else does, whatever it is."""
+
 QUIET = ("/health", "/ready", "/metrics")  # asked all day long
 GOOD_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 
@@ -82,7 +85,7 @@ class Guard:
         """Pass it on, or not."""
         if scope["type"] == "http":
             customer: bytes | None = b""
-            if self._keys and scope["path"].startswith(GUARDED):
+            if self._keys and not _open(scope):
                 customer = self._keys.customer(_bearer(Headers(scope=scope)))
             if customer is None:
                 refusal = ApiError(
@@ -95,6 +98,12 @@ class Guard:
                 return
             scope.setdefault("state", {})["customer"] = customer
         await self._app(scope, receive, send)
+
+
+def _open(scope: Scope) -> bool:
+    """Whether anybody may ask this. Where we are mounted in another application counts for nothing."""
+    path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
+    return path in OPEN or path.startswith(OPEN_UNDER)
 
 
 def _bearer(headers: Headers) -> str:

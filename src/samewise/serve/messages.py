@@ -35,8 +35,8 @@ def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(message[name], str):
                 raise invalid("messages", f"messages[{i}].{name} is text")
             found[name] = message[name]
-    if calls is not None:
-        found["tool_calls"] = _calls(i, calls)
+    if calls is not None and (listed := _calls(i, calls)):  # templates take an empty list for a call, too
+        found["tool_calls"] = listed
     return found
 
 

@@ -87,6 +87,11 @@ class Parsed:
         return self.endpoint == CHAT
 
     @property
+    def prompt_field(self) -> str:
+        """The field of the body that says what is to be continued."""
+        return "messages" if self.chat else "prompt"
+
+    @property
     def num_choices(self) -> int:
         """How many answers it asks for in all."""
         return self.params.n * (1 if self.chat else len(self.prompts))

@@ -16,7 +16,7 @@ from samewise.config import PROPOSERS
 from samewise.errors import CallerError
 from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
-from samewise.serve.bodies import REFUSED, Body, ChatBody, CompletionBody, TokenizeBody
+from samewise.serve.bodies import REFUSED, Body, ChatBody, CompletionBody, TokenizeBody, whole
 from samewise.serve.errors import ApiError, invalid, refused
 from samewise.serve.formats import grammar_of
 from samewise.serve.messages import conversation
@@ -58,6 +58,19 @@ SAME_NAME = (
 
 TEMPLATE_OWN = ("add_generation_prompt", "continue_final_message", "messages", "tools")
 """What chat_template_kwargs may not say, because there is a field for it."""
+
+CHAT_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    # name: (values that change nothing, what to do instead)
+    "max_completion_tokens": ((), "is for conversations; use max_tokens"),
+    "tool_choice": (("none", "auto"), f"is for conversations; use {CHAT}"),
+    "tools": (([],), f"is for conversations; use {CHAT}"),
+    "top_logprobs": ((0,), "is for conversations; use logprobs"),
+}
+COMPLETIONS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "echo": ((False,), f"is for completions; use {COMPLETIONS}, or continue_final_message"),
+    "tools": (([],), f"is not known here; the usage of {CHAT} with max_tokens 0 counts them"),  # /tokenize
+}
+"""Fields that mean something at another endpoint only."""
 
 NOT_TEMPLATE = (
     "chat_template",
@@ -104,13 +117,19 @@ def read(kind: type[B], body: object) -> B:
         ) from None
 
 
-def refuse_unsupported(body: BaseModel, *, n: int = 1) -> None:
-    """Whatever would change the output and cannot be honoured is refused by its name."""
+def refuse_unsupported(body: BaseModel, **neutral: object) -> None:
+    """Whatever would change the output and cannot be honoured is refused by its name.
+
+    `neutral` are values that change nothing here, by the name of their field.
+    """
+    elsewhere = CHAT_ONLY if isinstance(body, CompletionBody) else COMPLETIONS_ONLY
     for name, value in (body.model_extra or {}).items():
-        if name in REFUSED and value is not None:
-            neutral, remedy = REFUSED[name]
-            if value not in neutral and not (name == "best_of" and value == n):
-                raise refused(name, remedy)
+        if value is None or (name in neutral and value == neutral[name]):
+            continue
+        if name in REFUSED and value not in REFUSED[name][0]:
+            raise refused(name, REFUSED[name][1])
+        if name in elsewhere and value not in elsewhere[name][0]:
+            raise refused(name, elsewhere[name][1])
 
 
 # ---- the two endpoints
@@ -119,10 +138,7 @@ def refuse_unsupported(body: BaseModel, *, n: int = 1) -> None:
 def _completion(body: CompletionBody, terms: Terms) -> Parsed:
     prompts = _prompts(body.prompt)
     n = 1 if body.n is None else body.n
-    refuse_unsupported(body, n=n)
-    for name in ("tools", "tool_choice"):
-        if (body.model_extra or {}).get(name) not in (None, [], "none", "auto"):
-            raise refused(name, f"is for conversations; use {CHAT}")
+    refuse_unsupported(body, best_of=n, add_special_tokens=True)
     _limit("logprobs", body.logprobs, terms.max_logprobs)
     if body.echo and body.logprobs is not None and body.prompt_logprobs not in (None, body.logprobs):
         raise invalid("prompt_logprobs", "with echo and logprobs, leave it out or give the same number")
@@ -146,7 +162,7 @@ def _completion(body: CompletionBody, terms: Terms) -> Parsed:
 
 
 def _chat(body: ChatBody, terms: Terms) -> Parsed:
-    refuse_unsupported(body)
+    refuse_unsupported(body, add_special_tokens=False)
     logprobs, form = _chat_logprobs(body, terms), _form(body, terms)
     params = _params(
         body, terms, form, max_tokens=_chat_limit(body), logprobs=logprobs, prompts=body.prompt_logprobs
@@ -311,20 +327,26 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
     if isinstance(prompt, str):
         return (prompt,)
     if isinstance(prompt, list) and prompt:
-        if all(type(item) is int for item in prompt):
-            return (prompt,)
         if all(isinstance(item, str) for item in prompt):
             return tuple(prompt)
-        if all(isinstance(item, list) and all(type(i) is int for i in item) for item in prompt):
-            return tuple(prompt)
+        several = isinstance(prompt[0], list)
+        found = [_token_ids(item) for item in (prompt if several else [prompt])]
+        if None not in found:
+            return tuple(ids for ids in found if ids is not None)
     raise ApiError(
         f"prompt={_brief(prompt)}: give text, a list of texts, token ids, or a list of lists of token ids",
         param="prompt", code="invalid_type",
     )  # fmt: skip
 
 
+def _token_ids(listed: Any) -> list[int] | None:
+    """Token ids, if that is what they are."""
+    found: list[Any] = [whole(token) for token in listed] if isinstance(listed, list) else [None]
+    return found if all(type(token) is int for token in found) else None
+
+
 def _check_lists(body: Body, terms: Terms) -> None:
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    stops = [body.stop] if isinstance(body.stop, str) else [] if body.stop is None else body.stop
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ApiError(
             f"stop={_brief(stops)}: give text or a list of texts", param="stop", code="invalid_type"

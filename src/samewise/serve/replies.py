@@ -8,14 +8,19 @@ Host only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestOutput
 from samewise.serve.errors import ApiError
 from samewise.serve.parsed import Parsed, TextReader
+from samewise.serve.sse import dump, event
 
 Decode = Callable[[list[int]], str]
+Spell = Callable[[int], bytes | None]
+"""The bytes a token stands for; None where they are not known apart from its neighbours'."""
 LEAST = -9999.0  # JSON knows no infinity
+MARK = "\0the text of a chunk\0"
 
 
 def respond(
@@ -26,13 +31,14 @@ def respond(
     created: int,
     id: str,  # noqa: A002 - the wire's own name
     decode: Decode | None = None,
+    spell: Spell | None = None,
     receipts: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The whole response. One output per prompt, in order; `decode` is needed to echo token ids."""
     choices: list[dict[str, Any]] = []
     for output in outputs:
         for one in output.outputs:
-            choices.append(_choice(parsed, output, one, len(choices), decode))
+            choices.append(_choice(parsed, output, one, len(choices), decode, spell))
     body: dict[str, Any] = {
         "id": id,
         "object": "chat.completion" if parsed.chat else "text_completion",
@@ -88,13 +94,18 @@ def _usage(prompt: int, completion: int, cached: int, accepted: int, guessed: in
 
 
 def _choice(
-    parsed: Parsed, output: RequestOutput, one: CompletionOutput, index: int, decode: Decode | None
+    parsed: Parsed,
+    output: RequestOutput,
+    one: CompletionOutput,
+    index: int,
+    decode: Decode | None,
+    spell: Spell | None,
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index}
     finish = one.finish_reason
     if parsed.chat:
         choice["message"], finish = _message(parsed, output, one)
-        choice["logprobs"] = _chat_logprobs(parsed, one.token_ids, one.logprobs)
+        choice["logprobs"] = _chat_logprobs(parsed, one.token_ids, one.logprobs, spell)
     else:
         echoed = echo(parsed, output, decode)
         table = Table(parsed)
@@ -205,25 +216,29 @@ class Table:
 
 
 def _chat_logprobs(
-    parsed: Parsed, token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]] | None
+    parsed: Parsed,
+    token_ids: Sequence[int],
+    entries: Sequence[Mapping[int, Logprob]] | None,
+    spell: Spell | None,
 ) -> dict[str, Any] | None:
     if entries is None or parsed.params.logprobs is None:
         return None
     content = []
     for token, entry in zip(token_ids, entries, strict=True):
         ranked = sorted((found.rank, other) for other, found in entry.items() if found.rank is not None)
-        tops = [_token(parsed, other, entry[other]) for _, other in ranked]
-        content.append(_token(parsed, token, entry[token]) | {"top_logprobs": tops})
+        tops = [_token(parsed, other, entry[other], spell) for _, other in ranked]
+        content.append(_token(parsed, token, entry[token], spell) | {"top_logprobs": tops})
     return {"content": content, "refusal": None}
 
 
-def _token(parsed: Parsed, token: int, found: Logprob) -> dict[str, Any]:
-    text = found.decoded_token
-    whole = text is not None and "\ufffd" not in text  # else part of a character, whose bytes are not known
+def _token(parsed: Parsed, token: int, found: Logprob, spell: Spell | None) -> dict[str, Any]:
+    spelt, text = spell(token) if spell is not None else None, found.decoded_token
+    if spelt is None and text is not None and "\ufffd" not in text:  # else part of a character: who knows
+        spelt = text.encode("utf-8", "replace")
     return {
         "token": _said(parsed, token, found),
         "logprob": _number(found.logprob),
-        "bytes": list(text.encode("utf-8", "replace")) if whole and text is not None else None,
+        "bytes": None if spelt is None else list(spelt),
     }
 
 
@@ -256,6 +271,15 @@ def _number(logprob: float) -> float:
 # ---- streams
 
 
+def joined(chunks: Sequence[tuple[int, Chunk]]) -> list[tuple[int, Chunk]]:
+    """Chunks that came together, of each choice as one: whoever reads slowly gets fewer, larger events."""
+    found: dict[tuple[int, int], Chunk] = {}
+    for place, chunk in chunks:
+        before = found.get((place, chunk.index))
+        found[place, chunk.index] = chunk if before is None else before.then(chunk)
+    return [(place, chunk) for (place, _), chunk in found.items()]
+
+
 class Streamer:
     """One response as chunks. Feed it what became final; it says what goes over the wire, in order."""
 
@@ -268,8 +292,9 @@ class Streamer:
         id: str,  # noqa: A002 - the wire's own name
         fingerprint: str,
         decode: Decode | None = None,
+        spell: Spell | None = None,
     ) -> None:
-        self._parsed, self._decode = parsed, decode
+        self._parsed, self._decode, self._spell = parsed, decode, spell
         self._head: dict[str, Any] = {
             "id": id,
             "object": "chat.completion.chunk" if parsed.chat else "text_completion",
@@ -283,13 +308,33 @@ class Streamer:
         self._readers: dict[int, TextReader] = {}
         self._called: set[int] = set()  # choices that called a tool
         self._prompt = self._completion = self._cached = self._accepted = self._guessed = 0
+        aside = (parsed.reader, parsed.params.logprobs)
+        more = parsed.return_token_ids or parsed.explain or parsed.continuous_usage
+        self._plain = aside == (None, None) and not more  # most chunks are their text and nothing else
+        self._forms: dict[int, tuple[bytes, bytes]] = {}
+
+    def wire(self, place: int, chunk: Chunk, prompt: Callable[[], RequestOutput]) -> bytes:
+        """The same as `chunk`, as events. Where nothing but text is to be said, the rest is written once."""
+        index = place * self._parsed.params.n + chunk.index
+        if not self._plain or chunk.finish_reason is not None or index not in self._begun:
+            return b"".join(map(event, self.chunk(place, chunk, prompt)))
+        form = self._forms.get(index)
+        if form is None:
+            (said,) = self._say(place, replace(chunk, text=MARK), prompt)
+            before, _, after = event(said).rpartition(dump(MARK))
+            form = self._forms[index] = (before, after)
+        return form[0] + dump(chunk.text) + form[1]
 
     def chunk(self, place: int, chunk: Chunk, prompt: Callable[[], RequestOutput]) -> list[dict[str, Any]]:
         """What to send of a chunk of the prompt at `place`; `prompt` tells what is known of that prompt."""
+        if chunk.finish_reason == "abort":
+            return []  # no client knows that reason; `refuse_aborted` tells what happened
         if self._must_wait(place, chunk):
             self._held.append((place, chunk))
             return []
         events = self._say(place, chunk, prompt)
+        if not self._held:
+            return events
         ready = [held for held in self._held if not self._must_wait(*held)]
         self._held = [held for held in self._held if self._must_wait(*held)]
         for _, held in ready:
@@ -333,7 +378,7 @@ class Streamer:
                 for delta in before
             ]
             choice["delta"] = last
-            choice["logprobs"] = _chat_logprobs(parsed, chunk.token_ids, chunk.logprobs)
+            choice["logprobs"] = _chat_logprobs(parsed, chunk.token_ids, chunk.logprobs, self._spell)
         else:
             echoed = echo(parsed, opening, self._decode) if opening is not None else ""
             choice["text"] = echoed + chunk.text
@@ -388,4 +433,4 @@ class Streamer:
         return event
 
 
-__all__ = ["Decode", "Streamer", "Table", "echo", "refuse_aborted", "respond", "usage"]
+__all__ = ["Decode", "Spell", "Streamer", "Table", "echo", "joined", "refuse_aborted", "respond", "usage"]

@@ -83,11 +83,17 @@ def run(load: Callable[[], AsyncLLM], settings: ServeSettings, listen: Listen, *
     """Serve until told to end. Returns the exit code; raises what kept the model from loading."""
     listening = listen.open()
     try:
-        return asyncio.run(_Process(load, settings, listen, listening, version).serve())
+        with asyncio.Runner(loop_factory=_loops()) as runner:
+            return runner.run(_Process(load, settings, listen, listening, version).serve())
     finally:
         listening.close()
         if listen.unix_socket is not None:
             listen.unix_socket.unlink(missing_ok=True)
+
+
+def _loops() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loops where it is installed; httptools uvicorn finds by itself."""
+    return uvicorn.Config("", log_config=None).get_loop_factory()
 
 
 class _Server(uvicorn.Server):
@@ -175,8 +181,12 @@ class _Process:
 
     def _catch_signals(self) -> None:
         """The first asks for an end, the second for a quick one."""
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._tell)
+            try:
+                loop.add_signal_handler(number, self._tell)
+            except NotImplementedError:  # Windows
+                signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._tell))
 
     def _tell(self) -> None:
         (self._hurry if self._told.is_set() else self._told).set()

@@ -1,4 +1,4 @@
-"""The page for people, and its live feed, as routes.
+"""The page for people, its live feed, and the interface described, as routes.
 
 The page is a handful of files beside this module, served as they are: no build, no cookie, nothing from
 elsewhere. Its policy lets a browser load what this server sends and nothing more.
@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from samewise.serve.errors import ApiError
 from samewise.serve.live import Feed
+from samewise.serve.manual import render
 from samewise.serve.wire import EventStream
 from samewise.serve.worker import State, Worker
 
@@ -37,7 +38,7 @@ HEADERS = {
 
 
 def add_site(app: FastAPI, worker: Worker) -> Feed:
-    """The page at `/`, its files, and the live feed over a worker's engine."""
+    """The page at `/`, its files, `/docs`, and the live feed over a worker's engine."""
 
     async def look(since: int) -> dict[str, Any]:
         if worker.state is State.DRAINING:  # a feed has no end of its own, and would hold up the server's
@@ -56,8 +57,11 @@ def add_site(app: FastAPI, worker: Worker) -> Feed:
     async def file(request: Request) -> Response:
         return _send(request, request.path_params["name"])
 
-    app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
-    app.add_api_route("/samewise/page/{name}", file, methods=["GET"], include_in_schema=False)
+    async def docs(_: Request) -> Response:
+        return Response(render(app.openapi()), headers=HEADERS, media_type=TYPES[".html"])
+
+    for path, handler in (("/", page), ("/docs", docs), ("/samewise/page/{name}", file)):
+        app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False)
     app.add_api_route("/samewise/live", live, methods=["GET"], include_in_schema=False)
     return feed
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,24 +13,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from samewise.serve.errors import ApiError
+from samewise.serve.sse import DONE, dump, event
 
 T = TypeVar("T")
 
 LARGE = 65536  # bytes of a body that are worth a thread
-DONE = b"data: [DONE]\n\n"
-
-
-def dump(body: Any) -> bytes:
-    """JSON, as it goes over the wire; a lone surrogate, which UTF-8 cannot hold, goes escaped."""
-    try:
-        return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-
-
-def event(body: Any) -> bytes:
-    """One event of a stream."""
-    return b"data: " + dump(body) + b"\n\n"
 
 
 class Json(Response):
@@ -129,7 +117,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], *, close: Callable[[], object]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], *, close: Callable[[], object]) -> None:
         self._events, self._close = events, close
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -145,8 +133,9 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for some in self._events:
-            await send({"type": "http.response.body", "body": some, "more_body": True})
+        async with aclosing(self._events) as events:
+            async for some in events:
+                await send({"type": "http.response.body", "body": some, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from hashlib import sha256
 from typing import Any, TypeVar
 
 from samewise.aio import AsyncLLM, Reading
+from samewise.errors import BadPrompt
 from samewise.outputs import Chunk, RequestOutput
 from samewise.serve.errors import RETRY_AFTER, ApiError
 from samewise.serve.parsed import Parsed, Prompt
@@ -78,7 +79,7 @@ class Job:
         for task in tasks:
             task.result()
 
-    async def chunks(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
+    async def chunks(self) -> AsyncGenerator[list[tuple[int, Chunk]]]:
         """(place of the prompt, chunk) as they become final, as many at a time as there are."""
         if len(self.readings) == 1:
             while some := await self.readings[0].some():
@@ -177,9 +178,12 @@ class Worker:
         try:
             prompts = await _prompts(parsed, llm)
             salt = salt_of(customer, parsed.cache_salt)
-            await job.open([llm.open(prompt, parsed.params, salt=salt) for prompt in prompts])
-        except BaseException:
+            how: Any = {"salt": salt, "whole": not parsed.stream}
+            await job.open([llm.open(prompt, parsed.params, **how) for prompt in prompts])
+        except BaseException as error:
             job.leave()
+            if isinstance(error, BadPrompt):
+                raise ApiError.of(error, prompt=parsed.prompt_field) from error
             raise
         return job
 
