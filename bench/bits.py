@@ -41,7 +41,7 @@ class Reader:
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
         answers = torch.empty(num, 3, dtype=torch.int64)
-        answers[:, :2] = found.packed[:, :num].T
+        answers[:, :2] = found.packed[:num]
         seen = self._logits[-1] if self._logits else None
         if seen is None or seen.shape[0] < num:
             self.digested = False

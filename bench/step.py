@@ -100,7 +100,7 @@ def watching(engine: Engine) -> Iterator[Parts]:
         (scheduler, "extend", "propose"),
         (scheduler, "spans", "spans"),
         (scheduler, "spans_ahead", "spans"),
-        (verify, "pack_frame", "pack"),
+        (runner, "load", "pack"),
         (decode, "pack_fast", "pack"),
         (verifier, "run", "launch"),
         (

@@ -1,7 +1,8 @@
 """Decide who runs, and make verdicts public. Host only: this module has never heard of a tensor.
 
-Order is by arrival. A frame's rows go first to sequences that are generating, then to prompts; whoever
-got nothing because rows ran out goes first next time, so nobody starves. When pages run out the
+Order is by arrival. A frame's rows go first to sequences that are generating, so that they keep streaming
+while prompts are read, then to prompts; among equals whoever has waited longest goes first, and whoever got
+nothing for some steps goes before everybody, so nobody starves. When pages run out the
 youngest sequence is preempted: it gives up its pages and later reads its tokens again, to the same
 bits. The oldest can always take what it needs, and a request that could never fit alone was refused.
 """
@@ -20,6 +21,8 @@ from samewise.counts import Counts, Tally
 from samewise.errors import BadPrompt, InvariantBroken, PromptTooLong, QueueFull
 from samewise.spans import ask_of, continued, must_land, span_of
 from samewise.types import Ask, Branch, Delta, Finish, Guide, Proposal, Request, Sequence, Span, Verdict
+
+PATIENCE = 4  # steps without a row after which one goes first, a prompt too
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +375,10 @@ class Scheduler:
         self._disturbed = False
         live = list(self._running.values())
         wanted = sum(len(seq.tokens) - seq.kv_len + len(seq.draft) for seq in live)
-        return live if wanted <= self.limits.frame_rows else sorted(live, key=_turn)
+        if wanted <= self.limits.frame_rows:
+            return live
+        late = self._step - PATIENCE
+        return sorted(live, key=lambda seq: (seq.last_served > late, seq.reading, *_turn(seq)))
 
     def commit(self, verdicts: list[Verdict]) -> list[Delta]:
         """Make tokens public: here, and only here."""
@@ -607,8 +613,8 @@ def _arrival(seq: Sequence) -> int:
     return seq.request.id
 
 
-def _turn(seq: Sequence) -> tuple[int, bool, int]:
-    return (seq.last_served, seq.reading, seq.request.id)
+def _turn(seq: Sequence) -> tuple[int, int]:
+    return (seq.last_served, seq.request.id)
 
 
 __all__ = ["Limits", "Scheduler"]

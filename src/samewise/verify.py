@@ -28,7 +28,7 @@ Places = range | dict[int, int]  # a frame's row → its row among the logits th
 class _Found(NamedTuple):
     """A frame's answers, still on the device where they can be."""
 
-    packed: torch.Tensor  # [2, R] int32: tokens, and the bits of their log-probabilities
+    packed: torch.Tensor  # [R, 2] int32: tokens, and the bits of their log-probabilities
     tops: dict[int, TopLogprobs]  # by row
     scores: list[float]  # of all targets, in the order of spans
     score_tops: list[TopLogprobs]
@@ -59,8 +59,8 @@ class Flight:
             self._landed.synchronize()
             self.waited = time.perf_counter() - began
         answers = found.packed.numpy()
-        tokens = answers[0].tolist()
-        logprobs = answers[1].view(np.float32).tolist()
+        tokens = answers[:, 0].tolist()
+        logprobs = answers[:, 1].view(np.float32).tolist()
         verdicts = _judge_all(self.spans, tokens, logprobs, found)
         return settle(verdicts) if len({v.seq_id for v in verdicts}) < len(verdicts) else verdicts
 
@@ -78,7 +78,7 @@ class Verifier:
         self.cuda = runner.device.type == "cuda"
         self.ahead = ahead
         # Two, in turn: one frame's answers may be read while the next one's arrive.
-        shape = (2, runner.widest)
+        shape = (runner.widest, 2)
         self._hosts = [torch.empty(shape, dtype=torch.int32, pin_memory=self.cuda) for _ in range(2)]
         # A frame's logits always lie in the same buffer, so its plain choices can be captured too.
         self._plain: dict[tuple[int, bool], Captured[None]] = {}
@@ -115,9 +115,7 @@ class Verifier:
         if truth is None or any(other is None for other in others):
             same = False
         else:
-            same = all(
-                other is not None and torch.equal(other, truth[:, : other.shape[1]]) for other in others
-            )
+            same = all(other is not None and torch.equal(other, truth[: len(other)]) for other in others)
         if not same:
             raise GuaranteeLost(
                 "the sampler gives a row other bits in other company or at another place; "
@@ -142,13 +140,13 @@ class Verifier:
                 self._choose(raw.float(), company, keep)
             else:
                 plain()
-            found.append(runner.picks[:, :head].roll(-shift, 1).cpu())
-        tokens: list[int] = found[0][0].tolist()
+            found.append(runner.picks[:head].roll(-shift, 0).cpu())
+        tokens: list[int] = found[0][:, 0].tolist()
         raw.copy_(raw.roll(-(head - 1), 0))
         scores = self._sampler.score(raw.float(), list(range(head)), tokens).cpu().view(torch.int32)
         # The sampled row itself may choose otherwise: it stands at row 0 here and at 1 after the roll.
-        same = all(torch.equal(other[:, 2:], found[0][:, 2:]) for other in found)
-        return found[0][:, :rows] if same and torch.equal(scores, found[0][1]) else None
+        same = all(torch.equal(other[2:], found[0][2:]) for other in found)
+        return found[0][:rows] if same and torch.equal(scores, found[0][:, 1]) else None
 
     def launch(self, spans: list[Span]) -> Flight:
         """A frame over these spans."""
@@ -173,9 +171,10 @@ class Verifier:
             self._choose(logits, draws, batch.keep)
         scores, score_tops = self._score(logits, spans, place) if targeted else ([], [])
         found = sampler.top(logits, [place[row] for row in rows], nums) if rows else []
-        host = self._hosts[0][:, : batch.num_rows]
+        # Both in one piece: anything else would have to be put together here, and waited for.
+        host = self._hosts[0][: batch.num_rows]
         self._hosts.reverse()
-        host.copy_(runner.picks[:, : batch.num_rows], non_blocking=True)
+        host.copy_(runner.picks[: batch.num_rows], non_blocking=True)
         return _Found(host, dict(zip(rows, found, strict=True)), scores, score_tops)
 
     def _choose(self, logits: torch.Tensor, draws: list[Draw], keep: torch.Tensor | None = None) -> None:
@@ -184,8 +183,8 @@ class Verifier:
             return
         picks = self._sampler.pick(logits, draws)
         rows: slice | torch.Tensor = slice(picks.tokens.shape[0]) if keep is None else keep
-        self._runner.picks[0, rows] = picks.tokens.to(torch.int32)
-        self._runner.picks[1, rows] = picks.logprobs.view(torch.int32)
+        self._runner.picks[rows, 0] = picks.tokens.to(torch.int32)
+        self._runner.picks[rows, 1] = picks.logprobs.view(torch.int32)
 
     def _score(
         self, logits: torch.Tensor, spans: list[Span], place: Places

@@ -106,8 +106,8 @@ class Runner:
         self._workspace = torch.empty(scratch, dtype=torch.float32, device=device)
         self._max_pages = -(-max_model_len // PAGE) + 1
         self._trays: dict[int, Tray] = {}
-        self.picks = torch.zeros(2, self.widest, dtype=torch.int32, device=device)
-        """What the last frame answered: tokens, and the bits of their log-probabilities. The verifier
+        self.picks = torch.zeros(self.widest, 2, dtype=torch.int32, device=device)
+        """What the last frame answered, by row: a token, and the bits of its log-probability. The verifier
         writes it; the next frame may take its inputs from it without asking the host."""
         self.guesses = torch.zeros(max(rows, WIDER[-1]), dtype=torch.int32, device=device)
         """What the last fast pass answered, for the next one of a chain."""
@@ -278,7 +278,7 @@ class Runner:
         return Path(model, self._compile(model) if self.compiled else None)
 
     def _pass(self, model: nn.Module, batch: Batch, answers: torch.Tensor | None = None) -> torch.Tensor:
-        answers = self.picks[0] if answers is None else answers
+        answers = self.picks[:, 0] if answers is None else answers
         answered = answers[batch.source.clamp(min=0)]
         tokens = torch.where(batch.source >= 0, answered, batch.tokens)
         keep = {} if batch.keep is None else {"logits_to_keep": batch.keep}
