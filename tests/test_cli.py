@@ -304,6 +304,8 @@ def test_probe_prints_the_contract_fact_by_fact(run: Run, folder: str) -> None:
     found = json.loads(as_json.out)
     assert found["contract"] in ran.out
     assert {"weights", "dtype", "probe", "frame rows"} <= found["facts"].keys()
+    assert len(found["operators"]) == 5
+    assert set(found["sizes"].values()) == {"as it is"}
 
 
 def test_the_same_folder_has_the_same_contract_everywhere(run: Run, folder: str) -> None:

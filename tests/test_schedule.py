@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from samewise.errors import BadPrompt, InvariantBroken, QueueFull
 from samewise.judge import judge, trust
-from samewise.schedule import Limits, Scheduler
+from samewise.schedule import PATIENCE, Limits, Scheduler
 from samewise.types import Ask, Delta, Finish, Proposal, Request, Sampling, Span, Truth, Verdict
 
 VOCAB, STOP = 6, 5
@@ -464,6 +464,35 @@ def test_generating_goes_before_reading_and_rows_are_shared_in_turn() -> None:
     for _ in range(5):
         loop.step()
     assert len(loop.seen[talker].tokens) == before + 5
+    loop.drain()
+
+
+def test_those_who_generate_keep_streaming_however_many_prompts_come() -> None:
+    loop = Loop(limits(frame_rows=12, num_pages=200, max_num_seqs=16))
+    talkers = [loop.add([i], 50) for i in range(4)]
+    loop.step()
+    loop.step()
+    for i in range(8):
+        loop.add([i % VOCAB] * 30, 2)
+    for _ in range(20):
+        before = [len(loop.seen[i].tokens) for i in talkers]
+        loop.step()
+        assert [len(loop.seen[i].tokens) for i in talkers] == [n + 1 for n in before]
+    loop.drain()
+
+
+def test_a_prompt_is_read_even_where_everybody_generates() -> None:
+    loop = Loop(limits(frame_rows=4, num_pages=200, max_num_seqs=9))
+    for i in range(8):  # twice as many as there are rows
+        loop.add([i % VOCAB], 50)
+    for _ in range(6):
+        loop.step()
+    late = loop.add([5] * 8, 2)
+    steps = 0
+    while not loop.seen[late].tokens:
+        loop.step()
+        steps += 1
+    assert steps <= 2 * (PATIENCE + 2)  # two frames of four rows, each after some patience
     loop.drain()
 
 

@@ -130,8 +130,10 @@ class EngineConfig:
                 raise BadParameter(f"frame_sizes={self.frame_sizes!r}: give a list of numbers of rows")
             if not self.frame_sizes:
                 raise BadParameter("frame_sizes=[]: give at least one number of rows, or leave it out")
-            for size in self.frame_sizes:
-                _whole("frame_sizes", size, 1, 65536)
+            if not all(type(size) is int and 1 <= size <= 65536 for size in self.frame_sizes):
+                raise BadParameter(
+                    f"frame_sizes={self.frame_sizes!r}: give each as a whole number from 1 to 65536"
+                )
         if self.max_queued is not None:
             _whole("max_queued", self.max_queued, 1, 10**9)
         if self.max_model_len is not None:

@@ -1,10 +1,10 @@
 """Decide who runs, and make verdicts public. Host only: this module has never heard of a tensor.
 
 Order is by arrival. A frame's rows go first to sequences that are generating, so that they keep streaming
-while prompts are read, then to prompts; among equals whoever has waited longest goes first, and whoever got
-nothing for some steps goes before everybody, so nobody starves. When pages run out the
-youngest sequence is preempted: it gives up its pages and later reads its tokens again, to the same
-bits. The oldest can always take what it needs, and a request that could never fit alone was refused.
+while prompts are read, then to prompts; among equals whoever has waited longest goes first. Where those who
+generate leave no row, whoever got nothing for some steps goes before everybody, so nobody starves. When
+pages run out the youngest sequence is preempted: it gives up its pages and later reads its tokens again, to
+the same bits. The oldest can always take what it needs, and a request that could never fit alone was refused.
 """
 
 from __future__ import annotations
@@ -377,7 +377,9 @@ class Scheduler:
         wanted = sum(len(seq.tokens) - seq.kv_len + len(seq.draft) for seq in live)
         if wanted <= self.limits.frame_rows:
             return live
-        late = self._step - PATIENCE
+        generating = sum(1 + len(seq.draft) for seq in live if not seq.reading)
+        # Where they leave no row for a prompt, one that has waited long enough goes before them.
+        late = self._step - PATIENCE if generating >= self.limits.frame_rows else -1
         return sorted(live, key=lambda seq: (seq.last_served > late, seq.reading, *_turn(seq)))
 
     def commit(self, verdicts: list[Verdict]) -> list[Delta]:
@@ -617,4 +619,4 @@ def _turn(seq: Sequence) -> tuple[int, int]:
     return (seq.last_served, seq.request.id)
 
 
-__all__ = ["Limits", "Scheduler"]
+__all__ = ["PATIENCE", "Limits", "Scheduler"]

@@ -15,9 +15,10 @@ from torch import nn
 
 from samewise.config import EngineConfig
 from samewise.engine import Engine
+from samewise.errors import BadParameter
 from samewise.model.fit import in_pieces
 from samewise.model.zoo import FrameLinear
-from samewise.testing import tiny
+from samewise.testing import tiny, tiny_engine
 from samewise.types import Sampling
 
 ROWS = 16
@@ -47,6 +48,29 @@ def test_more_live_sequences_than_the_canonical_rows_share_a_frame(setup):
         if widest > setup.frame_rows and widest >= len(MANY) and make is None:
             counts = engine.scheduler.counts
             assert counts.rows / counts.frames > setup.frame_rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"frame_sizes": [16, 40]}, "40 is above frame_rows=16 and no multiple of it; give 32 or 48"),
+        ({"frame_sizes": [128], "linear": "native"}, "at most frame_rows=16 rows"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(settings, told):
+    with pytest.raises(BadParameter, match=told):
+        tiny_engine(frame_rows=16, **({"linear": "torch"} | settings))
+
+
+def test_one_compiled_layer_serves_all_layers(one_thread):
+    """Per size of a frame one graph, however many layers there are."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    settings = {"linear": "torch", "compile": True, "proposer": "none", "frame_sizes": [4, 16]}
+    tiny_engine(frame_rows=16, overrides={"num_hidden_layers": 5}, **settings)
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 # ---- operators that feel the number of rows
