@@ -10,6 +10,7 @@ from samewise.propose.ngram import Ngram
 from samewise.types import Ask, Proposal, Sampling, Verdict
 
 REPEATING = [1, 2, 3, 4] * 6
+SHORTLY = [5, 1, 2, 3, 4, *range(20, 40), 1, 2]  # two tokens of it were seen before
 PLAIN = list(range(100, 120))
 
 
@@ -85,13 +86,13 @@ def test_repeating_text_is_guessed_and_other_text_is_not():
     paced = auto()
     proposals = paced.propose([ask(0, REPEATING), ask(1, PLAIN)])
     assert [p.seq_id for p in proposals] == [0]
-    assert proposals[0].tokens == (1, 2, 3)[: len(proposals[0].tokens)]
+    assert proposals[0].tokens == ((1, 2, 3, 4) * 4)[: len(proposals[0].tokens)]
     assert proposals[0].drafter == "ngram"
 
 
 def test_rows_are_bought_while_they_pay():
     def bought(each):
-        (proposal,) = auto(frames(each=each)).propose([ask(0, REPEATING)]) or [Proposal(0, ())]
+        (proposal,) = auto(frames(each=each)).propose([ask(0, SHORTLY)]) or [Proposal(0, ())]
         return len(proposal.tokens)
 
     assert bought(0.0) > bought(0.004) > 0
@@ -108,11 +109,27 @@ def test_guesses_that_fail_are_not_bought_again():
 
 def test_guesses_that_succeed_grow():
     paced = auto(frames(each=0.006))
-    first = len(paced.propose([ask(0, REPEATING)])[0].tokens)
+    first = len(paced.propose([ask(0, SHORTLY)])[0].tokens)
     for _ in range(10):
-        (proposal,) = paced.propose([ask(0, REPEATING)])
+        (proposal,) = paced.propose([ask(0, SHORTLY)])
         paced.observe([verdict(0, len(proposal.tokens), len(proposal.tokens), "ngram")])
-    assert len(paced.propose([ask(0, REPEATING)])[0].tokens) > first
+    assert len(paced.propose([ask(0, SHORTLY)])[0].tokens) > first
+
+
+def test_each_right_guess_makes_the_next_likelier():
+    """A match that has held for some tokens is believed further than one that begins."""
+    paced = auto(frames(each=0.006))
+    (short,), (long,) = (paced.propose([ask(i, text)]) for i, text in enumerate((SHORTLY, REPEATING)))
+    assert len(long.tokens) > 2 * len(short.tokens)
+
+
+def test_a_sequence_with_bad_luck_is_believed_less_than_the_others():
+    paced = auto(frames(each=0.002))
+    for _ in range(4):
+        (proposal,) = paced.propose([ask(0, SHORTLY)]) or [Proposal(0, (1,))]
+        paced.observe([verdict(0, len(proposal.tokens), 0, "ngram")])
+    (unlucky,), (fresh,) = (paced.propose([ask(i, REPEATING)]) for i in (0, 1))
+    assert len(unlucky.tokens) < len(fresh.tokens)
 
 
 def test_rows_that_would_be_padding_cost_nothing():
@@ -189,7 +206,7 @@ def test_decisions_are_told(caplog):
     assert "sequences was seen before" in caplog.text
     told = paced.stats()
     assert told["decisions"] == {"ngram": 1}
-    assert len(told["match_acceptance"]) == 9
+    assert len(told["match_acceptance"]) == 13
 
 
 def test_forgetting_leaves_nothing():

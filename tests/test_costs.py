@@ -2,7 +2,7 @@
 
 import pytest
 
-from samewise.costs import Curve, Frames, Rate, Trust, expected
+from samewise.costs import Curve, Frames, Luck, Rate, Trust, expected
 
 
 def test_a_curve_is_straight_between_what_was_seen():
@@ -101,3 +101,15 @@ def test_a_rate_that_is_known_counts_before_any_guess():
     assert Trust.after(0.95).chance(0.3) > Trust().chance(0.3)
     assert Rate(24.0, 24.0).value == 1.0
     assert Rate(24.0, 24.0).careful == pytest.approx(0.98)
+
+
+def test_luck_scales_how_often_one_misses():
+    luck = Luck()
+    assert luck.chance(0.7) == pytest.approx(0.7)
+    for _ in range(20):
+        luck.observe(0.5, right=True)
+    assert 0.5 < luck.chance(0.5) < 1.0
+    for _ in range(40):
+        luck.observe(0.5, right=False)
+    assert luck.chance(0.5) < 0.2
+    assert luck.chance(0.0) == 0.0

@@ -150,6 +150,30 @@ class Rate:
         return (self.hits + 0.5) / (self.trials + 1.0)
 
 
+CALM = 2.0  # misses that luck must exceed to count
+
+
+@dataclass(slots=True)
+class Luck:
+    """How much more, or less, often one's guesses miss than those of others with the same chances."""
+
+    missed: float = CALM
+    expected: float = CALM
+    memory: float = 12.0
+
+    def observe(self, chance: float, *, right: bool) -> None:
+        """A guess that others would have got right so often."""
+        self.missed += not right
+        self.expected += 1.0 - chance
+        if self.expected > self.memory:
+            self.missed *= self.memory / self.expected
+            self.expected = self.memory
+
+    def chance(self, others: float) -> float:
+        """That a guess is right which others get right so often."""
+        return max(0.0, 1.0 - (1.0 - others) * self.missed / self.expected)
+
+
 BINS = 12
 
 
@@ -200,4 +224,4 @@ def expected(rate: float, guesses: int) -> float:
     return float((1.0 - rate ** (guesses + 1)) / (1.0 - rate))
 
 
-__all__ = ["Curve", "Frames", "Rate", "Trust", "expected"]
+__all__ = ["Curve", "Frames", "Luck", "Rate", "Trust", "expected"]

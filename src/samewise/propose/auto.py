@@ -16,16 +16,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from samewise.costs import Curve, Frames, Rate, expected
+from samewise.costs import Curve, Frames, Luck, Rate, expected
 from samewise.propose.base import Drafter
-from samewise.propose.ngram import Match, Ngram
+from samewise.propose.ngram import Ngram
 from samewise.types import Ask, Proposal, Verdict
 
 log = logging.getLogger("samewise.auto")
 
 MARGIN = 1.05  # a drafter must promise this much more than not drafting
-WORTH = 1.25  # and a guess this much more than its row costs
-LENGTHS = 8  # matches longer than this are believed alike
+WORTH = 1.1  # and a guess this much more than its row costs
+LENGTHS = 12  # matches longer than this are believed alike
+LIKELY = (0.2, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9)  # by length, at first
 EXPLORE = 400  # steps after which a drafter that does not pay is tried again
 UNKNOWN = 8  # and one of which too little is known
 TRIAL = 4  # guesses of such a trial
@@ -86,8 +87,9 @@ class Auto:
         self._ngram, self._frames, self._clock, self._most = ngram, frames, clock, most
         self._drafters = {drafter.name: Known(drafter) for drafter in drafters}
         self._explain = explain
-        self._by_length = [Rate(0.5 * i / LENGTHS + 1.0, 3.0) for i in range(LENGTHS + 1)]
+        self._by_length = [Rate(10.0 * chance, 10.0) for chance in LIKELY]
         self._by_seq: dict[int, dict[str, Rate]] = {}  # a sequence's own record with each drafter
+        self._luck: dict[int, Luck] = {}  # and with suffix matches
         self._matched: dict[int, int] = {}  # length of the match a sequence's draft came from
         self._target: dict[int, tuple[str, int]] = {}  # who drafts for a sequence, and how far
         self._step = 0
@@ -129,17 +131,24 @@ class Auto:
             own = self._by_seq.setdefault(verdict.seq_id, {})
             own.setdefault(verdict.drafter, Rate(0.0, 0.0, memory=40.0)).observe(*fared)
             if verdict.drafter == self._ngram.name:
-                length = self._matched.get(verdict.seq_id, 0)
-                self._by_length[min(length, LENGTHS)].observe(*fared)
+                self._learn(verdict.seq_id, *fared)
             elif verdict.drafter in self._drafters:
                 self._drafters[verdict.drafter].rate.observe(*fared)
             self._target.pop(verdict.seq_id, None)
         for drafter in self._drafters.values():
             drafter.proposer.observe(verdicts)
 
+    def _learn(self, seq_id: int, guessed: int, accepted: int) -> None:
+        """How guesses from a match fared: each right one makes the match longer by one."""
+        length, luck = self._matched.get(seq_id, 0), self._luck.setdefault(seq_id, Luck())
+        for place in range(min(accepted + 1, guessed)):
+            rate = self._by_length[min(length + place, LENGTHS)]
+            luck.observe(rate.value, right=place < accepted)
+            rate.observe(1, int(place < accepted))
+
     def forget(self, seq_id: int) -> None:
         """The sequence is gone."""
-        for known in (self._by_seq, self._matched, self._target):
+        for known in (self._by_seq, self._luck, self._matched, self._target):
             known.pop(seq_id, None)
         self._ngram.forget(seq_id)
         for drafter in self._drafters.values():
@@ -165,12 +174,11 @@ class Auto:
             if self._explain and asks:
                 log.info("step %d: no ending of %d sequences was seen before", self._step, len(asks))
             return []
-        chances = {ask.seq_id: self._chance(ask.seq_id, match) for ask, match in found}
         wanted: list[tuple[float, int, int]] = []  # chance that a guess is reached and right, place, sequence
         for ask, match in found:
             chance = 1.0
             for place in range(min(len(match.tokens), ask.room, self._most)):
-                chance *= chances[ask.seq_id]
+                chance *= self._chance(ask.seq_id, match.length + place)
                 wanted.append((chance, -place, ask.seq_id))
         wanted.sort(reverse=True)
         bought: Counter[int] = Counter()
@@ -197,9 +205,10 @@ class Auto:
             )  # fmt: skip
         return proposals
 
-    def _chance(self, seq_id: int, match: Match) -> float:
-        """That a guess from this match is right, given those before it were."""
-        return self._own(seq_id, self._ngram.name, self._by_length[min(match.length, LENGTHS)].value)
+    def _chance(self, seq_id: int, length: int) -> float:
+        """That the next guess from a match of this length is right, in this sequence."""
+        chance, luck = self._by_length[min(length, LENGTHS)].value, self._luck.get(seq_id)
+        return chance if luck is None else luck.chance(chance)
 
     def _own(self, seq_id: int, drafter: str, everybody: float) -> float:
         """A sequence's own record, as far as it has one, else everybody's."""
