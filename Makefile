@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 GUESTS := $(VENV)/.clients
+JOBS   ?= 8
 
 .PHONY: demo test test-clients check format test-gpu bench clean setup
 .DEFAULT_GOAL := help
@@ -46,8 +47,11 @@ check: $(READY) ## format, lint, types, layers
 format: $(READY) ## put the code in order
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-test-gpu: ## the laws on a CUDA machine (needs torch, transformers and pytest there)
-	@PYTHONPATH=src $(PYTHON) -m pytest -m gpu --durations=12
+test-gpu: ## the laws on a CUDA machine (needs torch, transformers and pytest there); JOBS=8 at once
+	@grep -lE "gpu|setup|trial|plain" tests/test_*.py tests/laws/test_*.py | \
+	  PYTHONPATH=src TORCHINDUCTOR_COMPILE_THREADS=2 xargs -P $(JOBS) -n 1 sh -c \
+	  '$(PYTHON) -m pytest -q -m gpu "$$0" > "/tmp/samewise-gpu-$$$$" 2>&1; code=$$?; \
+	   echo "== $$0"; tail -n 40 "/tmp/samewise-gpu-$$$$"; rm -f "/tmp/samewise-gpu-$$$$"; test $$code = 0 -o $$code = 5'
 
 bench: $(READY) ## what a frame costs here
 	@$(BIN)/python bench/frame.py
