@@ -140,6 +140,8 @@ def pick_linear(name: str, device: torch.device) -> str:
 
 ELASTIC = {"cuda": (1, 8, 32, 64, 128, 256, 512, 1024), "cpu": (1, 16, 64, 128, 512)}
 """Sizes of a frame, in 128ths of the canonical number of rows, where each has to be settled by itself."""
+WIDEST = 1024
+"""None above this by default: logits of every row are kept."""
 
 
 def frame_sizes(
@@ -166,7 +168,8 @@ def frame_sizes(
     if linears != "native":
         if device == "cpu" and compiled:
             return (rows,)
-        return tuple(sorted({rows, *(max(1, rows * share // 128) for share in ELASTIC[device])}))
+        found = {max(1, rows * share // 128) for share in ELASTIC[device]}
+        return tuple(sorted({rows, *(size for size in found if size <= max(rows, WIDEST))}))
     if compiled:
         return tuple(sorted({min(1 << i, rows) for i in range(rows.bit_length() + 1)}))
     return tuple(range(1, rows + 1))
@@ -229,12 +232,20 @@ def longest(config: EngineConfig, arch: zoo.Arch) -> int:
     return wanted
 
 
-def count_pages(config: EngineConfig, arch: zoo.Arch, max_len: int, device: torch.device) -> int:
-    """As many pages as the memory allows, but no more than every sequence at its longest could use."""
-    size = kv_page_bytes(arch, _dtype_of(config, arch, device))
+def count_pages(
+    config: EngineConfig, arch: zoo.Arch, max_len: int, device: torch.device, *, widest: int = 0
+) -> int:
+    """As many pages as the memory allows, but no more than every sequence at its longest could use.
+
+    Beside them there must be room for the logits of the widest frame, and for what is made of them.
+    """
+    dtype = _dtype_of(config, arch, device)
+    size = kv_page_bytes(arch, dtype)
     asked = memory(config.kv_memory)
     share = FREE_SHARE[device.type] if asked is None else asked
-    budget = int(share * _free_bytes(device)) if isinstance(share, float) else share
+    logits = widest * arch.vocab * (3 * dtype.itemsize + 8) if device.type == "cuda" else 0
+    free = max(0, _free_bytes(device) - logits) if isinstance(share, float) else 0
+    budget = int(share * free) if isinstance(share, float) else share
     most = config.max_num_seqs * -(-(max_len + 1) // PAGE) + 2
     pages = min(budget // size, most)
     if pages < 4:
@@ -251,6 +262,7 @@ def _dtype_of(config: EngineConfig, arch: zoo.Arch, device: torch.device) -> tor
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was tried before lies there still
         return int(torch.cuda.mem_get_info(device)[0])
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

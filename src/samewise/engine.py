@@ -45,7 +45,7 @@ from samewise.model import fp8, linear, zoo
 from samewise.model.attention import PAGE
 from samewise.model.folder import read_tensors
 from samewise.model.rope import pin_rope
-from samewise.probe import Report, probe, settle_sizes
+from samewise.probe import Report, confirm_sizes, probe, settle_sizes
 from samewise.propose.auto import Auto
 from samewise.propose.base import Drafter, First, Nothing, Proposer
 from samewise.propose.decode import Decode
@@ -247,8 +247,8 @@ class Engine:
         kernel = pick_kernel(config.attention, device)
         compiled = device.type == "cuda" if config.compile is None else config.compile
         loaded.model.to(device)
-        if compiled and device.type == "cuda":  # on CPU the wider product is no faster
-            zoo.stack_siblings(loaded.model)
+        if device.type == "cuda":  # on CPU the wider product is no faster
+            zoo.stack_siblings(loaded.model)  # always: another engine's graphs must not find weights moved
         model = zoo.twin(loaded.model)  # modules of its own: another engine may run on the same weights
         rope = pin_rope(model, self.max_model_len)
         if self.linears == "native":
@@ -259,10 +259,12 @@ class Engine:
                 self.frame_rows, linears=self.linears, compiled=compiled, device=device.type,
                 asked=config.frame_sizes,
             )  # fmt: skip
+        elif config.frame_sizes is not None:
+            log.warning("frame_sizes is not used: %s has products that are not linears", arch.model_type)
         self.operators = operators.check_linears(
-            model, self.frame_rows, self._where() | {"linear": self._linear_name()}, sizes
+            model, self.frame_rows, self._where() | {"linear": self._linear_name()}, sizes, merged=compiled
         )
-        num_pages = count_pages(config, arch, self.max_model_len, device)
+        num_pages = count_pages(config, arch, self.max_model_len, device, widest=sizes[-1])
         private = -(-config.search_window // PAGE)
         self.runner = Runner(
             model,
@@ -278,7 +280,7 @@ class Engine:
             compile=compiled,
         )
         self.sampler = Sampler(arch.vocab, device)
-        self.sizes = settle_sizes(self.runner, self._where())
+        self.sizes = settle_sizes(self.runner, self._where(), self.max_model_len)
         self.verifier = Verifier(
             self.runner, self.sampler, ahead=device.type == "cuda" if ahead is None else ahead
         )
@@ -484,6 +486,7 @@ class Engine:
             renew()
         version = zoo.touch_weights(self.loaded.model)
         self._facts["weights"] = fingerprint(self.runner.model)
+        confirm_sizes(self.runner, self.max_model_len)
         self._certify()
         self._weights = version
         return self.contract

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from samewise import machine
+from samewise.contract import ENGINE_VERSION
 from samewise.errors import GuaranteeLost
 from samewise.model.fit import Pieces, piece_for
 from samewise.model.linear import multiply, plain
@@ -38,10 +39,12 @@ class _Kind(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    bias: bool
 
     @property
     def label(self) -> str:
-        return f"{self.type.__qualname__} {self.shape[0]}×{self.shape[1]} {self.dtype}"
+        bias = " with bias" if self.bias else ""
+        return f"{self.type.__qualname__} {self.shape[0]}×{self.shape[1]} {self.dtype}{bias}"
 
 
 @dataclass(slots=True)
@@ -60,19 +63,25 @@ def elastic(model: nn.Module) -> bool:
 
 
 def check_linears(
-    model: nn.Module, frame_rows: int, facts: Mapping[str, str], sizes: Sequence[int] = ()
+    model: nn.Module,
+    frame_rows: int,
+    facts: Mapping[str, str],
+    sizes: Sequence[int] = (),
+    *,
+    merged: bool = True,
 ) -> list[Operator]:
     """Try every shape of linear, and tell each linear at how many rows to run in frames of these sizes.
 
-    Raises GuaranteeLost where place or company shows at the canonical number of rows, `frame_rows`. Run
-    before the KV cache takes its memory: it needs a weight matrix of its own.
+    `merged`: linears that are parts of a wider product will run as that product. Raises GuaranteeLost where
+    place or company shows at the canonical number of rows, `frame_rows`. Run before the KV cache takes its
+    memory: it needs a weight matrix of its own.
     """
     kinds: dict[_Kind, _Members] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            part = getattr(module, "part", None)
+            part = getattr(module, "part", None) if merged else None
             weight = module.weight if part is None else part.weight
-            kind = _Kind(type(module), weight.shape, weight.dtype, weight.device)
+            kind = _Kind(type(module), weight.shape, weight.dtype, weight.device, module.bias is not None)
             kinds.setdefault(kind, _Members(name)).linears.append(module)
     sizes = sorted({*sizes, frame_rows})
     found = _good_sizes(kinds, frame_rows, sizes, facts)
@@ -92,6 +101,7 @@ def _good_sizes(
 ) -> dict[str, list[int]]:
     """By kind, the sizes at which it gives the bits of `rows`: as remembered, or as tried now."""
     key = dict(facts) | {
+        "engine": ENGINE_VERSION,
         "rows": str(rows),
         "sizes": str(sizes),
         "shapes": str(sorted(kind.label for kind in kinds)),

@@ -11,7 +11,6 @@ graph, module by module, and names the first operator that answers differently t
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from array import array
@@ -26,12 +25,14 @@ import torch
 from torch import nn
 
 from samewise import machine
+from samewise.contract import ENGINE_VERSION
 from samewise.errors import GuaranteeLost
 from samewise.model.attention import PAGE
 from samewise.model.fit import is_norm
 from samewise.model.zoo import Steady
 from samewise.run.batch import Tray
 from samewise.run.frame import pack_frame
+from samewise.run.numerics import inductor_options
 from samewise.run.runner import Runner, compiling
 from samewise.types import Sampling, Span
 
@@ -59,10 +60,25 @@ class Reading:
 
 READINGS = 2  # beside the one alone
 ROWS = 64  # compared at least at every size, in as many frames as it takes
+TRIALS = 4  # frames at least
+LONG, SHORT = 600, 40  # of the text that sizes are tried on
 AS_IT_IS = "as it is"
 
 
-def settle_sizes(runner: Runner, facts: Mapping[str, str]) -> dict[int, str]:
+def confirm_sizes(runner: Runner, max_model_len: int) -> None:
+    """Raise GuaranteeLost unless every size still gives the canonical bits, on weights that have changed."""
+    if runner.native:
+        return
+    trial = _Trial(runner, max_model_len)
+    for size in [size for size in runner.sizes if size != runner.frame_rows]:
+        if not trial.agrees(size):
+            raise GuaranteeLost(
+                f"on the new weights frames of {size} rows give other bits than frames of "
+                f"{runner.frame_rows}. Build a new engine, or leave {size} out of frame_sizes"
+            )
+
+
+def settle_sizes(runner: Runner, facts: Mapping[str, str], max_model_len: int) -> dict[int, str]:
     """Keep the sizes of a frame that give the bits of the canonical one; what became of each.
 
     Linears were settled before. Norms are tried here by themselves, then whole frames of random spans are
@@ -73,7 +89,7 @@ def settle_sizes(runner: Runner, facts: Mapping[str, str]) -> dict[int, str]:
     found = dict.fromkeys(runner.sizes, AS_IT_IS)
     if runner.native or not runner.elastic:
         return found
-    trial, rows = _Trial(runner), runner.frame_rows
+    trial, rows = _Trial(runner, max_model_len), runner.frame_rows
     unsteady = _unsteady_norms(runner, facts)
     for size in [size for size in runner.sizes if size != rows]:
         if not trial.fits(size):
@@ -105,7 +121,9 @@ def _unsteady_norms(runner: Runner, facts: Mapping[str, str]) -> dict[int, list[
         "norms": str(sorted(shapes)),
         "rows": str(runner.frame_rows),
         "sizes": str(runner.sizes),
-        "compiled": str(runner.compiled),
+        "compiled": str(sorted(inductor_options().items()) if runner.compiled else False),
+        "dtypes": str(sorted({str(weight.dtype) for norm, _ in norms for weight in norm.parameters()})),
+        "engine": ENGINE_VERSION,
     }
     # A stranger's code may change.
     ours = all(
@@ -129,8 +147,8 @@ def _norms_seen(runner: Runner) -> list[tuple[nn.Module, tuple[int, ...]]]:
     seen: dict[tuple[Any, ...], tuple[nn.Module, tuple[int, ...]]] = {}
 
     def note(module: nn.Module, given: tuple[Any, ...]) -> None:
-        x = given[0]
-        if x.dim() >= 3 and x.shape[1] == runner.frame_rows:
+        x = given[0] if len(given) == 1 else None
+        if isinstance(x, torch.Tensor) and x.dim() >= 3 and x.shape[1] == runner.frame_rows:
             tail = tuple(x.shape[2:])
             seen.setdefault((type(module), *tail), (module, tail))
 
@@ -165,47 +183,65 @@ def _felt(runner: Runner, norm: nn.Module, tail: tuple[int, ...]) -> list[int]:
 
 
 class _Trial:
-    """Reads random spans at one size of a frame and at the canonical one."""
+    """Reads parts of a known text at one size of a frame, and compares with what they were when it was laid
+    down at the canonical one.
 
-    def __init__(self, runner: Runner) -> None:
+    Parts stand at many positions, so that rows see one block of keys and several, one split and several; and
+    in a frame of many rows one part is long, so that its rows share wide tiles.
+    """
+
+    def __init__(self, runner: Runner, max_model_len: int) -> None:
         self._runner = runner
         self._random = random.Random(21)
+        room = (runner.store.num_pages - 2) * PAGE
+        most = LONG if runner.device.type == "cuda" else SHORT  # on a CPU attention is the same at every size
+        length = max(1, min(most, room, max_model_len - 1))
+        self._text = [self._random.randrange(runner.arch.vocab) for _ in range(length)]
+        self._pages = array("i", range(1, -(-length // PAGE) + 1))
 
     def fits(self, size: int) -> bool:
-        """Whether there are pages for it."""
-        return -(-size // self._length(size)) < self._runner.store.num_pages - 1
-
-    def _length(self, size: int) -> int:
-        """Rows of a span: as many as go evenly into this size and the canonical one, and into a page."""
-        return math.gcd(size, self._runner.frame_rows, PAGE)
+        """Whether there could ever be so many rows."""
+        return size <= (self._runner.store.num_pages - 1) * PAGE
 
     @torch.inference_mode()
     def agrees(self, size: int) -> bool:
-        runner = self._runner
-        rows = runner.frame_rows
-        length = self._length(size)
-        for _ in range(max(1, ROWS // size)):
-            spans = [self._span(length, 1 + i) for i in range(size // length)]
-            truth = [
-                self._logits(spans[first : first + rows // length], rows)
-                for first in range(0, len(spans), rows // length)
-            ]
-            tray, expected = runner.tray(size), torch.cat(truth)
-            if not torch.equal(_bits(runner.frame(pack_frame(spans, tray))), _bits(expected)):
+        """Whether rows get the same bits in frames of this size."""
+        runner, rows, length = self._runner, self._runner.frame_rows, len(self._text)
+        truth = torch.cat([
+            self._read(runner.tray(rows), [(start, min(rows, length - start))])
+            for start in range(0, length, rows)
+        ])  # fmt: skip
+        for _ in range(max(TRIALS, ROWS // size)):
+            parts = self._parts(size)
+            expected = torch.cat([truth[start : start + num] for start, num in parts])
+            tray = runner.tray(size)
+            if not torch.equal(_bits(self._read(tray, parts)), _bits(expected)):
                 return False
             if tray.num_kept:  # less of the head
                 keep = sorted(self._random.sample(range(size), tray.num_kept))
-                if not torch.equal(_bits(runner.frame(pack_frame(spans, tray, keep))), _bits(expected[keep])):
+                if not torch.equal(_bits(self._read(tray, parts, keep)), _bits(expected[keep])):
                     return False
         return True
 
-    def _logits(self, spans: list[Span], rows: int) -> torch.Tensor:
-        used = sum(len(span.inputs) for span in spans)
-        return self._runner.frame(pack_frame(spans, self._runner.tray(rows)))[:used].clone()
+    def _parts(self, size: int) -> list[tuple[int, int]]:
+        """(start, length) of parts of the text that fill a frame; every other time the first is long."""
+        parts: list[tuple[int, int]] = []
+        while size:
+            start = self._random.randrange(len(self._text))
+            most = min(size, len(self._text) - start)
+            long = not parts and self._random.random() < 0.5
+            num = most if long else min(most, self._random.choice((1, 1, 3, 16, 40)))
+            parts.append((start, num))
+            size -= num
+        return parts
 
-    def _span(self, length: int, page: int) -> Span:
-        tokens = [self._random.randrange(self._runner.arch.vocab) for _ in range(length)]
-        return Span(-1, 0, tuple(tokens), length, array("i", [page]), GREEDY, tokens, length)
+    def _read(self, tray: Tray, parts: list[tuple[int, int]], keep: list[int] | None = None) -> torch.Tensor:
+        spans = []
+        for start, num in parts:
+            tokens = self._text[start : start + num]
+            spans.append(Span(-1, start, tuple(tokens), num, self._pages, GREEDY, tokens, num))
+        logits = self._runner.frame(pack_frame(spans, tray, keep))
+        return logits[: sum(num for _, num in parts)].clone() if keep is None else logits
 
 
 def probe(runner: Runner, *, max_model_len: int, operators: int = 0) -> Report:
@@ -411,4 +447,4 @@ def _trace(runner: Runner, reading: Reading) -> list[tuple[str, torch.Tensor, to
     return [(name, torch.cat(found[name][0]), torch.cat(found[name][1])) for name in order]
 
 
-__all__ = ["Reading", "Report", "probe", "settle_sizes"]
+__all__ = ["Reading", "Report", "confirm_sizes", "probe", "settle_sizes"]

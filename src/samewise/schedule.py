@@ -377,7 +377,7 @@ class Scheduler:
         wanted = sum(len(seq.tokens) - seq.kv_len + len(seq.draft) for seq in live)
         if wanted <= self.limits.frame_rows:
             return live
-        generating = sum(1 + len(seq.draft) for seq in live if not seq.reading)
+        generating = sum(1 + len(seq.draft) for seq in live if seq.request.verify and not seq.reading)
         # Where they leave no row for a prompt, one that has waited long enough goes before them.
         late = self._step - PATIENCE if generating >= self.limits.frame_rows else -1
         return sorted(live, key=lambda seq: (seq.last_served > late, seq.reading, *_turn(seq)))

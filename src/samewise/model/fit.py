@@ -54,14 +54,13 @@ def fit(module: nn.Module, pieces: Pieces) -> None:
 
 
 def _fitted(kind: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        piece = self.pieces.get(x.shape[1]) if x.dim() >= 3 else None
-        found: torch.Tensor = (
-            kind.forward(self, x)
-            if piece is None
-            else in_pieces(lambda part: kind.forward(self, part), x, piece)
-        )
-        return found
+    def forward(self: Any, x: torch.Tensor, *others: Any, **named: Any) -> Any:
+        if others or named or x.dim() < 3:
+            return kind.forward(self, x, *others, **named)
+        piece = self.pieces.get(x.shape[1])
+        if piece is None:
+            return kind.forward(self, x)
+        return in_pieces(lambda part: kind.forward(self, part), x, piece)
 
     return type(f"Fitted{kind.__name__}", (kind,), {"forward": forward, "__doc__": kind.__doc__})
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+
+@functools.cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """One for all: libraries keep memory for every stream they have seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Captured(Generic[T]):
@@ -18,7 +25,7 @@ class Captured(Generic[T]):
     """
 
     def __init__(self, work: Callable[[], T], device: torch.device, pool: Any = None) -> None:
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side = _side(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):  # once or twice before capture, as torch asks, off the main stream
             work()

@@ -32,7 +32,7 @@ CHAIN = 8  # fast passes that may be under way at once
 WIDER = tuple(
     4**i for i in range(9)
 )  # rows of a fast pass beyond the widest frame, where each costs a capture
-SPANS = 4  # of one sequence in a frame at most, on average: itself and its branches
+SPANS = 5  # of one sequence in a frame at most, on average: itself and its branches
 
 
 @dataclass(slots=True)
@@ -189,6 +189,7 @@ class Runner:
     def drop(self, size: int) -> None:
         """Do without frames of this size."""
         self.sizes = tuple(rows for rows in self.sizes if rows != size)
+        self._trays.pop(size, None)
         for kept in (False, True):
             self._graphs.pop((size, kept), None)
 
@@ -222,7 +223,8 @@ class Runner:
         Where a size has to be compiled or captured there are few sizes: a frame's.
         """
         if self.device.type == "cuda":
-            return self.tray(min(size for size in (*self.sizes, *WIDER) if size >= num_rows))
+            sizes = (*self.sizes, *(size for size in WIDER if size > self.widest))
+            return self.tray(min(size for size in sizes if size >= num_rows))
         if self.compiled and num_rows <= self.widest:
             return self.frame_tray(num_rows)
         return self.tray(num_rows)
