@@ -78,7 +78,7 @@ print(counters["stats"]["unique_graphs"])
 
 
 def test_one_compiled_layer_serves_all_layers():
-    """Per size of a frame one graph, however many layers there are. In a process that has compiled nothing."""
+    """Per size of a frame one graph, however many layers there are: seen in a process of its own."""
     ran = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["2"]
 
