@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -30,6 +29,7 @@ import triton  # noqa: E402
 
 import samewise.model.attention.triton as kernels  # noqa: E402
 from samewise.model.attention import PAGE, Heads, LayerKV, Rows  # noqa: E402
+from shapes import commit  # noqa: E402
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
 FLOPS = 800e12
@@ -175,15 +175,6 @@ def settings(args: argparse.Namespace) -> Iterator[dict[str, float]]:
     }
     for values in itertools.product(*given.values(), args.share):
         yield dict(zip([*given, "share"], values, strict=True))
-
-
-def commit() -> str:
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def main() -> None:

@@ -81,10 +81,10 @@ def confirm_sizes(runner: Runner, max_model_len: int) -> None:
 def settle_sizes(runner: Runner, facts: Mapping[str, str], max_model_len: int) -> dict[int, str]:
     """Keep the sizes of a frame that give the bits of the canonical one; what became of each.
 
-    Linears were settled before. Norms are tried here by themselves, then whole frames of random spans are
-    read at each size and again at the canonical number of rows. Norms that show are run at that number; where
-    a frame still shows, the size is given up. Native linears were made for every size, so there a difference
-    is for the probe to tell.
+    Linears were settled before. Norms are tried here by themselves, then parts of a known text are read at
+    each size and compared with what they were at the canonical number of rows. Norms that show are run at
+    that number; where a frame still shows, the size is given up. Native linears were made for every size, so
+    there a difference is for the probe to tell.
     """
     found = dict.fromkeys(runner.sizes, AS_IT_IS)
     if runner.native or not runner.elastic:

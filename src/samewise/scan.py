@@ -55,6 +55,13 @@ def _peaks(
 
 
 @triton.jit
+def _top(values: tl.tensor, row: tl.tensor, chunks: tl.tensor, CHUNKS_PAD: tl.constexpr) -> tl.tensor:
+    """The largest logit of a row, from the peaks of its chunks."""
+    chunk = tl.arange(0, CHUNKS_PAD)
+    return tl.max(tl.load(values + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), axis=0)
+
+
+@triton.jit
 def _masses(
     logits: tl.tensor,
     values: tl.tensor,  # [R, C] peaks
@@ -68,8 +75,7 @@ def _masses(
     """The sum of exp(logit - largest) over one chunk, as an integer."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     chunks = tl.num_programs(1)
-    others = tl.arange(0, CHUNKS_PAD)
-    top = tl.max(tl.load(values + row * chunks + others, mask=others < chunks, other=float("-inf")), axis=0)
+    top = _top(values, row, chunks, CHUNKS_PAD)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * row_stride + at, mask=at < vocab, other=float("-inf")).to(
         tl.float32
@@ -141,8 +147,7 @@ def _draws(
     """The best of one chunk after noise: plain logits where the temperature is 0."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     chunks = tl.num_programs(1)
-    others = tl.arange(0, CHUNKS_PAD)
-    top = tl.max(tl.load(values + row * chunks + others, mask=others < chunks, other=float("-inf")), axis=0)
+    top = _top(values, row, chunks, CHUNKS_PAD)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * row_stride + at, mask=at < vocab, other=float("-inf"))
     warmth = tl.load(temperatures + row)
