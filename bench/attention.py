@@ -41,8 +41,7 @@ CONSTANTS = {
     "block": "BLOCK",
     "warps": "WARPS",
     "stages": "STAGES",
-    "combine_stages": "COMBINE_STAGES",
-    "combine_warps": "COMBINE_WARPS",
+    "fold_stages": "FOLD_STAGES",
     "programs": "PROGRAMS_PER_PROCESSOR",
     "at_once": "AT_ONCE_PER_PROCESSOR",
 }
@@ -147,7 +146,7 @@ def microseconds(case: Case, pool: Pool, share: float, repeats: int) -> float:
 
     rows = Rows(
         *(ints(x) for x in (lengths, slots, starts, tables.ravel(), work)),
-        torch.empty(plan.workspace_len, device=device),
+        torch.zeros(plan.workspace_len, device=device),
     )
     fused = torch.randn(num_rows, HEADS + 2 * KV_HEADS, DIM, device=device, dtype=torch.bfloat16)
     q, k, v = fused.split((HEADS, KV_HEADS, KV_HEADS), dim=1)

@@ -146,10 +146,12 @@ class Store:
         work = np.full(0 if plan is None else plan.work_len(len(rows)), -1, np.int32)
         if plan is not None:
             plan.write(lengths, np.array(page_start, np.int32), work)
-        size = 0 if plan is None else plan.workspace_len
+        workspace = torch.full((0 if plan is None else plan.workspace_len,), float("nan"), device=self.device)
+        if plan is not None:
+            workspace[-plan.num_arrivals :] = 0.0
         where = Rows(
             *(self.ints(x) for x in (lengths, slots, page_start, np.concatenate(pages), work)),
-            torch.full((size,), float("nan"), device=self.device),
+            workspace,
         )
         return self.kernel(*self.inputs(rows), self.kv, where, scale=case.scale, window=window)
 

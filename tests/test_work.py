@@ -10,7 +10,10 @@ import torch
 
 from samewise.model.attention.work import COLUMNS, HEAD, Plan
 
-H200 = Plan(tile_rows=16, split=256, window=None, kv_heads=8, num_slots=8000, slot_len=32 * 130, at_once=264)
+H200 = Plan(
+    tile_rows=16, split=256, window=None, kv_heads=8, num_slots=8000, slot_len=32 * 130, num_arrivals=1024,
+    at_once=264,
+)  # fmt: skip
 
 Span = tuple[int, int]
 """A number of rows and the length of the last of them; (rows, 0) is padding."""
@@ -25,11 +28,10 @@ def listed(plan: Plan, spans: Sequence[Span]) -> dict[str, list[int]]:
         starts += [100 * i if length else 0] * rows
     work = np.full(plan.work_len(len(lengths)), -7, np.int32)
     plan.write(np.array(lengths, np.int32), np.array(starts, np.int32), work)
-    pieces, folds, cut_tiles, cut_pieces = work[:HEAD].tolist()
+    pieces, cut_tiles, cut_pieces = work[:HEAD].tolist()
     tiles = cut_tiles + pieces - cut_pieces
     columns = dict(zip(COLUMNS, work[HEAD:].reshape(len(COLUMNS), -1).tolist(), strict=True))
-    ends = {name: folds if name.startswith("fold") else tiles for name in COLUMNS}
-    return {name: columns[name][: ends[name]] for name in COLUMNS} | {"pieces": [pieces]}
+    return {name: columns[name][:tiles] for name in COLUMNS} | {"pieces": [pieces]}
 
 
 def whole(plan: Plan, spans: Sequence[Span]) -> list[bool]:
@@ -79,8 +81,6 @@ def test_every_split_has_one_piece_and_every_row_its_slots() -> None:
     assert found["tile_slot"] == [0, 64, 68, -1, -1]  # 16 rows of 4 splits; 1 of 4; 1 of 3
     assert found["tile_piece"] == [0, 4, 8, 11, 12]
     assert found["pieces"] == [13]
-    assert found["fold_row"] == [*range(18)]
-    assert found["fold_tile"] == [0] * 16 + [1, 2]
 
 
 def test_a_window_leaves_out_what_no_layer_sees() -> None:
@@ -94,8 +94,7 @@ def test_who_finds_no_room_is_walked_whole() -> None:
     small = Plan(**(vars(H200) | {"num_slots": 300}))
     found = listed(small, [(1, 32768)] * 4)
     assert found["tile_slot"] == [0, 128, -1, -1]
-    assert found["fold_row"] == [0, 1]
-    assert small.workspace_len == 300 * 32 * 130
+    assert small.workspace_len == 300 * 32 * 130 + 1024
 
 
 def test_long_runs_of_a_pass_of_many_rows_are_read_in_wide_tiles() -> None:
@@ -110,10 +109,10 @@ def test_long_runs_of_a_pass_of_many_rows_are_read_in_wide_tiles() -> None:
     plan.write(lengths.astype(np.int32), starts.astype(np.int32), work)
     narrow, wide = (half[HEAD:].reshape(len(COLUMNS), -1) for half in work.reshape(2, -1))
     counts = [half[:HEAD].tolist() for half in work.reshape(2, -1)]
-    assert counts[1] == [3, 0, 0, 0]
+    assert counts[1] == [3, 0, 0]
     assert [wide[i, :3].tolist() for i in (0, 1, 5)] == [[0, 16, 43], [16, 16, 9], [-1, -1, -1]]
     covered = np.zeros(60, int)
-    pieces, _, cut_tiles, cut_pieces = counts[0]
+    pieces, cut_tiles, cut_pieces = counts[0]
     for row, count in zip(narrow[0], narrow[1, : cut_tiles + pieces - cut_pieces], strict=False):
         assert count <= 4
         covered[row : row + count] += 1
@@ -135,4 +134,6 @@ def test_a_plan_fits_the_model() -> None:
     assert kernel.plan([Heads(2 * TILE, 1, 64, None)], torch.bfloat16, 4, 1000).tile_rows == 1
     assert kernel.plan([full], torch.bfloat16, 4, 1000).wide_rows == 16
     assert kernel.plan([full], torch.float32, 4, 1000).wide_rows == 0  # there is no room for them
-    assert 4 * kernel.plan([full], torch.bfloat16, 1024, 131072).workspace_len <= WORKSPACE_BYTES
+    long = kernel.plan([full], torch.bfloat16, 1024, 131072)
+    assert 4 * long.num_slots * long.slot_len <= WORKSPACE_BYTES
+    assert long.num_arrivals == 1024 * 8

@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from samewise.assemble import pick_dtype
+from samewise.model.zoo import survey
 from samewise.run.frame import pack_frame
 from samewise.testing import FAMILIES, run, tiny_config, tiny_engine, tiny_model
 from samewise.types import Sampling, Span
@@ -180,3 +182,13 @@ def test_windows_are_seen_where_they_are(pair):
         assert windows == [window] * len(windows)
     if any(windows):
         assert max(variant.lengths) > max(w for w in windows if w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_on_a_card_the_checkpoint_says_which_dtype(family, dtype):
+    config = tiny_config(family)
+    config.dtype = dtype
+    found = survey(config).checkpoint_dtype
+    assert pick_dtype("auto", torch.device("cuda"), found) == dtype
+    assert pick_dtype("auto", torch.device("cpu"), found) == torch.float32

@@ -34,7 +34,7 @@ from samewise.model.weights import Source, weight_files
 
 ATTENTION = "samewise"
 SURVEY = "samewise_survey"
-SURVEY_VERSION = "1"  # raised when a survey notes or refuses anything new
+SURVEY_VERSION = "2"  # raised when a survey notes or refuses anything new
 UNDERSTOOD = frozenset({
     "rows", "notes", "sliding_window", "position_ids", "position_embeddings", "use_cache", "dropout",
     "cache_position", "past_key_values", "output_attentions", "is_causal", "logits_to_keep", "return_dict",
@@ -144,6 +144,7 @@ AttentionInterface.register(SURVEY, take_notes)
 def survey(config: Any, *, trust_remote_code: bool = False) -> Arch:
     """Find out how a model uses attention, without its weights. Refuses what cannot be promised."""
     refuse(config)
+    dtype = getattr(config, "dtype", None)  # before a model is made of it, which writes its own there
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -168,7 +169,6 @@ def survey(config: Any, *, trust_remote_code: bool = False) -> Arch:
         AttentionFacts(names[m], f.num_heads, f.num_kv_heads, f.head_dim, f.window) for m, f in notes
     )
     _refuse_odd_layers(config, layers)
-    dtype = getattr(config, "dtype", None)
     return Arch(
         config.model_type,
         layers,

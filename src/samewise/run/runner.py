@@ -103,7 +103,7 @@ class Runner:
         self._max_spans = SPANS * max_rows
         self._plan = kernel.plan(kernel_heads(arch), dtype, rows, max_model_len)
         scratch = 0 if self._plan is None else self._plan.workspace_len
-        self._workspace = torch.empty(scratch, dtype=torch.float32, device=device)
+        self._workspace = torch.zeros(scratch, dtype=torch.float32, device=device)
         self._max_pages = -(-max_model_len // PAGE) + 1
         self._trays: dict[int, Tray] = {}
         self.picks = torch.zeros(self.widest, 2, dtype=torch.int32, device=device)

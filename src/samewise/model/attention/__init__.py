@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     page_start: torch.Tensor  # [R] where its sequence's page numbers begin in `pages`
     pages: torch.Tensor  # [N] page numbers, each sequence's in order
     work: torch.Tensor  # what the kernel's plan says of the pass (empty for kernels without one)
-    workspace: torch.Tensor  # float32 scratch for partial results (likewise)
+    workspace: torch.Tensor  # float32 scratch, zeros before the first pass (likewise)
 
 
 class LayerKV(NamedTuple):

@@ -1,4 +1,4 @@
-"""Canonical attention on CUDA: store, attend tile by tile, fold.
+"""Canonical attention on CUDA: store, then attend tile by tile.
 
 What is computed for a row: its keys are cut at absolute multiples of SPLIT; each piece is walked in
 absolute blocks of BLOCK keys, in order, with an online softmax begun afresh; the pieces are folded one after
@@ -6,7 +6,7 @@ the other, in order. All of it follows from the row's length alone.
 
 How it is computed: rows at consecutive positions of one sequence share a *tile*, whose keys are read once
 (`work.py` says which). A program walks all pieces of its tile and folds them as it goes, or walks one piece
-and leaves the folding to `_combine`: the same operations in the same order. A row's place in its tile, the
+and the last to arrive folds them: the same operations in the same order. A row's place in its tile, the
 rows beside it, how many programs there are and how many rows the pass has decide only when and where a number
 is computed, never which number: matrix units treat rows alike, a tile of one row has the shape of a full one,
 and where a row sees nothing its state is kept by selection, not by arithmetic.
@@ -53,11 +53,12 @@ BLOCK = 64
 """Keys per step of the online softmax. Bits depend on it."""
 
 WARPS = 4
+WIDE_WARPS = 4
 """Per program; twice as many where a head is wider than 256 bytes, which needs the registers."""
-COMBINE_WARPS = 1
 STAGES = 3
 """Blocks in flight, as far as shared memory goes."""
-COMBINE_STAGES = 6
+FOLD_STAGES = 4
+"""Partial results in flight."""
 
 FP_FUSION = False
 """Whether the compiler may fuse a product into a sum. It may not: its choice is nobody's contract."""
@@ -292,21 +293,22 @@ def _mixed(  # noqa: PLR0917 - a kernel has no objects to hide in
 
 
 @triton.jit(
-    do_not_specialize=["num_rows"],
+    do_not_specialize=["num_rows", "workspace_len"],
     do_not_specialize_on_alignment=["pages", "work"],
 )
-def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; likewise
+def _attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long because it is straight; likewise
     q: tl.tensor,  # [R, KV_HEADS * GROUP, DIM], strided
     k_cache: tl.tensor,  # [P, KV_HEADS, PAGE, DIM]
     v_cache: tl.tensor,
     pages: tl.tensor,
     work: tl.tensor,
-    workspace: tl.tensor,  # [slots, KV_HEADS * GROUP * (DIM + 2)]: sums, then maxima, then weights
+    workspace: tl.tensor,  # [slots, KV_HEADS * GROUP * (DIM + 2)]: sums, maxima, weights; then arrivals
     out: tl.tensor,  # [R, KV_HEADS * GROUP, DIM]
     q_row: tl.tensor,
     q_head: tl.tensor,
     scale: tl.tensor,  # times log2(e)
     num_rows: tl.tensor,
+    workspace_len: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
@@ -319,22 +321,24 @@ def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; like
     HEAD: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
+    FOLD_STAGES: tl.constexpr,
     SPELT: tl.constexpr,
 ) -> None:
     """Attend a tile's head group to all of its keys, or to one split, for every item of this program's share.
 
-    A whole tile's results are written out. A split leaves, per row and query head, the largest score, the sum
-    of weights relative to it, and the sum of weighted values, in float32, for `_combine`; nothing if it ends
-    before the window.
+    A split leaves, per row and query head, the largest score, the sum of weights relative to it, and the sum
+    of weighted values, in float32 (nothing if it ends before the window); the last of a tile to arrive folds
+    them.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    RESULT: tl.constexpr = HEADS * (DIM + 2)
     place = tl.arange(0, TILE)
     within = place // GROUP
     dim = tl.arange(0, DIM_PAD)
     offset = tl.arange(0, BLOCK)
     num_items = tl.load(work) * KV_HEADS
-    cut_tiles = tl.load(work + 2)
-    cut_pieces = tl.load(work + 3)
+    cut_tiles = tl.load(work + 1)
+    cut_pieces = tl.load(work + 2)
     columns = work + HEAD
 
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -419,65 +423,40 @@ def _attend(  # noqa: C901, PLR0915, PLR0917 - long because it is straight; like
                 count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, SPELT,
             )  # fmt: skip
 
+        done = slot < 0
         if slot < 0:
             last = (high - 1) // SPLIT * SPLIT
             seen = (first < high) & (length > last)
             all_top, all_weight, all_total = _fold(all_top, all_weight, all_total, top, weight, total, seen)
+        else:
+            end = (longest + SPLIT - 1) // SPLIT
+            at = workspace + (slot + within).to(tl.int64) * RESULT
+            if begin < high:
+                to = at + ((high - 1) // SPLIT - planned) * count * RESULT
+                tl.store(to[:, None] + head[:, None] * DIM + dim[None, :], total, mask=in_tile)
+                tl.store(to + HEADS * DIM + head, top, mask=used)
+                tl.store(to + HEADS * (DIM + 1) + head, weight, mask=used)
+            # Whoever comes last finds what the others left, and folds it; where, is all that chance decides.
+            tl.debug_barrier()
+            arrivals = workspace + (workspace_len - 1 - (tile * KV_HEADS + kv_head))
+            done = tl.atomic_add(arrivals, 1.0, sem="acq_rel", scope="gpu") == (end - planned - 1).to(
+                tl.float32
+            )
+            if done:
+                tl.store(arrivals, 0.0)
+                for split in tl.range(low // SPLIT, end, num_stages=FOLD_STAGES):
+                    of = at + (split - planned) * count * RESULT
+                    total = tl.load(of[:, None] + head[:, None] * DIM + dim[None, :], mask=in_tile, other=0.0)
+                    top = tl.load(of + HEADS * DIM + head, mask=used, other=0.0)
+                    weight = tl.load(of + HEADS * (DIM + 1) + head, mask=used, other=0.0)
+                    seen = (first < (split + 1) * SPLIT) & (length > split * SPLIT)
+                    all_top, all_weight, all_total = _fold(
+                        all_top, all_weight, all_total, top, weight, total, seen
+                    )
+        if done:
             result = _quotient(all_total, all_weight, length).to(out.dtype.element_ty)
             to_row = (row + within).to(tl.int64) * (HEADS * DIM)
             tl.store(out + to_row[:, None] + head[:, None] * DIM + dim[None, :], result, mask=in_tile)
-        elif begin < high:
-            at = slot + ((high - 1) // SPLIT - planned) * count + within
-            to = workspace + at.to(tl.int64) * (HEADS * (DIM + 2))
-            tl.store(to[:, None] + head[:, None] * DIM + dim[None, :], total, mask=in_tile)
-            tl.store(to + HEADS * DIM + head, top, mask=used)
-            tl.store(to + HEADS * (DIM + 1) + head, weight, mask=used)
-
-
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["lengths", "work"])
-def _combine(
-    lengths: tl.tensor,
-    work: tl.tensor,
-    workspace: tl.tensor,  # [slots, HEADS * (DIM + 2)]
-    out: tl.tensor,  # [R, HEADS, DIM]
-    num_rows: tl.tensor,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: none
-    SPLIT: tl.constexpr,
-    HEAD: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """Fold the splits of the rows of cut tiles, in order, one query head at a time."""
-    dim = tl.arange(0, DIM_PAD)[None, :]
-    one = tl.arange(0, 1)
-    columns = work + HEAD
-    num_items = tl.load(work + 1) * HEADS
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        head = item % HEADS
-        row = tl.load(columns + 7 * num_rows + item // HEADS)
-        tile = tl.load(columns + 8 * num_rows + item // HEADS)
-        count = tl.load(columns + num_rows + tile)
-        planned = tl.load(columns + 4 * num_rows + tile)
-        slot = tl.load(columns + 5 * num_rows + tile) + row - tl.load(columns + tile)
-        length = tl.load(lengths + row)
-        first = length * 0
-        if WINDOW > 0:
-            first = tl.maximum(length - WINDOW, 0) // SPLIT
-        all_top = tl.full([1], float("-inf"), tl.float32)
-        all_weight = tl.zeros([1], tl.float32)
-        all_total = tl.zeros([1, DIM_PAD], tl.float32)
-        for split in tl.range(first, (length + SPLIT - 1) // SPLIT, num_stages=STAGES):
-            at = workspace + (slot + (split - planned) * count).to(tl.int64) * (HEADS * (DIM + 2))
-            total = tl.load(at + head * DIM + dim, mask=dim < DIM, other=0.0)
-            top = tl.load(at + HEADS * DIM + head + one)
-            weight = tl.load(at + HEADS * (DIM + 1) + head + one)
-            all_top, all_weight, all_total = _fold(
-                all_top, all_weight, all_total, top, weight, total, length > split * SPLIT + one * 0
-            )
-        result = _quotient(all_total, all_weight, length + one * 0).to(out.dtype.element_ty)
-        tl.store(out + (row.to(tl.int64) * HEADS + head) * DIM + dim, result, mask=dim < DIM)
 
 
 @torch.library.custom_op("samewise::attend_triton", mutates_args=("k_cache", "v_cache", "workspace"))
@@ -487,7 +466,6 @@ def attend_triton(
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    lengths: torch.Tensor,
     slots: torch.Tensor,
     pages: torch.Tensor,
     work: torch.Tensor,
@@ -496,7 +474,7 @@ def attend_triton(
     window: int,
     num_programs: int,
 ) -> torch.Tensor:
-    """Launch the three kernels. `window` 0 means none, as an operator's arguments must be plain."""
+    """Launch the kernels. `window` 0 means none, as an operator's arguments must be plain."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
@@ -522,7 +500,10 @@ def attend_triton(
         num_warps=WARPS,
         enable_fp_fusion=FP_FUSION,
     )
-    for tile, items in zip((_tile(group, TILE), _tile(group, WIDE)), lists, strict=False):
+    if len(workspace) < num_rows * num_kv_heads:
+        raise InvariantBroken(f"a workspace of {len(workspace)} for {num_rows} rows")
+    kinds = (_tile(group, TILE), WARPS), (_tile(group, WIDE), WIDE_WARPS)
+    for (tile, warps), items in zip(kinds, lists, strict=False):
         _attend[(num_programs,)](
             q,
             k_cache,
@@ -534,6 +515,7 @@ def attend_triton(
             *q.stride()[:2],
             scale * math.log2(math.e),
             num_rows,
+            len(workspace),
             KV_HEADS=num_kv_heads,
             GROUP=group,
             TILE=tile,
@@ -546,26 +528,11 @@ def attend_triton(
             HEAD=HEAD,
             TILES=TILES,
             STAGES=_stages(tile, dim_pad * q.element_size(), q.device),
+            FOLD_STAGES=FOLD_STAGES,
             SPELT=INTERPRETED,
-            num_warps=WARPS if dim_pad * q.element_size() <= 256 else 2 * WARPS,
+            num_warps=warps if dim_pad * q.element_size() <= 256 else 2 * warps,
             enable_fp_fusion=FP_FUSION,
         )
-    _combine[(min(num_rows * num_heads, 4 * num_programs),)](
-        lengths,
-        lists[0],
-        workspace,
-        out,
-        num_rows,
-        HEADS=num_heads,
-        DIM=head_dim,
-        DIM_PAD=dim_pad,
-        WINDOW=window,
-        SPLIT=SPLIT,
-        HEAD=HEAD,
-        STAGES=COMBINE_STAGES,
-        num_warps=COMBINE_WARPS,
-        enable_fp_fusion=FP_FUSION,
-    )
     return out
 
 
@@ -656,6 +623,7 @@ class TritonKernel:
             kv_heads=min(layer.num_kv_heads for layer in layers),
             num_slots=min(most, WORKSPACE_BYTES // (4 * slot_len)),
             slot_len=slot_len,
+            num_arrivals=max_rows * max(layer.num_kv_heads for layer in layers),
             at_once=self.at_once,
         )
 
@@ -677,7 +645,6 @@ class TritonKernel:
             v,
             kv.k,
             kv.v,
-            rows.lengths,
             rows.slots,
             rows.pages,
             rows.work,

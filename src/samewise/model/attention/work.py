@@ -3,7 +3,7 @@
 A *tile* is a run of rows that stand at consecutive positions of one sequence (a prompt, a draft; a decode row
 is a tile of one): its keys are read once for all of them. A tile is *whole*, walked from end to end by one
 program per KV head, or *cut*: one program per split of its keys and KV head leaves a partial result, and the
-partial results are folded afterwards. Bits depend on neither choice, so both are made for speed alone.
+last of them to arrive folds them in order. Bits depend on neither, so both are chosen for speed alone.
 
 The list is int32, of a fixed size for a number of rows: a few counts, then one column behind the other. In a
 pass of many rows a second list follows, of *wide* tiles for long runs of rows; they are always whole.
@@ -21,8 +21,8 @@ import numpy as np
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
-HEAD = 4
-"""Counts before the columns: pieces, rows to fold, tiles up to the last cut one, and the pieces of those."""
+HEAD = 3
+"""Counts before the columns: pieces, tiles up to the last cut one, and the pieces of those."""
 
 COLUMNS = (
     "tile_row",  # its first row
@@ -32,8 +32,6 @@ COLUMNS = (
     "tile_split",  # its first split that any layer looks at
     "tile_slot",  # the workspace slot of its first partial result; -1: whole
     "tile_piece",  # pieces of work before it (per KV head)
-    "fold_row",  # a row whose partial results are to be folded
-    "fold_tile",  # and its tile
 )
 """Each as long as the pass has rows. What a tile needs stands together, for the device to read at once."""
 
@@ -48,6 +46,7 @@ class Plan:
     kv_heads: int  # the fewest of the layers'
     num_slots: int  # partial results (one row, one split, all heads) the workspace has room for
     slot_len: int  # float32 elements of one, in the widest layer
+    num_arrivals: int  # counters, each of a tile and a KV head: how many pieces have left their result
     at_once: int  # programs the device runs at the same time
     wide_rows: int = 0  # rows of a wide tile, at most; 0: there are none
     wide_from: int = 129  # rows of a pass from which on there may be wide tiles
@@ -55,8 +54,8 @@ class Plan:
 
     @property
     def workspace_len(self) -> int:
-        """Float32 elements of scratch."""
-        return self.num_slots * self.slot_len
+        """Float32 elements of scratch: partial results, then arrivals, which are zero between passes."""
+        return self.num_slots * self.slot_len + self.num_arrivals
 
     def lists(self, num_rows: int) -> int:
         """How many lists a pass of so many rows has: one, or one more of wide tiles."""
@@ -111,7 +110,7 @@ class Plan:
         if cut is None:
             columns[5, :tiles] = -1
             columns[6, :tiles] = np.arange(tiles)
-            work[:HEAD] = tiles, 0, 0, 0
+            work[:HEAD] = tiles, 0, 0
         else:
             self._pieces(cut & (splits > 0), tiles, columns, splits, work)
 
@@ -126,8 +125,7 @@ class Plan:
 
     def _pieces(self, cut: Bools, tiles: int, columns: Ints, splits: Ints, work: Ints) -> None:
         """The columns of a pass where tiles are cut."""
-        row, count = columns[0, :tiles], columns[1, :tiles]
-        slots = splits * count * cut
+        slots = splits * columns[1, :tiles] * cut
         before = slots.cumsum()
         cut = cut & (before <= self.num_slots)
         pieces = np.where(cut, splits, 1)
@@ -136,12 +134,7 @@ class Plan:
         columns[6, :tiles] = ends - pieces
         which = cut.nonzero()[0]
         last = which[-1] if len(which) else -1
-        rows = count[which]
-        tile = which.repeat(rows)
-        folds = len(tile)
-        columns[7, :folds] = row[tile] + np.arange(folds) - (rows.cumsum() - rows).repeat(rows)
-        columns[8, :folds] = tile
-        work[:HEAD] = ends[-1], folds, last + 1, ends[last] if last >= 0 else 0
+        work[:HEAD] = ends[-1], last + 1, ends[last] if last >= 0 else 0
 
     def _tiles(self, lengths: Ints, page_start: Ints, most: int) -> tuple[Ints, Ints]:
         """First row and number of rows of each tile, in order. Padding makes tiles of its own."""
