@@ -46,7 +46,7 @@ Found = dict[str, Any]
 LENGTHS = "1K/256,1K/1K,4K/256,8K/32"
 LIVE = "1,8,32,64,128,256"
 GROWN = 512  # tokens that early sequences may say while later prompts are still being read
-PEER_REQUESTS, PEER_OUTPUT = 64, 64
+PEER_REQUESTS, PEER_OUTPUT = 64, 256
 
 
 class Bench:

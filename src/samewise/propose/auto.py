@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from samewise.costs import Curve, Frames, Luck, Rate, expected
 from samewise.propose.base import Drafter
 from samewise.propose.ngram import Ngram
+from samewise.propose.rest import Rest
 from samewise.types import Ask, Proposal, Verdict
 
 log = logging.getLogger("samewise.auto")
@@ -30,8 +31,6 @@ LIKELY = (0.2, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9) 
 EXPLORE = 400  # steps after which a drafter that does not pay is tried again
 UNKNOWN = 8  # and one of which too little is known
 TRIAL = 4  # guesses of such a trial
-STILL = 6  # steps without a guess after which nobody need ask for a while
-REST = 12  # frames that while lasts
 EARLY = 12.0  # trials a sequence's own record must have to count as much as everybody's
 
 
@@ -83,7 +82,7 @@ class Auto:
         restful: bool = False,
         explain: bool = False,
     ) -> None:
-        self._restful = restful  # not being asked is worth something here: frames then follow one another
+        self._rest = Rest(clock) if restful else None  # else nothing is gained by not being asked
         self._ngram, self._frames, self._clock, self._most = ngram, frames, clock, most
         self._drafters = {drafter.name: Known(drafter) for drafter in drafters}
         self._explain = explain
@@ -93,14 +92,12 @@ class Auto:
         self._matched: dict[int, int] = {}  # length of the match a sequence's draft came from
         self._target: dict[int, tuple[str, int]] = {}  # who drafts for a sequence, and how far
         self._step = 0
-        self._silent = 0  # steps in a row without a guess
-        self._resting = 0  # frames until somebody may ask again
         self._decisions: Counter[str] = Counter()
 
     @property
     def quiet(self) -> bool:
-        """Whether there was so little to guess lately that asking is put off."""
-        return self._resting > 0
+        """Whether there is so little to guess that asking is put off."""
+        return self._rest is not None and self._rest.resting
 
     # ---- the two verbs, and the farewell
 
@@ -116,14 +113,12 @@ class Auto:
         left = [ask for ask in fresh if ask.seq_id not in served]
         self._start(left, len(asks))
         proposals += self._draft([ask for ask in asks if ask.seq_id not in served])
-        self._silent = 0 if proposals else self._silent + 1
-        if self._restful and asks and self._silent >= STILL and not any(ask.draft for ask in asks):
-            self._resting = REST
+        if self._rest is not None and asks:
+            self._rest.asked(guessed=bool(proposals) or any(ask.draft for ask in asks))
         return proposals
 
     def observe(self, verdicts: list[Verdict]) -> None:
         """Learn how guesses fared."""
-        self._resting = max(0, self._resting - 1)
         for verdict in verdicts:
             if not verdict.guessed:
                 continue
@@ -137,6 +132,31 @@ class Auto:
             self._target.pop(verdict.seq_id, None)
         for drafter in self._drafters.values():
             drafter.proposer.observe(verdicts)
+        if self._rest is not None:
+            self._rest.landed(len(verdicts), sum(verdict.accepted for verdict in verdicts))
+            if self._rest.resting:
+                self._listen(self._rest, verdicts)
+
+    def _listen(self, rest: Rest, verdicts: list[Verdict]) -> None:
+        """Read what is said while nobody asks, in case it has been said before."""
+        promised = 0.0
+        for verdict in verdicts:
+            if not verdict.tokens:
+                continue
+            length = self._ngram.listen(verdict.seq_id, verdict.tokens)
+            if length is None:
+                rest.wake()
+            elif length:
+                promised += self._promise(verdict.seq_id, length)
+        rest.call(len(verdicts), promised)
+
+    def _promise(self, seq_id: int, length: int) -> float:
+        """Right guesses to expect from a match of this length."""
+        found, chance = 0.0, 1.0
+        for place in range(self._most):
+            chance *= self._chance(seq_id, length + place)
+            found += chance
+        return found
 
     def _learn(self, seq_id: int, guessed: int, accepted: int) -> None:
         """How guesses from a match fared: each right one makes the match longer by one."""
@@ -151,6 +171,8 @@ class Auto:
         for known in (self._by_seq, self._luck, self._matched, self._target):
             known.pop(seq_id, None)
         self._ngram.forget(seq_id)
+        if self._rest is not None:
+            self._rest.interrupted()
         for drafter in self._drafters.values():
             drafter.proposer.forget(seq_id)
 

@@ -124,6 +124,26 @@ class Ngram:
         other = self._in_store(ask)
         return other if other is not None and (own is None or other.length > own.length) else own
 
+    def listen(self, seq_id: int, tokens: tuple[int, ...]) -> int | None:
+        """A sequence goes on by so many tokens: how many of its last were seen before, 0 for too few.
+
+        None, once, for a sequence never asked about: its text is not known.
+        """
+        text = self._texts.get(seq_id)
+        if text is None:
+            unknown = seq_id not in self._asked
+            self._asked.setdefault(seq_id, (0, None))
+            return None if unknown else 0
+        text.extend(list(tokens))
+        length = text.find(text.tokens, LONGEST, own=True)[1]
+        best = length if length >= OWN_LEAST else 0
+        name = self._asked[seq_id][1]
+        pool = None if name is None else self._pools.get(name)
+        for half in () if pool is None else pool.halves:
+            length = half.find(text.tokens, LONGEST, own=False)[1]
+            best = max(best, length if length >= SHARED_LEAST else 0)
+        return best
+
     def observe(self, verdicts: list[Verdict]) -> None:
         """Nothing to learn: texts are read when they are asked about."""
 
@@ -147,8 +167,12 @@ class Ngram:
         if text is None:
             text = self._texts[ask.seq_id] = TextIndex()
             self._asked[ask.seq_id] = (ask.prompt_len, ask.pool)
-        if len(text.tokens) < len(ask.tokens):
-            text.extend(ask.tokens[len(text.tokens) :])
+        known = len(text.tokens)
+        if known > len(ask.tokens) or (known and text.tokens[-1] != ask.tokens[known - 1]):
+            text, known = TextIndex(), 0  # what was heard is not what was said
+            self._texts[ask.seq_id] = text
+        if known < len(ask.tokens):
+            text.extend(ask.tokens[known:])
         return text
 
     def _in_store(self, ask: Ask) -> Match | None:

@@ -49,12 +49,16 @@ WIDE_FROM = 129
 SPLIT = 256
 """Keys in one split of a context: a fixed size at fixed absolute borders. Bits depend on it."""
 
-BLOCK = 64
+BLOCK = 32
 """Keys per step of the online softmax. Bits depend on it."""
 
 WARPS = 4
-WIDE_WARPS = 4
 """Per program; twice as many where a head is wider than 256 bytes, which needs the registers."""
+
+BUSY_FROM = 64
+"""Rows of a pass from which on programs of narrow tiles have half as many warps: less waiting for others,
+and twice as many find room. Fewer rows make too few programs for that. Bits do not depend on it."""
+
 STAGES = 3
 """Blocks in flight, as far as shared memory goes."""
 FOLD_STAGES = 4
@@ -235,11 +239,19 @@ def _border(
 
 
 @triton.jit
+def _numbers(
+    pages: tl.tensor, key: tl.tensor, low: tl.tensor, high: tl.tensor, PAGE: tl.constexpr
+) -> tl.tensor:
+    """The pages of a block's keys, as far as they lie in [low, high)."""
+    return tl.load(pages + key // PAGE, mask=(key >= low) & (key < high), other=0)
+
+
+@triton.jit
 def _mixed(  # noqa: PLR0917 - a kernel has no objects to hide in
     q_tile: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
-    pages: tl.tensor,
+    page: tl.tensor,  # [BLOCK]
     kv_head: tl.tensor,
     block: tl.tensor,
     within: tl.tensor,  # [TILE] which of the tile's rows
@@ -265,7 +277,6 @@ def _mixed(  # noqa: PLR0917 - a kernel has no objects to hide in
     """
     key = block + tl.arange(0, BLOCK)
     live = (key >= low) & (key < high)
-    page = tl.load(pages + key // PAGE, mask=live, other=0)
     k_tile, v_tile = _read(
         k_cache, v_cache, page, kv_head, key, live, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=True
     )
@@ -279,8 +290,11 @@ def _mixed(  # noqa: PLR0917 - a kernel has no objects to hide in
     new_weight = weight * shrink + _weigh(p)
     shrunk = total * shrink[:, None]
     # A weight of zero does not silence an infinity: values that only some rows may see are looked at first.
-    calm = tl.abs(v_tile.to(tl.float32)) < float("inf")
-    if tl.min(tl.min(calm.to(tl.int32), axis=1), axis=0) == 1:
+    alike = count == 1
+    if count > 1:
+        calm = tl.abs(v_tile.to(tl.float32)) < float("inf")
+        alike = tl.min(tl.min(calm.to(tl.int32), axis=1), axis=0) == 1
+    if alike:
         total = tl.where(sees[:, None], _add(p, v_tile, shrunk, SPELT), total)
     else:
         for row in tl.range(0, count):
@@ -392,12 +406,14 @@ def _attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long because it is strai
                 top, weight, total, all_top, all_weight, all_total = _border(
                     block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
                 )
+                page = _numbers(row_pages, block + offset, low, high, PAGE)
                 top, weight, total = _mixed(
-                    q_tile, k_cache, v_cache, row_pages, kv_head, block, within, first, length, low, high,
+                    q_tile, k_cache, v_cache, page, kv_head, block, within, first, length, low, high,
                     count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, SPELT,
                 )  # fmt: skip
         # Page numbers are read one block ahead, so that K and V can be fetched as early as STAGES allows.
-        page = tl.load(row_pages + (clear + offset) // PAGE, mask=clear + offset < mixed, other=0)
+        page = _numbers(row_pages, clear + offset, clear, mixed, PAGE)
+        behind = _numbers(row_pages, mixed + offset, low, high, PAGE)
         for block in tl.range(clear, mixed, BLOCK, num_stages=STAGES):
             top, weight, total, all_top, all_weight, all_total = _border(
                 block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
@@ -406,7 +422,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long because it is strai
             k_tile, v_tile = _read(
                 k_cache, v_cache, page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
             )
-            page = tl.load(row_pages + (key + BLOCK) // PAGE, mask=key + BLOCK < mixed, other=0)
+            page = _numbers(row_pages, key + BLOCK, clear, mixed, PAGE)
             score = _score(q_tile, k_tile, scale, SPELT)
             new_top = tl.maximum(top, tl.max(score, axis=1))
             shrink = tl.exp2(top - new_top)
@@ -419,9 +435,10 @@ def _attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long because it is strai
                 block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
             )
             top, weight, total = _mixed(
-                q_tile, k_cache, v_cache, row_pages, kv_head, block, within, first, length, low, high,
+                q_tile, k_cache, v_cache, behind, kv_head, block, within, first, length, low, high,
                 count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, SPELT,
             )  # fmt: skip
+            behind = _numbers(row_pages, block + BLOCK + offset, low, high, PAGE)
 
         done = slot < 0
         if slot < 0:
@@ -502,7 +519,8 @@ def attend_triton(
     )
     if len(workspace) < num_rows * num_kv_heads:
         raise InvariantBroken(f"a workspace of {len(workspace)} for {num_rows} rows")
-    kinds = (_tile(group, TILE), WARPS), (_tile(group, WIDE), WIDE_WARPS)
+    narrow = WARPS // 2 if num_rows >= BUSY_FROM else WARPS
+    kinds = (_tile(group, TILE), narrow), (_tile(group, WIDE), WARPS)
     for (tile, warps), items in zip(kinds, lists, strict=False):
         _attend[(num_programs,)](
             q,
@@ -625,6 +643,7 @@ class TritonKernel:
             slot_len=slot_len,
             num_arrivals=max_rows * max(layer.num_kv_heads for layer in layers),
             at_once=self.at_once,
+            busy_from=BUSY_FROM,
         )
 
     def __call__(

@@ -47,7 +47,8 @@ class Plan:
     num_slots: int  # partial results (one row, one split, all heads) the workspace has room for
     slot_len: int  # float32 elements of one, in the widest layer
     num_arrivals: int  # counters, each of a tile and a KV head: how many pieces have left their result
-    at_once: int  # programs the device runs at the same time
+    at_once: int  # programs the device runs at the same time; twice as many, half as wide, in a busy pass
+    busy_from: int = 64  # rows of such a pass
     wide_rows: int = 0  # rows of a wide tile, at most; 0: there are none
     wide_from: int = 129  # rows of a pass from which on there may be wide tiles
     share: float = 1.5  # a tile is cut when it is this many times a program's fair share of the splits
@@ -106,7 +107,7 @@ class Plan:
         columns[2, :tiles] = lengths[row]
         columns[3, :tiles] = page_start[row]
         columns[4, :tiles] = first
-        cut = None if whole else self.cut(splits, count)
+        cut = None if whole else self.cut(splits, len(lengths))
         if cut is None:
             columns[5, :tiles] = -1
             columns[6, :tiles] = np.arange(tiles)
@@ -114,12 +115,13 @@ class Plan:
         else:
             self._pieces(cut & (splits > 0), tiles, columns, splits, work)
 
-    def cut(self, splits: Ints, count: Ints) -> Bools | None:  # noqa: ARG002
-        """Which tiles of so many splits and rows to cut, longest first, where there is room; None: none.
+    def cut(self, splits: Ints, num_rows: int) -> Bools | None:
+        """Which tiles of so many splits to cut, longest first, where there is room; None: none.
 
         Speed alone depends on it.
         """
-        fair = int(splits.sum()) * self.kv_heads / self.at_once
+        at_once = self.at_once * (2 if num_rows >= self.busy_from else 1)
+        fair = int(splits.sum()) * self.kv_heads / at_once
         bar = max(1.0, self.share * fair)
         return splits > bar if splits[0] > bar else None
 

@@ -1,0 +1,93 @@
+"""Whether to be asked at all, where the device runs beside the host.
+
+A frame that waits for guesses starts after the one before it has landed; nobody's guesses are waited for when
+frames follow one another. So asking has a price, a large one where frames are short, and it is measured here:
+how long frames take that were asked for, and how long those that followed at once. While there is nothing to
+guess, it rests; whoever listens meanwhile may wake it. What guessing brings is measured too, in time saved:
+where it has cost more than it brought, it rests for longer and longer, whatever is believed of guesses.
+
+Numbers in, numbers out; the clock is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from samewise.costs import Curve
+
+SHORTEST, LONGEST = 12, 96  # frames of a rest
+FADE = 0.9  # per frame, of what guessing has brought so far
+ALLOWED = 3.0  # asked frames whose price may be lost before it rests
+
+
+class Rest:
+    """Frames that are asked for, frames that are not, and what either takes."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._asked_for, self._following = Curve(), Curve()  # seconds from landing to landing, by sequences
+        self._last: tuple[float, int] | None = None  # when a frame landed, and of how many sequences
+        self._asked = self._guessed = False  # of the frame in flight
+        self._left = 0  # frames it still rests
+        self._next = SHORTEST  # frames of the next rest
+        self._deep = False  # whether it sleeps through calls
+        self._saved = 0.0  # seconds guessing has brought lately
+
+    @property
+    def resting(self) -> bool:
+        """Whether nobody need ask."""
+        return self._left > 0
+
+    def asked(self, *, guessed: bool) -> None:
+        """It was asked, and had guesses or not."""
+        self._asked, self._guessed = True, guessed
+        if not guessed:
+            self._rest(deep=False)
+
+    def landed(self, live: int, gained: int) -> None:
+        """A frame of so many sequences landed, in which so many guesses were right."""
+        now, last, asked = self._clock(), self._last, self._asked
+        plain, self._asked, self._guessed = not self._guessed, False, False
+        self._last, self._left = (now, live), max(0, self._left - 1)
+        if last is None or last[1] != live or not live:
+            return
+        seconds = now - last[0]
+        if plain:
+            (self._asked_for if asked else self._following).observe(live, seconds)
+        if not asked or not self._following.known:
+            return
+        alone = self._following.at(live)
+        self._saved = FADE * self._saved + gained * alone / live - (seconds - alone)
+        if self._saved > 0.0:
+            self._next = SHORTEST
+        elif self._saved < -ALLOWED * max(self.price(live), 0.02 * alone):
+            self._saved = 0.0
+            self._rest(deep=True)
+
+    def interrupted(self) -> None:
+        """Somebody left; the next frame may come much later."""
+        self._last = None
+
+    def price(self, live: int) -> float:
+        """Seconds that asking takes of a frame of so many sequences."""
+        if not (self._asked_for.known and self._following.known):
+            return 0.0
+        return max(0.0, self._asked_for.at(live) - self._following.at(live))
+
+    def call(self, live: int, expected: float) -> None:
+        """So many right guesses can be expected if it is asked now."""
+        worth = expected * self._following.at(live) / max(live, 1)
+        if not self._deep and expected > 0.0 and worth >= self.price(live):
+            self._left = 0
+
+    def wake(self) -> None:
+        """Somebody is here of whom nothing is known yet."""
+        if not self._deep:
+            self._left = 0
+
+    def _rest(self, *, deep: bool) -> None:
+        self._left, self._deep = self._next, deep
+        self._next = min(2 * self._next, LONGEST)
+
+
+__all__ = ["LONGEST", "SHORTEST", "Rest"]
