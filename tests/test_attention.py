@@ -180,7 +180,7 @@ def packing(case: Case, rng: np.random.Generator) -> list[list[Row]]:
     passes: list[list[Row]] = []
     at = [case.first(t) for t in range(len(case.lengths))]
     while any(p < n for p, n in zip(at, case.lengths, strict=True)):
-        room = int(rng.choice([1, 3, 16, 40]))
+        room = int(rng.choice([1, 3, 16, 40, 90]))
         rows: list[Row] = [None] * int(rng.integers(0, 3))
         for text in rng.permutation(len(at)):
             span = min(int(rng.integers(0, 14)), room - len(rows), case.lengths[text] - at[text])

@@ -18,10 +18,11 @@ torch.set_num_threads(1)
 from samewise.testing import Jitter, run, tiny_engine
 from samewise.types import Sampling
 
-compiled, proposer = sys.argv[1] == "compiled", sys.argv[2]
+mode, proposer = sys.argv[1:]
 make = (lambda parts: Jitter(parts)) if proposer == "jitter" else None
-engine = tiny_engine("llama", make_proposer=make, compile=compiled, max_num_seqs=8,
-                     overrides={"num_hidden_layers": 1 if compiled else 2})
+where = {"device": "cuda", "dtype": "bfloat16", "frame_rows": 64} if mode == "cuda" else {"device": "cpu"}
+engine = tiny_engine("llama", make_proposer=make, compile=mode != "eager", max_num_seqs=8, **where,
+                     overrides={"num_hidden_layers": 1 if mode == "compiled" else 2})
 asks = [
     ([(7 * i + n) % 256 for i in range(n)], Sampling(temperature=t, seed=n, top_p=0.9), 10)
     for n in (1, 17, 40) for t in (0.0, 0.8)
@@ -53,7 +54,7 @@ def end(process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", "compiled", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_two_processes_with_cold_caches(tmp_path, mode):
     first = begin(tmp_path / "first", seed="0", mode=mode, proposer="none")
     second = begin(tmp_path / "second", seed="4242", mode=mode, proposer="jitter")
