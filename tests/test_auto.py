@@ -196,6 +196,15 @@ def test_it_rests_only_where_resting_pays():
         assert not paced.quiet
 
 
+def test_nobody_rests_while_guesses_wait_for_their_frame():
+    paced = auto(restful=True)
+    assert paced.propose([ask(0, REPEATING)])
+    assert paced.propose([ask(1, PLAIN)]) == []
+    assert not paced.quiet
+    paced.observe([verdict(0, 2, 1, "ngram")])
+    assert paced.quiet
+
+
 class Machine:
     """One sequence on a device beside the host: a frame takes 1 ms, waiting for guesses another 0.4."""
 

@@ -337,8 +337,10 @@ class Engine:
         if ahead is None:
             self.scheduler.admit()
             free = self.scheduler.asks(verified=False)
-            if not self.proposer.quiet:
-                self.scheduler.extend(self.proposer.propose(self.scheduler.asks(verified=True)))
+            quiet = self.proposer.quiet
+            # Without proposals, drafts that were to go on are closed, and get their frame.
+            asks = [] if quiet else self.scheduler.asks(verified=True)
+            self.scheduler.extend([] if quiet else self.proposer.propose(asks))
             spans = self.scheduler.spans()
             ahead = self._launch(spans) if spans else None
             deltas += self._decode_unverified(free, {span.seq_id for span in spans})

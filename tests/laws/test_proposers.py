@@ -78,7 +78,7 @@ def test_a_whole_draft_takes_one_frame(plain, plain_truth, case):
     counts = engine.scheduler.counts
     # Of twelve tokens the last is the replay's own. The first comes with the prompt, unless the prompt's
     # last chunk is a single token: then guesses ride beside it.
-    reading, last = divmod(len(CASES[i].prompt) - 1, plain.frame_rows)
+    reading, last = divmod(len(CASES[i].prompt) - 1, engine.scheduler.limits.frame_rows)
     guessed = 11 if last == 0 else 10
     frames = reading + 1 if last == 0 else reading + 2
     assert (counts.guessed, counts.accepted, counts.frames) == (guessed, guessed, frames)

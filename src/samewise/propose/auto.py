@@ -92,33 +92,39 @@ class Auto:
         self._matched: dict[int, int] = {}  # length of the match a sequence's draft came from
         self._target: dict[int, tuple[str, int]] = {}  # who drafts for a sequence, and how far
         self._step = 0
+        self._pending: set[int] = set()  # sequences with guesses that were not yet judged
         self._decisions: Counter[str] = Counter()
 
     @property
     def quiet(self) -> bool:
         """Whether there is so little to guess that asking is put off."""
-        return self._rest is not None and self._rest.resting
+        return self._rest is not None and self._rest.resting and not self._pending
 
     # ---- the two verbs, and the farewell
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
         """Guesses where they pay."""
         self._step += 1
+        began = self._clock()
         for drafter in self._drafters.values():
             drafter.proposer.think(asks)
             drafter.look()
+        if self._rest is not None:
+            self._rest.apart(self._clock() - began)
         fresh = [ask for ask in asks if not ask.draft]
         proposals = self._match(fresh, len(asks))
         served = {proposal.seq_id for proposal in proposals}
         left = [ask for ask in fresh if ask.seq_id not in served]
         self._start(left, len(asks))
         proposals += self._draft([ask for ask in asks if ask.seq_id not in served])
+        self._pending.update(proposal.seq_id for proposal in proposals)
         if self._rest is not None and asks:
             self._rest.asked(guessed=bool(proposals) or any(ask.draft for ask in asks))
         return proposals
 
     def observe(self, verdicts: list[Verdict]) -> None:
         """Learn how guesses fared."""
+        self._pending.difference_update(verdict.seq_id for verdict in verdicts)
         for verdict in verdicts:
             if not verdict.guessed:
                 continue
@@ -133,7 +139,9 @@ class Auto:
         for drafter in self._drafters.values():
             drafter.proposer.observe(verdicts)
         if self._rest is not None:
-            self._rest.landed(len(verdicts), sum(verdict.accepted for verdict in verdicts))
+            gained = sum(verdict.accepted for verdict in verdicts)
+            drafted = any(verdict.drafter in self._drafters for verdict in verdicts)
+            self._rest.landed(len(verdicts), gained, drafted=drafted)
             if self._rest.resting:
                 self._listen(self._rest, verdicts)
 
@@ -170,6 +178,7 @@ class Auto:
         """The sequence is gone."""
         for known in (self._by_seq, self._luck, self._matched, self._target):
             known.pop(seq_id, None)
+        self._pending.discard(seq_id)
         self._ngram.forget(seq_id)
         if self._rest is not None:
             self._rest.interrupted()

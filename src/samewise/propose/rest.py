@@ -17,7 +17,9 @@ from samewise.costs import Curve
 
 SHORTEST, LONGEST = 12, 96  # frames of a rest
 FADE = 0.9  # per frame, of what guessing has brought so far
-ALLOWED = 3.0  # asked frames whose price may be lost before it rests
+ALLOWED = 3.0  # asked frames whose price may be lost before it sleeps
+SPIKE = 4.0  # times the price: no frame is held to have lost more, as something else was at work
+SOUND = 4.0  # how many times its price a match must promise to wake it from sleep
 
 
 class Rest:
@@ -30,7 +32,8 @@ class Rest:
         self._asked = self._guessed = False  # of the frame in flight
         self._left = 0  # frames it still rests
         self._next = SHORTEST  # frames of the next rest
-        self._deep = False  # whether it sleeps through calls
+        self._deep = False  # whether it sleeps, and only much wakes it
+        self._apart = 0.0  # seconds of the frame in flight that were not spent on guessing
         self._saved = 0.0  # seconds guessing has brought lately
 
     @property
@@ -44,23 +47,34 @@ class Rest:
         if not guessed:
             self._rest(deep=False)
 
-    def landed(self, live: int, gained: int) -> None:
-        """A frame of so many sequences landed, in which so many guesses were right."""
+    def apart(self, seconds: float) -> None:
+        """So much of the time since it was asked went into something else than guesses."""
+        self._apart += seconds
+
+    def landed(self, live: int, gained: int, *, drafted: bool = False) -> None:
+        """A frame of so many sequences landed, in which so many guesses were right; `drafted`: by a model.
+
+        What drafters cost is weighed by those who choose them.
+        """
         now, last, asked = self._clock(), self._last, self._asked
         plain, self._asked, self._guessed = not self._guessed, False, False
+        apart, self._apart = self._apart, 0.0
         self._last, self._left = (now, live), max(0, self._left - 1)
         if last is None or last[1] != live or not live:
             return
-        seconds = now - last[0]
+        seconds = now - last[0] - apart
         if plain:
             (self._asked_for if asked else self._following).observe(live, seconds)
-        if not asked or not self._following.known:
-            return
-        alone = self._following.at(live)
-        self._saved = FADE * self._saved + gained * alone / live - (seconds - alone)
+        if asked and not drafted and self._following.known and self._asked_for.known:
+            self._weigh(live, gained, seconds)
+
+    def _weigh(self, live: int, gained: int, seconds: float) -> None:
+        alone, price = self._following.at(live), self.price(live)
+        lost = min(seconds - alone, SPIKE * price)
+        self._saved = FADE * self._saved + gained * alone / live - lost
         if self._saved > 0.0:
             self._next = SHORTEST
-        elif self._saved < -ALLOWED * max(self.price(live), 0.02 * alone):
+        elif self._saved < -ALLOWED * price:
             self._saved = 0.0
             self._rest(deep=True)
 
@@ -77,7 +91,7 @@ class Rest:
     def call(self, live: int, expected: float) -> None:
         """So many right guesses can be expected if it is asked now."""
         worth = expected * self._following.at(live) / max(live, 1)
-        if not self._deep and expected > 0.0 and worth >= self.price(live):
+        if expected > 0.0 and worth >= self.price(live) * (SOUND if self._deep else 1.0):
             self._left = 0
 
     def wake(self) -> None:
