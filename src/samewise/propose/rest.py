@@ -104,4 +104,4 @@ class Rest:
         self._next = min(2 * self._next, LONGEST)
 
 
-__all__ = ["LONGEST", "SHORTEST", "Rest"]
+__all__ = ["Rest"]
