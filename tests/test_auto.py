@@ -186,6 +186,15 @@ def test_a_first_pass_that_is_slow_is_forgiven():
     assert drafter.passes > 100
 
 
+def test_rows_behind_a_border_are_bought_together():
+    """Eight sequences fill a frame of eight: the first guess costs a frame of 32, those behind it nothing."""
+    paced = auto(frames(base=0.001, each=0.000_02, sizes=(8, 32)))
+    found = paced.propose([ask(i, REPEATING) for i in range(8)])
+    assert (8 + sum(len(proposal.tokens) for proposal in found)) % 32 == 0
+    alone = auto(frames(base=0.001, each=0.000_02, sizes=(8, 32)))
+    assert alone.propose([ask(0, SHORTLY), *(ask(i, PLAIN) for i in range(1, 8))]) == []
+
+
 def test_it_rests_only_where_resting_pays():
     for restful in (True, False):
         paced = auto(restful=restful)

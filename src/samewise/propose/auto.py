@@ -25,7 +25,8 @@ from samewise.types import Ask, Proposal, Verdict
 log = logging.getLogger("samewise.auto")
 
 MARGIN = 1.05  # a drafter must promise this much more than not drafting
-WORTH = 1.1  # and a guess this much more than its row costs
+WORTH = 1.1  # and guesses this much more than their rows cost
+UNLIKELY = 0.02  # no row is free enough for less
 LENGTHS = 12  # matches longer than this are believed alike
 LIKELY = (0.2, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9)  # by length, at first
 EXPLORE = 400  # steps after which a drafter that does not pay is tried again
@@ -212,16 +213,9 @@ class Auto:
                 chance *= self._chance(ask.seq_id, match.length + place)
                 wanted.append((chance, -place, ask.seq_id))
         wanted.sort(reverse=True)
-        bought: Counter[int] = Counter()
-        rows = live
         now = self._frames.cost(live) or 1e-9
-        pace = live / now  # tokens per second without guesses
-        for chance, _, seq_id in wanted:
-            price = self._frames.cost(rows + 1) - self._frames.cost(rows)
-            if chance < max(price * pace * WORTH, 0.02):
-                break
-            bought[seq_id] += 1
-            rows += 1
+        rows = live + self._worthwhile([chance for chance, _, _ in wanted], live, now)
+        bought = Counter(seq_id for _, _, seq_id in wanted[: rows - live])
         proposals = []
         for ask, match in found:
             if bought[ask.seq_id]:
@@ -235,6 +229,21 @@ class Auto:
                 self._step, len(found), live, rows - live, now * 1e3, live,
             )  # fmt: skip
         return proposals
+
+    def _worthwhile(self, chances: list[float], live: int, now: float) -> int:
+        """How many guesses to buy, the likeliest first: as many as bring most over their price, in seconds.
+
+        Not one by one: where a row makes the frame a larger one, those behind it are free.
+        """
+        most, best, brought = 0, 0.0, 0.0
+        for num, chance in enumerate(chances, 1):
+            if chance < UNLIKELY:
+                break
+            brought += chance * now / live  # a token takes so long without guesses
+            gain = brought / WORTH - (self._frames.cost(live + num) - now)
+            if gain >= best:
+                most, best = num, gain
+        return most
 
     def _chance(self, seq_id: int, length: int) -> float:
         """That the next guess from a match of this length is right, in this sequence."""

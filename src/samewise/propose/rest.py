@@ -95,9 +95,8 @@ class Rest:
             self._left = 0
 
     def wake(self) -> None:
-        """Somebody is here of whom nothing is known yet."""
-        if not self._deep:
-            self._left = 0
+        """Somebody is here of whom nothing is known yet, and who is listened to once asked."""
+        self._left = 0
 
     def _rest(self, *, deep: bool) -> None:
         self._left, self._deep = self._next, deep
