@@ -153,7 +153,10 @@ class Store:
             *(self.ints(x) for x in (lengths, slots, page_start, np.concatenate(pages), work)),
             workspace,
         )
-        return self.kernel(*self.inputs(rows), self.kv, where, scale=case.scale, window=window)
+        found = self.kernel(*self.inputs(rows), self.kv, where, scale=case.scale, window=window)
+        if plan is not None:
+            assert not workspace[-plan.num_arrivals :].any(), "the next pass finds arrivals of this one"
+        return found
 
     def inputs(self, rows: list[Row]) -> list[torch.Tensor]:
         """Q, K and V of the rows, as views into one tensor; NaN for padding."""
@@ -250,7 +253,7 @@ def triton(rng: np.random.Generator) -> Kernel:
     from samewise.model.attention.work import Plan
 
     class Tossed(Plan):
-        def cut(self, splits: np.ndarray, count: np.ndarray) -> np.ndarray:
+        def cut(self, splits: np.ndarray, num_rows: int) -> np.ndarray:
             return rng.random(len(splits)) >= rng.choice([0.0, 0.5, 1.0])
 
     class Kernel(TritonKernel):

@@ -283,12 +283,51 @@ def test_what_never_comes_true_is_slept_through():
     assert liar.pace > 0.95
 
 
-def test_asking_is_dear_for_one_and_cheap_for_many():
-    """The more sequences share a frame, the less a single match can pay for asking."""
+def test_short_matches_that_come_to_nothing_are_not_worth_asking():
     text = [n for i in range(300) for n in (5, 6, 1000 + i)]  # two tokens that were seen before, then news
-    machine = Machine(text, right=False, live=1)
+    machine = Machine(text, right=False)
     machine.run(800)
     assert machine.pace > 0.9
+
+
+def test_one_disturbed_frame_does_not_put_it_to_sleep():
+    machine = Machine([1, 2, 3, 4, 5, 6, 7, 8] * 300)
+    machine.run(400)
+    machine.clock.now += 1.0  # somebody else was at work
+    asked, frames_before, said = machine.asked, machine.frames, machine.said
+    machine.run(800)
+    assert machine.asked - asked > 0.8 * (machine.frames - frames_before)
+    assert machine.said - said > 8 * (machine.frames - frames_before)
+
+
+class Late(Slow):
+    """A drafter that has to read for a while before it can guess."""
+
+    def __init__(self, clock, calls):
+        super().__init__(clock, 0.000_1)
+        self.calls = calls
+
+    def propose(self, asks):
+        self.calls -= 1
+        return [] if self.calls >= 0 else super().propose(asks)
+
+
+@pytest.mark.parametrize(("calls", "reached"), [(20, True), (10**6, False)])
+def test_a_drafter_that_reads_first_is_waited_for_but_not_for_ever(calls, reached):
+    clock = Clock()
+    late = Late(clock, calls)
+    paced = Auto(Ngram(), [late], frames(0.001, 1e-6), clock, restful=True)
+    asked, said = 0, list(PLAIN)
+    for token in range(1000, 1400):
+        clock.now += 0.001
+        was_quiet = paced.quiet
+        said.append(token)
+        paced.observe([verdict(0, 0, 0, "")._replace(tokens=(token,))])
+        if not was_quiet:
+            asked += 1
+            paced.propose([ask(0, said)])
+    assert (late.passes > 0) is reached
+    assert reached or asked < 60
 
 
 def test_decisions_are_told(caplog):

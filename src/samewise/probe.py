@@ -127,7 +127,7 @@ def _unsteady_norms(runner: Runner, facts: Mapping[str, str]) -> dict[int, list[
         "compiled": str(sorted(inductor_options().items()) if runner.compiled else False),
         "dtypes": str(sorted({str(weight.dtype) for norm, _ in norms for weight in norm.parameters()})),
         "engine": ENGINE_VERSION,
-        "inputs": "float32, rounded, added",
+        "inputs": f"float32, {runner.dtype}, added",
     }
     # A stranger's code may change.
     ours = all(

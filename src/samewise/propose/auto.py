@@ -32,6 +32,7 @@ LIKELY = (0.2, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9) 
 EXPLORE = 400  # steps after which a drafter that does not pay is tried again
 UNKNOWN = 8  # and one of which too little is known
 TRIAL = 4  # guesses of such a trial
+PATIENCE = 32  # steps that a drafter may take to get ready for those it was chosen for
 EARLY = 12.0  # trials a sequence's own record must have to count as much as everybody's
 
 
@@ -93,6 +94,8 @@ class Auto:
         self._matched: dict[int, int] = {}  # length of the match a sequence's draft came from
         self._target: dict[int, tuple[str, int]] = {}  # who drafts for a sequence, and how far
         self._step = 0
+        self._waited = 0  # steps in a row in which a drafter was to guess, and nobody did
+        self._live: set[int] = set()  # sequences of the last frame
         self._pending: set[int] = set()  # sequences with guesses that were not yet judged
         self._decisions: Counter[str] = Counter()
 
@@ -120,7 +123,10 @@ class Auto:
         proposals += self._draft([ask for ask in asks if ask.seq_id not in served])
         self._pending.update(proposal.seq_id for proposal in proposals)
         if self._rest is not None and asks:
-            self._rest.asked(guessed=bool(proposals) or any(ask.draft for ask in asks))
+            chosen = any(ask.seq_id in self._target for ask in asks)
+            self._waited = 0 if proposals else self._waited + chosen
+            busy = bool(proposals) or any(ask.draft for ask in asks)
+            self._rest.asked(guessed=busy or (chosen and self._waited <= PATIENCE))
         return proposals
 
     def observe(self, verdicts: list[Verdict]) -> None:
@@ -142,8 +148,11 @@ class Auto:
         if self._rest is not None:
             gained = sum(verdict.accepted for verdict in verdicts)
             drafted = any(verdict.drafter in self._drafters for verdict in verdicts)
-            self._rest.landed(len(verdicts), gained, drafted=drafted)
+            mixed = not all(verdict.tokens for verdict in verdicts)
+            self._rest.landed(len(verdicts), gained, drafted=drafted, mixed=mixed)
+            self._live = {verdict.seq_id for verdict in verdicts}
             if self._rest.resting:
+                self._step += 1
                 self._listen(self._rest, verdicts)
 
     def _listen(self, rest: Rest, verdicts: list[Verdict]) -> None:
@@ -181,7 +190,8 @@ class Auto:
             known.pop(seq_id, None)
         self._pending.discard(seq_id)
         self._ngram.forget(seq_id)
-        if self._rest is not None:
+        self._live.discard(seq_id)
+        if self._rest is not None and not self._live:
             self._rest.interrupted()
         for drafter in self._drafters.values():
             drafter.proposer.forget(seq_id)

@@ -168,7 +168,7 @@ class Ngram:
             text = self._texts[ask.seq_id] = TextIndex()
             self._asked[ask.seq_id] = (ask.prompt_len, ask.pool)
         known = len(text.tokens)
-        if known > len(ask.tokens) or (known and text.tokens[-1] != ask.tokens[known - 1]):
+        if text.tokens[-8:] != ask.tokens[max(0, known - 8) : known]:
             text, known = TextIndex(), 0  # what was heard is not what was said
             self._texts[ask.seq_id] = text
         if known < len(ask.tokens):

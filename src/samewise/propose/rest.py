@@ -18,7 +18,7 @@ from samewise.costs import Curve
 SHORTEST, LONGEST = 12, 96  # frames of a rest
 FADE = 0.9  # per frame, of what guessing has brought so far
 ALLOWED = 3.0  # asked frames whose price may be lost before it sleeps
-SPIKE = 4.0  # times the price: no frame is held to have lost more, as something else was at work
+SPIKE = 1.5  # times the price: no frame is held to have lost more, as something else was at work
 SOUND = 4.0  # how many times its price a match must promise to wake it from sleep
 
 
@@ -32,6 +32,7 @@ class Rest:
         self._asked = self._guessed = False  # of the frame in flight
         self._left = 0  # frames it still rests
         self._next = SHORTEST  # frames of the next rest
+        self._resume = 0  # frames of the rest that a newcomer cut short
         self._deep = False  # whether it sleeps, and only much wakes it
         self._apart = 0.0  # seconds of the frame in flight that were not spent on guessing
         self._saved = 0.0  # seconds guessing has brought lately
@@ -43,24 +44,30 @@ class Rest:
 
     def asked(self, *, guessed: bool) -> None:
         """It was asked, and had guesses or not."""
-        self._asked, self._guessed = True, guessed
-        if not guessed:
+        resume, self._resume = self._resume, 0
+        self._asked, self._guessed = True, self._guessed or guessed
+        if guessed:
+            return
+        if resume:
+            self._left = resume
+        else:
             self._rest(deep=False)
 
     def apart(self, seconds: float) -> None:
         """So much of the time since it was asked went into something else than guesses."""
         self._apart += seconds
 
-    def landed(self, live: int, gained: int, *, drafted: bool = False) -> None:
-        """A frame of so many sequences landed, in which so many guesses were right; `drafted`: by a model.
+    def landed(self, live: int, gained: int, *, drafted: bool = False, mixed: bool = False) -> None:
+        """A frame of so many sequences landed, in which so many guesses were right.
 
-        What drafters cost is weighed by those who choose them.
+        `drafted`: by a model; what drafters cost is weighed by those who choose them. `mixed`: it also read
+        a prompt, and cannot be compared with others.
         """
         now, last, asked = self._clock(), self._last, self._asked
         plain, self._asked, self._guessed = not self._guessed, False, False
         apart, self._apart = self._apart, 0.0
         self._last, self._left = (now, live), max(0, self._left - 1)
-        if last is None or last[1] != live or not live:
+        if last is None or last[1] != live or not live or mixed:
             return
         seconds = now - last[0] - apart
         if plain:
@@ -79,7 +86,7 @@ class Rest:
             self._rest(deep=True)
 
     def interrupted(self) -> None:
-        """Somebody left; the next frame may come much later."""
+        """Everybody left; the next frame may come much later."""
         self._last = None
 
     def price(self, live: int) -> float:
@@ -96,7 +103,7 @@ class Rest:
 
     def wake(self) -> None:
         """Somebody is here of whom nothing is known yet, and who is listened to once asked."""
-        self._left = 0
+        self._left, self._resume = 0, self._left
 
     def _rest(self, *, deep: bool) -> None:
         self._left, self._deep = self._next, deep

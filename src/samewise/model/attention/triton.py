@@ -519,9 +519,9 @@ def attend_triton(
     )
     if len(workspace) < num_rows * num_kv_heads:
         raise InvariantBroken(f"a workspace of {len(workspace)} for {num_rows} rows")
-    narrow = WARPS // 2 if num_rows >= BUSY_FROM else WARPS
-    kinds = (_tile(group, TILE), narrow), (_tile(group, WIDE), WARPS)
-    for (tile, warps), items in zip(kinds, lists, strict=False):
+    tiles = _tile(group, TILE), _tile(group, WIDE)
+    for tile, items, whole in zip(tiles, lists, (False, True), strict=False):
+        warps = WARPS // 2 if num_rows >= BUSY_FROM and tile < WIDE and not whole else WARPS
         _attend[(num_programs,)](
             q,
             k_cache,
@@ -546,7 +546,7 @@ def attend_triton(
             HEAD=HEAD,
             TILES=TILES,
             STAGES=_stages(tile, dim_pad * q.element_size(), q.device),
-            FOLD_STAGES=FOLD_STAGES,
+            FOLD_STAGES=1 if whole else FOLD_STAGES,
             SPELT=INTERPRETED,
             num_warps=warps if dim_pad * q.element_size() <= 256 else 2 * warps,
             enable_fp_fusion=FP_FUSION,
