@@ -410,6 +410,7 @@ TILED = [  # number 7, on a card, is the 8B layout
 ]
 if CUDA:
     TILED += [EIGHT_B, replace(EIGHT_B, window=500), replace(EIGHT_B, group=7, kv_heads=4, window=1)]
+    TILED += [replace(EIGHT_B, kv_heads=2, head_dim=256)]  # the most a program holds on a card
 
 
 @pytest.mark.parametrize("device", DEVICES)
