@@ -338,9 +338,8 @@ class Engine:
             self.scheduler.admit()
             free = self.scheduler.asks(verified=False)
             quiet = self.proposer.quiet
-            # Without proposals, drafts that were to go on are closed, and get their frame.
-            asks = [] if quiet else self.scheduler.asks(verified=True)
-            self.scheduler.extend([] if quiet else self.proposer.propose(asks))
+            proposals = [] if quiet else self.proposer.propose(self.scheduler.asks(verified=True))
+            self.scheduler.extend(proposals)  # drafts that do not go on are closed, and get their frame
             spans = self.scheduler.spans()
             ahead = self._launch(spans) if spans else None
             deltas += self._decode_unverified(free, {span.seq_id for span in spans})

@@ -19,7 +19,7 @@ SHORTEST, LONGEST = 12, 96  # frames of a rest
 FADE = 0.9  # per frame, of what guessing has brought so far
 ALLOWED = 3.0  # asked frames whose price may be lost before it sleeps
 SPIKE = 1.5  # times the price: no frame is held to have lost more, as something else was at work
-SOUND = 4.0  # how many times its price a match must promise to wake it from sleep
+LOUD = 4.0  # how many times its price a match must promise to wake it from sleep
 
 
 class Rest:
@@ -98,7 +98,7 @@ class Rest:
     def call(self, live: int, expected: float) -> None:
         """So many right guesses can be expected if it is asked now."""
         worth = expected * self._following.at(live) / max(live, 1)
-        if expected > 0.0 and worth >= self.price(live) * (SOUND if self._deep else 1.0):
+        if expected > 0.0 and worth >= self.price(live) * (LOUD if self._deep else 1.0):
             self._left = 0
 
     def wake(self) -> None:

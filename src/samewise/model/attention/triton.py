@@ -239,7 +239,7 @@ def _border(
 
 
 @triton.jit
-def _numbers(
+def _page_numbers(
     pages: tl.tensor, key: tl.tensor, low: tl.tensor, high: tl.tensor, PAGE: tl.constexpr
 ) -> tl.tensor:
     """The pages of a block's keys, as far as they lie in [low, high)."""
@@ -406,14 +406,14 @@ def _attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long because it is strai
                 top, weight, total, all_top, all_weight, all_total = _border(
                     block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
                 )
-                page = _numbers(row_pages, block + offset, low, high, PAGE)
+                page = _page_numbers(row_pages, block + offset, low, high, PAGE)
                 top, weight, total = _mixed(
                     q_tile, k_cache, v_cache, page, kv_head, block, within, first, length, low, high,
                     count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, SPELT,
                 )  # fmt: skip
         # Page numbers are read one block ahead, so that K and V can be fetched as early as STAGES allows.
-        page = _numbers(row_pages, clear + offset, clear, mixed, PAGE)
-        behind = _numbers(row_pages, mixed + offset, low, high, PAGE)
+        page = _page_numbers(row_pages, clear + offset, clear, mixed, PAGE)
+        behind = _page_numbers(row_pages, mixed + offset, low, high, PAGE)
         for block in tl.range(clear, mixed, BLOCK, num_stages=STAGES):
             top, weight, total, all_top, all_weight, all_total = _border(
                 block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
@@ -422,7 +422,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long because it is strai
             k_tile, v_tile = _read(
                 k_cache, v_cache, page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
             )
-            page = _numbers(row_pages, key + BLOCK, clear, mixed, PAGE)
+            page = _page_numbers(row_pages, key + BLOCK, clear, mixed, PAGE)
             score = _score(q_tile, k_tile, scale, SPELT)
             new_top = tl.maximum(top, tl.max(score, axis=1))
             shrink = tl.exp2(top - new_top)
@@ -438,7 +438,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long because it is strai
                 q_tile, k_cache, v_cache, behind, kv_head, block, within, first, length, low, high,
                 count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, SPELT,
             )  # fmt: skip
-            behind = _numbers(row_pages, block + BLOCK + offset, low, high, PAGE)
+            behind = _page_numbers(row_pages, block + BLOCK + offset, low, high, PAGE)
 
         done = slot < 0
         if slot < 0:
