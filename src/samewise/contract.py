@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from hashlib import sha256
 
-ENGINE_VERSION = "2"
+ENGINE_VERSION = "3"
 """Raised whenever this package's own arithmetic changes: noise, sampling rule, frame layout."""
 
 

@@ -28,7 +28,7 @@ from samewise import machine
 from samewise.contract import ENGINE_VERSION
 from samewise.errors import GuaranteeLost
 from samewise.model.attention import PAGE
-from samewise.model.fit import is_norm, norm_width
+from samewise.model.fit import is_norm
 from samewise.model.zoo import Steady
 from samewise.run.batch import Tray
 from samewise.run.frame import pack_frame
@@ -61,8 +61,6 @@ class Reading:
 READINGS = 2  # beside the one alone
 ROWS = 64  # compared at least at every size, in as many frames as it takes
 TRIALS = 4  # frames at least
-ELEMENTS = 2_000_000  # that norms give back, at least, where it takes no more than
-MOST = 256  # frames: of sums in another order one result in 10**5 shows, once it is rounded to 16 bits
 LONG, SHORT = 600, 40  # of the text that sizes are tried on
 AS_IT_IS = "as it is"
 
@@ -114,9 +112,9 @@ def settle_sizes(runner: Runner, facts: Mapping[str, str], max_model_len: int) -
 def _unsteady_norms(runner: Runner, facts: Mapping[str, str]) -> dict[int, list[int]]:
     """By size, the widths of norms that give other bits there than at the canonical number of rows.
 
-    What they give back is float32, whatever the model's dtype: norms work in it, and no bit is hidden. What
-    they are given is float32 and, as in the model, of its dtype, as it comes or as a sum: a compiler may lay
-    out either in its own way. A property of machine and libraries, so it is found out once and remembered.
+    They are given float32, whatever the model's dtype: norms work in it, and no bit is hidden. Compiled on a
+    card none does, because no order of summation is left there. A property of machine and libraries, so it is
+    found out once and remembered.
     """
     norms = _norms_seen(runner)
     shapes = {str((type(norm).__qualname__, *tail)): (norm, tail) for norm, tail in norms}
@@ -127,7 +125,6 @@ def _unsteady_norms(runner: Runner, facts: Mapping[str, str]) -> dict[int, list[
         "compiled": str(sorted(inductor_options().items()) if runner.compiled else False),
         "dtypes": str(sorted({str(weight.dtype) for norm, _ in norms for weight in norm.parameters()})),
         "engine": ENGINE_VERSION,
-        "inputs": f"float32, {runner.dtype}, added",
     }
     # A stranger's code may change.
     ours = all(
@@ -172,40 +169,18 @@ def _felt(runner: Runner, norm: nn.Module, tail: tuple[int, ...]) -> list[int]:
     generator = torch.Generator(runner.device).manual_seed(0)
     x = torch.randn(1, most, *tail, generator=generator, device=runner.device)
     x *= torch.exp2(torch.randint(-6, 7, x.shape, generator=generator, device=runner.device).float())
-    ways: list[tuple[nn.Module, tuple[torch.Tensor, ...]]] = [(norm, (x,))]
-    if runner.dtype != torch.float32:
-        short = x.to(runner.dtype)
-        ways += [(_Aloud(norm), (short,)), (_Aloud(norm), (short, short.flip(1)))]
     totals = {size: max(size, ROWS // size * size) for size in runner.sizes if size != rows}
-    found: set[int] = set()
     with compiling() if runner.compiled else nullcontext():
-        for module, given in ways:
-            run = runner.alone(module)
+        run = runner.alone(norm)
 
-            def bits(size: int, total: int, run: Any = run, given: Any = given) -> torch.Tensor:
-                starts = range(0, total, size)
-                parts = [run(*(one[:, start : start + size] for one in given)) for start in starts]
-                return _bits(torch.cat(parts, dim=1)[:, :total])
+        def bits(size: int, total: int) -> torch.Tensor:
+            parts = [run(x[:, start : start + size]) for start in range(0, total, size)]
+            return _bits(torch.cat(parts, dim=1)[:, :total])
 
-            truth = bits(rows, most)
-            found |= {
-                size for size, total in totals.items() if not torch.equal(bits(size, total), truth[:, :total])
-            }
-    return sorted(found)
-
-
-class _Aloud(nn.Module):
-    """A norm of what it is given, or of the sum, that says what it found before that is rounded."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        for other in others:
-            x = x + other
-        found: torch.Tensor = self.norm(x.float())
-        return found
+        truth = bits(rows, most)
+        return [
+            size for size, total in totals.items() if not torch.equal(bits(size, total), truth[:, :total])
+        ]
 
 
 class _Trial:
@@ -237,7 +212,7 @@ class _Trial:
             self._read(runner.tray(rows), [(start, min(rows, length - start))])
             for start in range(0, length, rows)
         ])  # fmt: skip
-        for _ in range(self._frames(size)):
+        for _ in range(max(TRIALS, ROWS // size)):
             parts = self._parts(size)
             expected = torch.cat([truth[start : start + num] for start, num in parts])
             tray = runner.tray(size)
@@ -248,14 +223,6 @@ class _Trial:
                 if not torch.equal(_bits(self._read(tray, parts, keep)), _bits(expected[keep])):
                     return False
         return True
-
-    def _frames(self, size: int) -> int:
-        """Frames that show enough rows, and of a small model more of them."""
-        least = max(TRIALS, ROWS // size)
-        if self._runner.device.type == "cpu" or self._runner.dtype == torch.float32:
-            return least
-        a_row = sum(norm_width(norm) for norm in self._runner.model.modules() if is_norm(norm))
-        return max(least, min(MOST, ELEMENTS // (max(a_row, 1) * size)))
 
     def _parts(self, size: int) -> list[tuple[int, int]]:
         """(start, length) of parts of the text that fill a frame; every other time the first is long."""

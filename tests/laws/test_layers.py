@@ -49,6 +49,7 @@ LAYERS = {
     "run.dedupe": 2,
     "run.graph": 2,
     "run.numerics": 2,
+    "run.sums": 2,
     "serve.formats": 2,
     "serve.messages": 2,
     "serve.settings": 2,

@@ -305,9 +305,12 @@ class Runner:
     def _compiled_layer(self, layer: nn.Module) -> Any:
         if layer not in self._compiled:
             from samewise.run.dedupe import DEDUPE  # brings the compiler in
+            from samewise.run.sums import SUMS
 
             # One and the same pass: layers compiled with equal options share what was compiled.
             options = inductor_options() | {"post_grad_custom_pre_pass": DEDUPE}
+            if self.device.type == "cuda":
+                options["post_grad_custom_post_pass"] = SUMS
             self._compiled[layer] = torch.compile(layer, fullgraph=True, dynamic=False, options=options)
         return self._compiled[layer]
 
