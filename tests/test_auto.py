@@ -6,7 +6,8 @@ import pytest
 
 from samewise.costs import Frames
 from samewise.propose.auto import EXPLORE, Auto
-from samewise.propose.ngram import Ngram
+from samewise.propose.ngram import Heard, Match, Ngram
+from samewise.propose.rest import FRAMES
 from samewise.types import Ask, Proposal, Sampling, Verdict
 
 REPEATING = [1, 2, 3, 4] * 6
@@ -200,7 +201,7 @@ def test_it_rests_only_where_resting_pays():
         paced = auto(restful=restful)
         paced.propose([ask(0, PLAIN)])
         assert paced.quiet is restful
-        for _ in range(12):
+        for _ in range(FRAMES):
             paced.observe([])
         assert not paced.quiet
 
@@ -219,36 +220,34 @@ class Machine:
 
     FRAME, ASKING, ROW = 1e-3, 0.4e-3, 1e-6
 
-    def __init__(self, text, *, right=True, live=1):
+    def __init__(self, text, *, right=True, live=1, ngram=None):
         self.clock, self.right, self.live = Clock(), right, live
-        self.paced = Auto(Ngram(), [], frames(self.FRAME, self.ROW), self.clock, restful=True)
+        self.paced = Auto(ngram or Ngram(), [], frames(self.FRAME, self.ROW), self.clock, restful=True)
         self.text, self.said = text, 8
         self.asked = self.frames = 0
 
     def run(self, until):
         """Say the text up to there."""
-        flying = 0  # guesses in the frame in flight
+        flying = ()  # guesses in the frame in flight
         while self.said < until:
             self.frames += 1
-            self.clock.now += self.FRAME + self.ROW * flying
-            now = self.text[self.said : self.said + 1 + (flying if self.right else 0)]
+            self.clock.now += self.FRAME + self.ROW * len(flying)
+            agreed = [a == b for a, b in zip(flying, self.text[self.said :], strict=False)]
+            right = [*agreed, False].index(False) if self.right else 0
+            now = self.text[self.said : self.said + 1 + right]
             told = Verdict(
-                0, tuple(now), (0.0,) * len(now), (), self.said, flying, len(now) - 1, drafter="ngram"
+                0, tuple(now), (0.0,) * len(now), (), self.said, len(flying), right, drafter="ngram"
             )
             self.said += len(now)
             was_quiet = self.paced.quiet
             self.paced.observe([told._replace(seq_id=i) for i in range(self.live)])
-            flying = 0
+            flying = ()
             if was_quiet:
                 continue  # the next frame is on its way
             self.clock.now += self.ASKING
             self.asked += 1
             found = self.paced.propose([ask(i, self.text[: self.said]) for i in range(self.live)])
-            if found:
-                flying = len(found[0].tokens)
-                agreed = [a == b for a, b in zip(found[0].tokens, self.text[self.said :], strict=False)]
-                if self.right:
-                    flying = min(flying, [*agreed, False].index(False))
+            flying = found[0].tokens if found else ()
 
     @property
     def pace(self):
@@ -276,11 +275,43 @@ def test_a_repetition_wakes_it_at_once():
     assert machine.clock.now - began < 40 * machine.FRAME  # 200 tokens
 
 
+class Liar(Ngram):
+    """Finds long matches everywhere."""
+
+    def find(self, ask):
+        return Match((1,) * 8, 8, shared=False)
+
+    def listen(self, seq_id, tokens):
+        return Heard(8, None)
+
+
 def test_what_never_comes_true_is_slept_through():
     """Matches that promise much, and always lie."""
-    liar = Machine([1, 2, 3, 4, 5, 6, 7, 8] * 300, right=False)
-    liar.run(2000)
-    assert liar.pace > 0.95
+    machine = Machine(NOTHING_TWICE, right=False, ngram=Liar())
+    machine.run(1500)
+    assert machine.asked < 200
+    assert machine.pace > 0.93
+
+
+def test_what_is_heard_teaches_without_being_asked():
+    """Two tokens that were seen before, then always news: that such matches lie costs nothing to learn."""
+    machine = Machine([n for i in range(300) for n in (5, 6, 1000 + i)], right=False)
+    machine.run(800)
+    asked = machine.asked
+    learned = machine.paced.stats()["match_acceptance"][2]
+    assert learned < 0.1
+    machine.run(850)
+    assert machine.asked - asked <= 1
+
+
+def test_one_token_too_late_is_too_late():
+    """Of a match only the next token is ever right, and that is on its way already when it is heard."""
+    machine = Machine([n for i in range(300) for n in (5, 6, 7, 1000 + i)])
+    machine.run(400)
+    asked = machine.asked
+    machine.run(1100)
+    assert machine.asked - asked < 20
+    assert machine.pace > 0.97
 
 
 def test_short_matches_that_come_to_nothing_are_not_worth_asking():

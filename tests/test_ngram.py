@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samewise.propose.ngram import LONGEST, PLACES, Match, Ngram, TextIndex
+from samewise.propose.ngram import LONGEST, PLACES, Heard, Match, Ngram, TextIndex
 from samewise.types import Ask, Sampling
 
 TOKENS = st.lists(st.integers(0, 4), min_size=2, max_size=60)
@@ -126,3 +126,18 @@ def test_the_store_is_bounded():
 @pytest.mark.parametrize("seq_id", [3, 10**9])
 def test_forgetting_a_stranger_is_fine(seq_id):
     Ngram().forget(seq_id)
+
+
+def test_listening_tells_how_the_match_before_fared():
+    ngram = Ngram()
+    assert ngram.listen(0, (1,)) is None  # its text is not known, once
+    assert ngram.listen(0, (1,)) == Heard(0, None)
+    ngram.find(ask(0, [1, 2, 3, 4, 9, 1]))
+    assert ngram.listen(0, (2,)) == Heard(2, None)  # 3 followed
+    assert ngram.listen(0, (3,)) == Heard(3, (2, True))  # then 4
+    assert ngram.listen(0, (8,)) == Heard(0, (3, False))
+    assert ngram.listen(0, (8,)) == Heard(0, None)
+    ngram.listen(0, (1,))
+    assert ngram.listen(0, (2,)).length == 2
+    ngram.find(ask(0, [1, 2, 3, 4, 9, 1, 2, 3, 8, 8, 1, 2, 7]))  # asked: what was heard is forgotten
+    assert ngram.listen(0, (3,)).fared is None

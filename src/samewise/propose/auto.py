@@ -26,7 +26,7 @@ log = logging.getLogger("samewise.auto")
 
 MARGIN = 1.05  # a drafter must promise this much more than not drafting
 WORTH = 1.1  # and guesses this much more than their rows cost
-UNLIKELY = 0.02  # no row is free enough for less
+UNLIKELY = 0.05  # no row is free enough for less
 LENGTHS = 12  # matches longer than this are believed alike
 LIKELY = (0.2, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9)  # by length, at first
 EXPLORE = 400  # steps after which a drafter that does not pay is tried again
@@ -146,10 +146,7 @@ class Auto:
         for drafter in self._drafters.values():
             drafter.proposer.observe(verdicts)
         if self._rest is not None:
-            gained = sum(verdict.accepted for verdict in verdicts)
-            drafted = any(verdict.drafter in self._drafters for verdict in verdicts)
-            mixed = not all(verdict.tokens for verdict in verdicts)
-            self._rest.landed(len(verdicts), gained, drafted=drafted, mixed=mixed)
+            self._rest.landed(len(verdicts), mixed=not all(verdict.tokens for verdict in verdicts))
             self._live = {verdict.seq_id for verdict in verdicts}
             if self._rest.resting:
                 self._step += 1
@@ -161,28 +158,40 @@ class Auto:
         for verdict in verdicts:
             if not verdict.tokens:
                 continue
-            length = self._ngram.listen(verdict.seq_id, verdict.tokens)
-            if length is None:
+            heard = self._ngram.listen(verdict.seq_id, verdict.tokens)
+            if heard is None:
                 rest.wake()
-            elif length:
-                promised += self._promise(verdict.seq_id, length)
+                continue
+            if heard.fared is not None:
+                length, right = heard.fared
+                self._fared(verdict.seq_id, length, right=right)
+            if heard.length:
+                promised += self._promise(verdict.seq_id, heard.length)
         rest.call(len(verdicts), promised)
 
     def _promise(self, seq_id: int, length: int) -> float:
-        """Right guesses to expect from a match of this length."""
-        found, chance = 0.0, 1.0
-        for place in range(self._most):
+        """Right guesses to expect from a match of this length, one frame from now.
+
+        The next token is on its way already; nothing can be guessed but what comes after it.
+        """
+        found, chance = 0.0, self._chance(seq_id, length)
+        for place in range(1, self._most + 1):
             chance *= self._chance(seq_id, length + place)
+            if chance < UNLIKELY:
+                break
             found += chance
         return found
 
     def _learn(self, seq_id: int, guessed: int, accepted: int) -> None:
         """How guesses from a match fared: each right one makes the match longer by one."""
-        length, luck = self._matched.get(seq_id, 0), self._luck.setdefault(seq_id, Luck())
+        length = self._matched.get(seq_id, 0)
         for place in range(min(accepted + 1, guessed)):
-            rate = self._by_length[min(length + place, LENGTHS)]
-            luck.observe(rate.value, right=place < accepted)
-            rate.observe(1, int(place < accepted))
+            self._fared(seq_id, length + place, right=place < accepted)
+
+    def _fared(self, seq_id: int, length: int, *, right: bool) -> None:
+        rate, luck = self._by_length[min(length, LENGTHS)], self._luck.setdefault(seq_id, Luck())
+        luck.observe(rate.value, right=right)
+        rate.observe(1, int(right))
 
     def forget(self, seq_id: int) -> None:
         """The sequence is gone."""
@@ -221,6 +230,8 @@ class Auto:
             chance = 1.0
             for place in range(min(len(match.tokens), ask.room, self._most)):
                 chance *= self._chance(ask.seq_id, match.length + place)
+                if chance < UNLIKELY:
+                    break
                 wanted.append((chance, -place, ask.seq_id))
         wanted.sort(reverse=True)
         now = self._frames.cost(live) or 1e-9
@@ -243,17 +254,20 @@ class Auto:
     def _worthwhile(self, chances: list[float], live: int, now: float) -> int:
         """How many guesses to buy, the likeliest first: as many as bring most over their price, in seconds.
 
-        Not one by one: where a row makes the frame a larger one, those behind it are free.
+        A frame's worth at a time: where a row makes the frame a larger one, those behind it are free.
         """
-        most, best, brought = 0, 0.0, 0.0
-        for num, chance in enumerate(chances, 1):
-            if chance < UNLIKELY:
-                break
-            brought += chance * now / live  # a token takes so long without guesses
-            gain = brought / WORTH - (self._frames.cost(live + num) - now)
+        frames, bought = self._frames, 0
+        best = 0.0 if self._rest is None else self._rest.price(live)  # of the frame behind
+        num, brought = 0, 0.0
+        while num < len(chances):
+            free = frames.padding(live + num) or frames.padding(live + num + 1) + 1
+            filled = min(num + free, len(chances))
+            brought += sum(chances[num:filled]) * now / live  # a token takes so long without guesses
+            num = filled
+            gain = brought / WORTH - (frames.cost(live + num) - now)
             if gain >= best:
-                most, best = num, gain
-        return most
+                bought, best = num, gain
+        return bought
 
     def _chance(self, seq_id: int, length: int) -> float:
         """That the next guess from a match of this length is right, in this sequence."""

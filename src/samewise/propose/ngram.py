@@ -29,6 +29,14 @@ class Match(NamedTuple):
     shared: bool
 
 
+class Heard(NamedTuple):
+    """How many of a sequence's last tokens were seen before, 0 for too few; and how the match before fared:
+    its length, and whether what had followed it came again."""
+
+    length: int
+    fared: tuple[int, bool] | None
+
+
 class TextIndex:
     """A text that grows, and where each pair of tokens in it ended lately."""
 
@@ -100,6 +108,7 @@ class Ngram:
         self._limit = store_tokens
         self._texts: dict[int, TextIndex] = {}
         self._asked: dict[int, tuple[int, bytes | None]] = {}  # prompt length and pool of each sequence
+        self._foretold: dict[int, tuple[int, int]] = {}  # length of a match that was heard, and what followed
         self._pools: OrderedDict[bytes, _Pool] = OrderedDict()
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
@@ -113,6 +122,7 @@ class Ngram:
 
     def find(self, ask: Ask) -> Match | None:
         """The best match for a sequence, its own text first; None where nothing fits."""
+        self._foretold.pop(ask.seq_id, None)
         text = self._text(ask)
         end, length = text.find(ask.tokens, LONGEST, own=True)
         if length >= OWN_LEAST and (tokens := text.follow(end, ask.room)):
@@ -124,8 +134,8 @@ class Ngram:
         other = self._in_store(ask)
         return other if other is not None and (own is None or other.length > own.length) else own
 
-    def listen(self, seq_id: int, tokens: tuple[int, ...]) -> int | None:
-        """A sequence goes on by so many tokens: how many of its last were seen before, 0 for too few.
+    def listen(self, seq_id: int, tokens: tuple[int, ...]) -> Heard | None:
+        """A sequence goes on by so many tokens, without being asked about.
 
         None, once, for a sequence never asked about: its text is not known.
         """
@@ -133,16 +143,22 @@ class Ngram:
         if text is None:
             unknown = seq_id not in self._asked
             self._asked.setdefault(seq_id, (0, None))
-            return None if unknown else 0
+            return None if unknown else Heard(0, None)
+        before = self._foretold.pop(seq_id, None)
         text.extend(list(tokens))
-        length = text.find(text.tokens, LONGEST, own=True)[1]
-        best = length if length >= OWN_LEAST else 0
+        best, follows = 0, BREAK
+        end, length = text.find(text.tokens, LONGEST, own=True)
+        if length >= OWN_LEAST:
+            best, follows = length, text.tokens[end]
         name = self._asked[seq_id][1]
         pool = None if name is None else self._pools.get(name)
         for half in () if pool is None else pool.halves:
-            length = half.find(text.tokens, LONGEST, own=False)[1]
-            best = max(best, length if length >= SHARED_LEAST else 0)
-        return best
+            end, length = half.find(text.tokens, LONGEST, own=False)
+            if length > best and length >= SHARED_LEAST:
+                best, follows = length, half.tokens[end]
+        if best:
+            self._foretold[seq_id] = (best, follows)
+        return Heard(best, None if before is None else (before[0], before[1] == tokens[0]))
 
     def observe(self, verdicts: list[Verdict]) -> None:
         """Nothing to learn: texts are read when they are asked about."""
@@ -150,6 +166,7 @@ class Ngram:
     def forget(self, seq_id: int) -> None:
         """The sequence is gone; what it was answered may help others, if it may be shared."""
         text = self._texts.pop(seq_id, None)
+        self._foretold.pop(seq_id, None)
         prompt_len, pool = self._asked.pop(seq_id, (0, None))
         if text is None or pool is None or len(text.tokens) - prompt_len < 2:
             return
@@ -188,4 +205,4 @@ class Ngram:
         return best
 
 
-__all__ = ["Match", "Ngram", "TextIndex"]
+__all__ = ["Heard", "Match", "Ngram", "TextIndex"]

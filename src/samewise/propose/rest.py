@@ -3,8 +3,8 @@
 A frame that waits for guesses starts after the one before it has landed; nobody's guesses are waited for when
 frames follow one another. So asking has a price, a large one where frames are short, and it is measured here:
 how long frames take that were asked for, and how long those that followed at once. While there is nothing to
-guess, it rests; whoever listens meanwhile may wake it. What guessing brings is measured too, in time saved:
-where it has cost more than it brought, it rests for longer and longer, whatever is believed of guesses.
+guess, it rests. Whoever listens meanwhile learns what guesses would be worth, and wakes it when they are
+worth their price.
 
 Numbers in, numbers out; the clock is handed in.
 """
@@ -15,11 +15,9 @@ from collections.abc import Callable
 
 from samewise.costs import Curve
 
-SHORTEST, LONGEST = 12, 96  # frames of a rest
-FADE = 0.9  # per frame, of what guessing has brought so far
-ALLOWED = 3.0  # asked frames whose price may be lost before it sleeps
-SPIKE = 1.5  # times the price: no frame is held to have lost more, as something else was at work
-LOUD = 4.0  # how many times its price a match must promise to wake it from sleep
+FRAMES = 96  # of a rest that nobody ends
+TWICE = 2.0  # prices of a guess: its frame waits for the one before, and the next one waits for its verdict
+AHEAD = 0.5  # worth of a token where several sequences live: who gets ahead of the others ends before them
 
 
 class Rest:
@@ -31,11 +29,8 @@ class Rest:
         self._last: tuple[float, int] | None = None  # when a frame landed, and of how many sequences
         self._asked = self._guessed = False  # of the frame in flight
         self._left = 0  # frames it still rests
-        self._next = SHORTEST  # frames of the next rest
         self._resume = 0  # frames of the rest that a newcomer cut short
-        self._deep = False  # whether it sleeps, and only much wakes it
         self._apart = 0.0  # seconds of the frame in flight that were not spent on guessing
-        self._saved = 0.0  # seconds guessing has brought lately
 
     @property
     def resting(self) -> bool:
@@ -46,44 +41,21 @@ class Rest:
         """It was asked, and had guesses or not."""
         resume, self._resume = self._resume, 0
         self._asked, self._guessed = True, self._guessed or guessed
-        if guessed:
-            return
-        if resume:
-            self._left = resume
-        else:
-            self._rest(deep=False)
+        if not guessed:
+            self._left = resume or FRAMES
 
     def apart(self, seconds: float) -> None:
         """So much of the time since it was asked went into something else than guesses."""
         self._apart += seconds
 
-    def landed(self, live: int, gained: int, *, drafted: bool = False, mixed: bool = False) -> None:
-        """A frame of so many sequences landed, in which so many guesses were right.
-
-        `drafted`: by a model; what drafters cost is weighed by those who choose them. `mixed`: it also read
-        a prompt, and cannot be compared with others.
-        """
+    def landed(self, live: int, *, mixed: bool = False) -> None:
+        """A frame of so many sequences landed. `mixed`: it read a prompt too, and tells nothing of others."""
         now, last, asked = self._clock(), self._last, self._asked
         plain, self._asked, self._guessed = not self._guessed, False, False
         apart, self._apart = self._apart, 0.0
         self._last, self._left = (now, live), max(0, self._left - 1)
-        if last is None or last[1] != live or not live or mixed:
-            return
-        seconds = now - last[0] - apart
-        if plain:
-            (self._asked_for if asked else self._following).observe(live, seconds)
-        if asked and not drafted and self._following.known and self._asked_for.known:
-            self._weigh(live, gained, seconds)
-
-    def _weigh(self, live: int, gained: int, seconds: float) -> None:
-        alone, price = self._following.at(live), self.price(live)
-        lost = min(seconds - alone, SPIKE * price)
-        self._saved = FADE * self._saved + gained * alone / live - lost
-        if self._saved > 0.0:
-            self._next = SHORTEST
-        elif self._saved < -ALLOWED * price:
-            self._saved = 0.0
-            self._rest(deep=True)
+        if plain and live and last is not None and last[1] == live and not mixed:
+            (self._asked_for if asked else self._following).observe(live, now - last[0] - apart)
 
     def interrupted(self) -> None:
         """Everybody left; the next frame may come much later."""
@@ -97,17 +69,13 @@ class Rest:
 
     def call(self, live: int, expected: float) -> None:
         """So many right guesses can be expected if it is asked now."""
-        worth = expected * self._following.at(live) / max(live, 1)
-        if expected > 0.0 and worth >= self.price(live) * (LOUD if self._deep else 1.0):
+        worth = expected * self._following.at(live) / max(live, 1) * (AHEAD if live > 1 else 1.0)
+        if expected > 0.0 and worth >= TWICE * self.price(live):
             self._left = 0
 
     def wake(self) -> None:
         """Somebody is here of whom nothing is known yet, and who is listened to once asked."""
         self._left, self._resume = 0, self._left
 
-    def _rest(self, *, deep: bool) -> None:
-        self._left, self._deep = self._next, deep
-        self._next = min(2 * self._next, LONGEST)
 
-
-__all__ = ["Rest"]
+__all__ = ["FRAMES", "Rest"]
