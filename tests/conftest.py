@@ -32,5 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first, so that none of them is left to one worker at the end."""
+    """The longest first, so that none of them is left to one worker at the end; none without its device."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip("no CUDA device"))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

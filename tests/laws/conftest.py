@@ -78,7 +78,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module", params=marked(SETUPS), ids=str)
 def setup(request: pytest.FixtureRequest, one_thread: None) -> Setup:
     """Every kind of machine and model."""
-    return _if_there(request.param)
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -90,23 +90,16 @@ def truth(setup: Setup) -> list[Heard]:
 @pytest.fixture(scope="module", params=marked(TRIALS), ids=str)
 def trial(request: pytest.FixtureRequest, one_thread: None) -> Trial:
     """Every setup under some proposer, and some setup under every proposer."""
-    _if_there(request.param.setup)
     return request.param
 
 
 @pytest.fixture(scope="module", params=marked([LLAMA, CUDA]), ids=str)
 def plain(request: pytest.FixtureRequest, one_thread: None) -> Setup:
     """The plainest model, once a device: for the corners of a law."""
-    return _if_there(request.param)
+    return request.param
 
 
 @pytest.fixture(scope="module")
 def plain_truth(plain: Setup) -> list[Heard]:
     """Its truth."""
     return truth_of(plain)
-
-
-def _if_there(setup: Setup) -> Setup:
-    if setup.device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return setup

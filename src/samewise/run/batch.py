@@ -41,7 +41,7 @@ class Tray:
     """Staging for passes of R rows: a host buffer to fill, a device buffer to run from.
 
     Owned by a Runner. There are several host buffers, filled in turn: one may be filled while the others
-    are still on their way to the device, so the pass that had this one before must have been waited for.
+    are still on their way to the device. Whoever fills faster than the device reads is made to wait.
     """
 
     @torch.inference_mode(mode=False)  # filled from anywhere, whoever asked for it first
@@ -64,6 +64,9 @@ class Tray:
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(num_buffers)]
         self._arrays: list[Ints] = [host.numpy() for host in self._hosts]
         self._turn = 0
+        self._sent: list[torch.cuda.Event] = []  # of each host buffer, whether it has arrived
+        if cuda:
+            self._sent = [torch.cuda.Event() for _ in self._hosts]  # type: ignore[no-untyped-call]
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self.batch = self._views(self._device, workspace)
         self.keeping = replace(self.batch, keep=self._device[self._keep : self._head])
@@ -91,7 +94,10 @@ class Tray:
         if keep is not None:
             self.array[self._keep : self._head] = keep
         self._device[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
-        self._turn = (self._turn + 1) % len(self._hosts)
+        sent, self._turn = self._turn, (self._turn + 1) % len(self._hosts)
+        if self._sent:
+            self._sent[sent].record()
+            self._sent[self._turn].synchronize()
         return self.batch if keep is None else self.keeping
 
     def _views(self, flat: torch.Tensor, workspace: torch.Tensor) -> Batch:

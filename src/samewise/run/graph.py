@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,6 +17,18 @@ T = TypeVar("T")
 def _side(device: torch.device) -> torch.cuda.Stream:
     """One for all: libraries keep memory for every stream they have seen."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """A graph that was left in a cycle, collected while another is captured, would spoil the capture."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Captured(Generic[T]):
@@ -33,7 +47,11 @@ class Captured(Generic[T]):
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        # Only this thread must keep still: another may be at work for another engine.
+        with (
+            _nothing_collected(),
+            torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
+        ):
             self._result = work()
         torch.cuda.synchronize(device)
 

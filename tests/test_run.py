@@ -1,0 +1,78 @@
+"""What a pass travels in, and how it is captured: neither may depend on who is faster, host or device."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from samewise.run.batch import Tray
+from samewise.run.graph import Captured, _nothing_collected
+
+ROWS, BUFFERS = 4, 3
+
+
+def tray(device):
+    return Tray(ROWS, 8, torch.zeros(0, device=device), torch.device(device), BUFFERS)
+
+
+def fill(tray, value):
+    for name in ("tokens", "source", "positions", "lengths", "slots", "page_start"):
+        tray.field(name)[:] = value
+    return tray.send(np.full(8, value, dtype=np.int32))
+
+
+def test_a_tray_brings_what_was_put_on_it():
+    mine = tray("cpu")
+    for value in range(1, 8):
+        batch = fill(mine, value)
+        assert batch.tokens.tolist() == [[value] * ROWS]
+        assert batch.rows.pages.tolist() == [value] * 8
+
+
+@pytest.mark.gpu
+def test_a_host_that_is_faster_than_the_device_waits():
+    mine, found = tray("cuda"), []
+    for value in range(1, 20):
+        torch.cuda._sleep(5_000_000)  # a few milliseconds before the copy can start
+        found.append(fill(mine, value).tokens.clone())
+    assert [one.tolist() for one in found] == [[[value] * ROWS] for value in range(1, 20)]
+
+
+def test_nothing_is_collected_meanwhile_and_everything_after():
+    assert gc.isenabled()
+    with _nothing_collected():
+        assert not gc.isenabled()
+        with _nothing_collected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError), _nothing_collected():
+        raise RuntimeError
+    assert gc.isenabled()
+
+
+@pytest.mark.gpu
+def test_graphs_that_were_left_behind_do_not_spoil_a_capture():
+    """Old graphs in cycles, and a collector that is eager."""
+    device = torch.device("cuda")
+    x = torch.zeros(8, device=device)
+
+    def leave():
+        cycle = {"graph": Captured(lambda: x + 1, device)}
+        cycle["self"] = cycle
+
+    for _ in range(4):
+        leave()
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+
+        def work():
+            for _ in range(50):
+                [{} for _ in range(20)]
+            return x + 3
+
+        assert Captured(work, device)().tolist() == [3.0] * 8
+    finally:
+        gc.set_threshold(*before)
