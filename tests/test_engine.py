@@ -8,7 +8,7 @@ import pytest
 from samewise.engine import Engine
 from samewise.errors import BadParameter, BadPrompt, CallerError
 from samewise.testing import Adversary, Jitter, Scripted, Transcript, preempting, run, tiny_engine
-from samewise.types import Delta, Finish, Proposal, Sampling
+from samewise.types import Ask, Delta, Finish, Proposal, Sampling
 
 PAGE_BYTES = 12288  # of the tiny llama
 PROMPTS = [[65, 66, 67], [70] * 20, list(range(40, 75)), [1], [9, 8, 7, 6]]
@@ -261,3 +261,55 @@ def test_a_proposer_that_fails_takes_nothing_with_it(reference: list[Transcript]
     broken[0] = False
     assert all_pages_back(engine)
     assert run(engine, ASKS) == reference
+
+
+class Polite(Scripted):
+    """Notes whom it meets, and when."""
+
+    def __init__(self, log: list[tuple[str, list[int]]]) -> None:
+        super().__init__(self._nothing)
+        self.log = log
+
+    def _nothing(self, _: object) -> list[int]:
+        return []
+
+    def meet(self, asks: list[Ask]) -> None:
+        self.log.append(("meet", [ask.seq_id for ask in asks]))
+        assert all(ask.tokens for ask in asks)
+
+    def propose(self, asks: list[Ask]) -> list[Proposal]:
+        # A prompt of one token needs no reading, and may be asked about at once.
+        self.log.append(("propose", [ask.seq_id for ask in asks if ask.prompt_len > 1]))
+        return super().propose(asks)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_whoever_will_be_asked_about_is_met_first_and_once(ahead: bool, reference: list[Transcript]) -> None:
+    log: list[tuple[str, list[int]]] = []
+    engine = tiny_engine(make_proposer=lambda _: Polite(log), ahead=ahead)
+    assert run(engine, ASKS, arrivals=[0, 2, 1, 7, 3]) == reference
+    met = [seq_id for what, ids in log if what == "meet" for seq_id in ids]
+    assert sorted(met) == list(range(len(ASKS)))
+    seen: set[int] = set()
+    for what, ids in log:
+        assert what == "meet" or seen.issuperset(ids)
+        seen.update(ids)
+    for settings in ({"verify": False}, {"speculate": False}):
+        engine.add([1, 2, 3], Sampling(), max_tokens=3, **settings)
+    gone = engine.add([1, 2, 3], Sampling(), max_tokens=3)
+    engine.abort(gone)
+    drain(engine)
+    assert sorted(met) == sorted(seq_id for what, ids in log if what == "meet" for seq_id in ids)
+
+
+def test_many_long_newcomers_are_met_over_several_steps() -> None:
+    log: list[tuple[str, list[int]]] = []
+    engine = tiny_engine(
+        make_proposer=lambda _: Polite(log), kv_memory=1200 * PAGE_BYTES, max_num_seqs=40, max_model_len=512
+    )
+    for i in range(20):
+        engine.add([i + 1] * 400, Sampling(), max_tokens=2)
+    engine.step()
+    assert 1 < sum(len(ids) for what, ids in log if what == "meet") < 20
+    drain(engine)
+    assert sum(len(ids) for what, ids in log if what == "meet") == 20

@@ -130,9 +130,8 @@ def test_forgetting_a_stranger_is_fine(seq_id):
 
 def test_listening_tells_how_the_match_before_fared():
     ngram = Ngram()
-    assert ngram.listen(0, (1,)) is None  # its text is not known, once
-    assert ngram.listen(0, (1,)) == Heard(0, None)
-    ngram.find(ask(0, [1, 2, 3, 4, 9, 1]))
+    assert ngram.listen(0, (1,)) == Heard(0, None)  # its text is not known
+    ngram.meet([ask(0, [1, 2, 3, 4, 9, 1])])
     assert ngram.listen(0, (2,)) == Heard(2, None)  # 3 followed
     assert ngram.listen(0, (3,)) == Heard(3, (2, True))  # then 4
     assert ngram.listen(0, (8,)) == Heard(0, (3, False))

@@ -47,7 +47,7 @@ from samewise.model.folder import read_tensors
 from samewise.model.rope import pin_rope
 from samewise.probe import Report, confirm_sizes, probe, settle_sizes
 from samewise.propose.auto import Auto
-from samewise.propose.base import Drafter, First, Nothing, Proposer
+from samewise.propose.base import Drafter, First, Nothing, Proposer, Reader
 from samewise.propose.decode import Decode
 from samewise.propose.model import READ_ROWS, DraftModel
 from samewise.propose.ngram import Ngram
@@ -62,6 +62,8 @@ from samewise.sampling import Sampler
 from samewise.schedule import Limits, Scheduler
 from samewise.types import Ask, Delta, LayerSet, Request, Sampling, Span
 from samewise.verify import Flight, Verifier
+
+READ = 4096  # tokens of newcomers that a proposer is given to read in a step
 
 log = logging.getLogger("samewise")
 
@@ -344,6 +346,9 @@ class Engine:
             ahead = self._launch(spans) if spans else None
             deltas += self._decode_unverified(free, {span.seq_id for span in spans})
         self._flight = ahead
+        newcomers = self.scheduler.newcomers(READ)
+        if newcomers and isinstance(self.proposer, Reader):
+            self.proposer.meet(newcomers)  # while the device is at work
         self._stepped += time.perf_counter() - began
         return deltas
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -52,6 +52,7 @@ class Scheduler:
     counts: Counts = field(default_factory=Counts)
     index: PrefixIndex = field(init=False)
     _waiting: list[Sequence] = field(default_factory=list)  # by arrival
+    _newcomers: deque[Sequence] = field(default_factory=deque)  # admitted, and nobody was told yet
     _running: dict[int, Sequence] = field(default_factory=dict)  # by admission
     _step: int = 0
     _unverified: int = 0  # running or waiting requests that opted out
@@ -173,6 +174,16 @@ class Scheduler:
                 if room > 0 and self._reserve(seq, end, force=not verified):
                     asks.append(ask_of(seq, room))
         return [ask for ask in asks if ask.seq_id in self._running]
+
+    def newcomers(self, most: int) -> list[Ask]:
+        """Sequences lately admitted that will be asked about, each told of once, of `most` tokens or so."""
+        found: list[Ask] = []
+        while self._newcomers and most > 0:
+            seq = self._newcomers.popleft()
+            if seq.request.id in self._running:
+                found.append(ask_of(seq, 0))
+                most -= len(seq.tokens)
+        return found
 
     def _reserve(self, seq: Sequence, length: int, *, force: bool) -> bool:
         """Pages for `length` tokens. Guesses are worth a free page, but nobody's place."""
@@ -462,6 +473,8 @@ class Scheduler:
         if seq.num_cached is None:
             seq.num_cached = seq.kv_len
             self.counts.cached_tokens += seq.kv_len
+            if seq.request.verify and seq.request.speculate:
+                self._newcomers.append(seq)
         seq.last_served = self._step - 1  # as if just served: those already generating go first
         self._running[seq.request.id] = seq
         return True

@@ -129,6 +129,10 @@ class Auto:
             self._rest.asked(guessed=busy or (chosen and self._waited <= PATIENCE))
         return proposals
 
+    def meet(self, asks: list[Ask]) -> None:
+        """Read prompts, while the device does."""
+        self._ngram.meet(asks)
+
     def observe(self, verdicts: list[Verdict]) -> None:
         """Learn how guesses fared."""
         self._pending.difference_update(verdict.seq_id for verdict in verdicts)
@@ -159,9 +163,6 @@ class Auto:
             if not verdict.tokens:
                 continue
             heard = self._ngram.listen(verdict.seq_id, verdict.tokens)
-            if heard is None:
-                rest.wake()
-                continue
             if heard.fared is not None:
                 length, right = heard.fared
                 self._fared(verdict.seq_id, length, right=right)

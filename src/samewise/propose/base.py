@@ -5,7 +5,7 @@ Host only.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from samewise.types import Ask, Proposal, Verdict
 
@@ -33,6 +33,15 @@ class Proposer(Protocol):
 
     def forget(self, seq_id: int) -> None:
         """The sequence is gone."""
+        ...
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """A proposer that reads prompts, and would rather do so while the device reads them too."""
+
+    def meet(self, asks: list[Ask]) -> None:
+        """Sequences that are new. Nothing is asked yet."""
         ...
 
 
@@ -95,6 +104,12 @@ class First:
             left = [ask for ask in left if ask.seq_id not in served]
         return proposals
 
+    def meet(self, asks: list[Ask]) -> None:
+        """Whoever reads, reads."""
+        for member in self._members:
+            if isinstance(member, Reader):
+                member.meet(asks)
+
     def observe(self, verdicts: list[Verdict]) -> None:
         """Everybody learns."""
         for member in self._members:
@@ -107,4 +122,4 @@ class First:
             member.forget(seq_id)
 
 
-__all__ = ["Drafter", "First", "Nothing", "Proposer"]
+__all__ = ["Drafter", "First", "Nothing", "Proposer", "Reader"]

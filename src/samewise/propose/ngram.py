@@ -9,6 +9,7 @@ Host only.
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import pairwise
 from typing import NamedTuple
 
 from samewise.types import Ask, Proposal, Verdict
@@ -47,13 +48,16 @@ class TextIndex:
     def extend(self, tokens: list[int]) -> None:
         """Append."""
         text, ends = self.tokens, self._ends
-        for token in tokens:
-            text.append(token)
-            if len(text) > 1:
-                places = ends.setdefault((text[-2], token), [])
-                places.append(len(text))
-                if len(places) > 2 * PLACES:
-                    del places[:PLACES]
+        start = max(1, len(text))
+        text += tokens
+        for end, pair in enumerate(pairwise(text[start - 1 :]), start + 1):
+            places = ends.get(pair)
+            if places is None:
+                ends[pair] = [end]
+                continue
+            places.append(end)
+            if len(places) > 2 * PLACES:
+                del places[:PLACES]
 
     def find(self, suffix: list[int], most: int, *, own: bool) -> tuple[int, int]:
         """(end, length) of the longest earlier match of `suffix`'s end, the latest of equals; (0, 0): none.
@@ -111,6 +115,11 @@ class Ngram:
         self._foretold: dict[int, tuple[int, int]] = {}  # length of a match that was heard, and what followed
         self._pools: OrderedDict[bytes, _Pool] = OrderedDict()
 
+    def meet(self, asks: list[Ask]) -> None:
+        """Read."""
+        for ask in asks:
+            self._text(ask)
+
     def propose(self, asks: list[Ask]) -> list[Proposal]:
         """What followed the last time, twice as far as the match reaches back."""
         proposals = []
@@ -134,16 +143,11 @@ class Ngram:
         other = self._in_store(ask)
         return other if other is not None and (own is None or other.length > own.length) else own
 
-    def listen(self, seq_id: int, tokens: tuple[int, ...]) -> Heard | None:
-        """A sequence goes on by so many tokens, without being asked about.
-
-        None, once, for a sequence never asked about: its text is not known.
-        """
+    def listen(self, seq_id: int, tokens: tuple[int, ...]) -> Heard:
+        """A sequence goes on by so many tokens, and nobody asks. Of one never met nothing is heard."""
         text = self._texts.get(seq_id)
         if text is None:
-            unknown = seq_id not in self._asked
-            self._asked.setdefault(seq_id, (0, None))
-            return None if unknown else Heard(0, None)
+            return Heard(0, None)
         before = self._foretold.pop(seq_id, None)
         text.extend(list(tokens))
         best, follows = 0, BREAK

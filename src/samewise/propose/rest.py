@@ -29,7 +29,6 @@ class Rest:
         self._last: tuple[float, int] | None = None  # when a frame landed, and of how many sequences
         self._asked = self._guessed = False  # of the frame in flight
         self._left = 0  # frames it still rests
-        self._resume = 0  # frames of the rest that a newcomer cut short
         self._apart = 0.0  # seconds of the frame in flight that were not spent on guessing
 
     @property
@@ -39,10 +38,9 @@ class Rest:
 
     def asked(self, *, guessed: bool) -> None:
         """It was asked, and had guesses or not."""
-        resume, self._resume = self._resume, 0
         self._asked, self._guessed = True, self._guessed or guessed
         if not guessed:
-            self._left = resume or FRAMES
+            self._left = FRAMES
 
     def apart(self, seconds: float) -> None:
         """So much of the time since it was asked went into something else than guesses."""
@@ -72,10 +70,6 @@ class Rest:
         worth = expected * self._following.at(live) / max(live, 1) * (AHEAD if live > 1 else 1.0)
         if expected > 0.0 and worth >= TWICE * self.price(live):
             self._left = 0
-
-    def wake(self) -> None:
-        """Somebody is here of whom nothing is known yet, and who is listened to once asked."""
-        self._left, self._resume = 0, self._left
 
 
 __all__ = ["FRAMES", "Rest"]
