@@ -236,7 +236,7 @@ class Machine:
             right = [*agreed, False].index(False) if self.right else 0
             now = self.text[self.said : self.said + 1 + right]
             told = Verdict(
-                0, tuple(now), (0.0,) * len(now), (), self.said, len(flying), right, drafter="ngram"
+                0, tuple(now), (0.0,) * len(now), (), self.said + right, len(flying), right, drafter="ngram"
             )
             self.said += len(now)
             was_quiet = self.paced.quiet
@@ -281,7 +281,7 @@ class Liar(Ngram):
     def find(self, ask):
         return Match((1,) * 8, 8, shared=False)
 
-    def listen(self, seq_id, tokens):
+    def listen(self, seq_id, tokens, length):
         return Heard(8, None)
 
 
@@ -381,4 +381,8 @@ def test_forgetting_leaves_nothing():
     assert not (paced._by_seq)
     assert not (paced._matched)
     assert not (paced._target)
+    assert not (paced._luck)
+    assert not (paced._pending)
     assert not (paced._ngram._texts)
+    assert not (paced._ngram._asked)
+    assert not (paced._ngram._foretold)

@@ -130,13 +130,23 @@ def test_forgetting_a_stranger_is_fine(seq_id):
 
 def test_listening_tells_how_the_match_before_fared():
     ngram = Ngram()
-    assert ngram.listen(0, (1,)) == Heard(0, None)  # its text is not known
+    assert ngram.listen(0, (1,), 7) == Heard(0, None)  # its text is not known
     ngram.meet([ask(0, [1, 2, 3, 4, 9, 1])])
-    assert ngram.listen(0, (2,)) == Heard(2, None)  # 3 followed
-    assert ngram.listen(0, (3,)) == Heard(3, (2, True))  # then 4
-    assert ngram.listen(0, (8,)) == Heard(0, (3, False))
-    assert ngram.listen(0, (8,)) == Heard(0, None)
-    ngram.listen(0, (1,))
-    assert ngram.listen(0, (2,)).length == 2
+    assert ngram.listen(0, (2,), 7) == Heard(2, None)  # 3 followed
+    assert ngram.listen(0, (3,), 8) == Heard(3, (2, True))  # then 4
+    assert ngram.listen(0, (8,), 9) == Heard(0, (3, False))
+    assert ngram.listen(0, (8,), 10) == Heard(0, None)
+    ngram.listen(0, (1,), 11)
+    assert ngram.listen(0, (2,), 12).length == 2
+    assert ngram.listen(0, (3,), 14) == Heard(0, None)  # something was missed in between
     ngram.find(ask(0, [1, 2, 3, 4, 9, 1, 2, 3, 8, 8, 1, 2, 7]))  # asked: what was heard is forgotten
-    assert ngram.listen(0, (3,)).fared is None
+    assert ngram.listen(0, (3,), 14).fared is None
+
+
+def test_nothing_is_foretold_where_a_stored_answer_ends():
+    ngram = Ngram()
+    ngram.meet([ask(0, [9, 1, 2, 3, 4])])
+    ngram.forget(0)  # the pool now holds 1, 2, 3, 4 and an end
+    ngram.meet([ask(1, [7, 1, 2, 3])])
+    assert ngram.listen(1, (4,), 5) == Heard(0, None)
+    assert ngram.find(ask(1, [7, 1, 2, 3, 4])) is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from samewise.run.batch import Tray
-from samewise.run.graph import Captured, _nothing_collected
+from samewise.run.graph import Captured, _alone
 
 ROWS, BUFFERS = 4, 3
 
@@ -41,13 +41,17 @@ def test_a_host_that_is_faster_than_the_device_waits():
 
 def test_nothing_is_collected_meanwhile_and_everything_after():
     assert gc.isenabled()
-    with _nothing_collected():
-        assert not gc.isenabled()
-        with _nothing_collected():
-            pass
+    with _alone():
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(RuntimeError), _nothing_collected():
+    gc.disable()
+    try:
+        with _alone():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with pytest.raises(RuntimeError), _alone():
         raise RuntimeError
     assert gc.isenabled()
 
@@ -58,17 +62,19 @@ def test_graphs_that_were_left_behind_do_not_spoil_a_capture():
     device = torch.device("cuda")
     x = torch.zeros(8, device=device)
 
-    def leave():
+    held = []
+    for _ in range(4):
         cycle = {"graph": Captured(lambda: x + 1, device)}
         cycle["self"] = cycle
-
-    for _ in range(4):
-        leave()
+        held.append(cycle)
+    del cycle
     before = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
     try:
 
         def work():
+            if torch.cuda.is_current_stream_capturing():
+                held.clear()
             for _ in range(50):
                 [{} for _ in range(20)]
             return x + 3

@@ -24,17 +24,11 @@ def block(rows: int, vocab: int, device: str, seed: int = 0) -> torch.Tensor:
     return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 4).to(device)
 
 
-def there(device: str) -> str:
-    if device == "cuda" and not CUDA:
-        pytest.skip("no CUDA device")
-    return device
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab", [5, 300, scan.CHUNK, scan.CHUNK + 1, 3 * scan.CHUNK - 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_measures_as_float64_does(device, vocab, dtype):
-    logits = block(6, vocab, there(device)).to(dtype)
+    logits = block(6, vocab, device).to(dtype)
     found, wide = scan.measure(logits, BITS), logits.double()
     top = wide.max(-1).values
     assert found.tokens.tolist() == wide.argmax(-1).tolist()
@@ -45,7 +39,7 @@ def test_measures_as_float64_does(device, vocab, dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_of_equals_the_lowest(device):
-    logits = block(4, 2 * scan.CHUNK + 9, there(device))
+    logits = block(4, 2 * scan.CHUNK + 9, device)
     for row, places in enumerate(
         [(7, 8), (3, scan.CHUNK + 1), (scan.CHUNK - 1, scan.CHUNK), (50, 2 * scan.CHUNK)]
     ):
@@ -55,7 +49,7 @@ def test_of_equals_the_lowest(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_ruled_out_weighs_nothing(device):
-    logits = torch.full((2, scan.CHUNK + 40), -math.inf, device=there(device))
+    logits = torch.full((2, scan.CHUNK + 40), -math.inf, device=device)
     logits[0, 9] = 3.0
     logits[1, [scan.CHUNK + 2, scan.CHUNK + 30]] = torch.tensor([1.0, 1.0], device=device)
     found = scan.measure(logits, BITS)
@@ -65,7 +59,7 @@ def test_what_is_ruled_out_weighs_nothing(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_neither_place_nor_company_nor_number_of_rows_shows(device):
-    logits = block(12, scan.CHUNK + 333, there(device))
+    logits = block(12, scan.CHUNK + 333, device)
     temperatures = torch.tensor([[0.0], [1.0], [0.3]] * 4, device=device)
     keys = torch.tensor([noise.key(i, 0, 5) for i in range(12)], device=device)
     whole, chosen = scan.measure(logits, BITS), scan.choose(logits, temperatures, keys)
@@ -80,7 +74,7 @@ def test_neither_place_nor_company_nor_number_of_rows_shows(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_chooses_as_the_noise_says(device):
     """Its logarithms are not the CPU's, so a choice may differ only where two scores are all but equal."""
-    logits = block(40, scan.CHUNK + 77, there(device))
+    logits = block(40, scan.CHUNK + 77, device)
     temperatures = torch.linspace(0.0, 2.0, 40)[:, None].to(device)
     keys = torch.tensor([noise.key(3, i, 9) for i in range(40)])
     found = scan.choose(logits, temperatures, keys.to(device)).cpu()
@@ -96,7 +90,7 @@ def test_chooses_as_the_noise_says(device):
 def test_the_noise_is_gumbel(device):
     """Over a flat row every id is as likely as any other."""
     draws, vocab = 400, 50
-    keys = torch.tensor([noise.key(i, 1, 2) for i in range(draws)], device=there(device))
+    keys = torch.tensor([noise.key(i, 1, 2) for i in range(draws)], device=device)
     flat, warm = torch.zeros(draws, vocab, device=device), torch.ones(draws, 1, device=device)
     counts = torch.bincount(scan.choose(flat, warm, keys).cpu(), minlength=vocab).double()
     assert ((counts - draws / vocab) ** 2 / (draws / vocab)).sum() < 2 * vocab
@@ -104,6 +98,6 @@ def test_the_noise_is_gumbel(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_strided_block_is_read_as_it_lies(device):
-    wide = block(8, 900, there(device))
+    wide = block(8, 900, device)
     part = wide[:, :517]
     assert torch.equal(scan.measure(part, BITS).log_sum, scan.measure(part.contiguous(), BITS).log_sum)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 ENGINE_VERSION = "3"
-"""Raised whenever this package's own arithmetic changes: noise, sampling rule, frame layout."""
+"""Raised whenever this package's own arithmetic changes: noise, sampling rule, frame layout, sums of rows."""
 
 
 ABSENT = "(absent)"

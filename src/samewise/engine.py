@@ -63,7 +63,7 @@ from samewise.schedule import Limits, Scheduler
 from samewise.types import Ask, Delta, LayerSet, Request, Sampling, Span
 from samewise.verify import Flight, Verifier
 
-READ = 4096  # tokens of newcomers that a proposer is given to read in a step
+READ = 4096  # tokens of newcomers that a proposer reads in a step, and what is left of the last prompt
 
 log = logging.getLogger("samewise")
 

@@ -176,7 +176,7 @@ class Scheduler:
         return [ask for ask in asks if ask.seq_id in self._running]
 
     def newcomers(self, most: int) -> list[Ask]:
-        """Sequences lately admitted that will be asked about, each told of once, of `most` tokens or so."""
+        """Sequences lately admitted that will be asked about, until they have `most` tokens or more."""
         found: list[Ask] = []
         while self._newcomers and most > 0:
             seq = self._newcomers.popleft()
@@ -473,8 +473,8 @@ class Scheduler:
         if seq.num_cached is None:
             seq.num_cached = seq.kv_len
             self.counts.cached_tokens += seq.kv_len
-            if seq.request.verify and seq.request.speculate:
-                self._newcomers.append(seq)
+        if seq.request.verify and seq.request.speculate and self._room(seq) > 0:
+            self._newcomers.append(seq)
         seq.last_served = self._step - 1  # as if just served: those already generating go first
         self._running[seq.request.id] = seq
         return True

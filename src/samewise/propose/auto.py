@@ -130,8 +130,10 @@ class Auto:
         return proposals
 
     def meet(self, asks: list[Ask]) -> None:
-        """Read prompts, while the device does."""
+        """Read prompts, while the device does. Who could draft for them is asked soon."""
         self._ngram.meet(asks)
+        if self._rest is not None and any(known.proposer.ready for known in self._drafters.values()):
+            self._rest.end()
 
     def observe(self, verdicts: list[Verdict]) -> None:
         """Learn how guesses fared."""
@@ -162,7 +164,7 @@ class Auto:
         for verdict in verdicts:
             if not verdict.tokens:
                 continue
-            heard = self._ngram.listen(verdict.seq_id, verdict.tokens)
+            heard = self._ngram.listen(verdict.seq_id, verdict.tokens, verdict.kv_len + 1)
             if heard.fared is not None:
                 length, right = heard.fared
                 self._fared(verdict.seq_id, length, right=right)
@@ -218,7 +220,7 @@ class Auto:
             "match_acceptance": [round(rate.value, 3) for rate in self._by_length],
         }
 
-    # ---- suffix matches: rows are bought one by one, the likeliest first
+    # ---- suffix matches: rows are bought, the likeliest first
 
     def _match(self, asks: list[Ask], live: int) -> list[Proposal]:
         found = [(ask, match) for ask in asks if (match := self._ngram.find(ask)) is not None]
@@ -255,10 +257,11 @@ class Auto:
     def _worthwhile(self, chances: list[float], live: int, now: float) -> int:
         """How many guesses to buy, the likeliest first: as many as bring most over their price, in seconds.
 
-        A frame's worth at a time: where a row makes the frame a larger one, those behind it are free.
+        A frame's worth at a time: where a row makes the frame a larger one, those behind it are free. Beside
+        a device any guess makes the next frame wait for its verdict, and must bring that too.
         """
         frames, bought = self._frames, 0
-        best = 0.0 if self._rest is None else self._rest.price(live)  # of the frame behind
+        best = 0.0 if self._rest is None else self._rest.price(live)
         num, brought = 0, 0.0
         while num < len(chances):
             free = frames.padding(live + num) or frames.padding(live + num + 1) + 1

@@ -143,23 +143,25 @@ class Ngram:
         other = self._in_store(ask)
         return other if other is not None and (own is None or other.length > own.length) else own
 
-    def listen(self, seq_id: int, tokens: tuple[int, ...]) -> Heard:
-        """A sequence goes on by so many tokens, and nobody asks. Of one never met nothing is heard."""
-        text = self._texts.get(seq_id)
-        if text is None:
+    def listen(self, seq_id: int, tokens: tuple[int, ...], length: int) -> Heard:
+        """A sequence has gone on by these tokens to that length, and nobody asks.
+
+        Of one that was never met, or of which something was missed, nothing is heard.
+        """
+        text, before = self._texts.get(seq_id), self._foretold.pop(seq_id, None)
+        if text is None or len(text.tokens) + len(tokens) != length:
             return Heard(0, None)
-        before = self._foretold.pop(seq_id, None)
         text.extend(list(tokens))
         best, follows = 0, BREAK
-        end, length = text.find(text.tokens, LONGEST, own=True)
-        if length >= OWN_LEAST:
-            best, follows = length, text.tokens[end]
+        end, num = text.find(text.tokens, LONGEST, own=True)
+        if num >= OWN_LEAST:
+            best, follows = num, text.tokens[end]
         name = self._asked[seq_id][1]
         pool = None if name is None else self._pools.get(name)
         for half in () if pool is None else pool.halves:
-            end, length = half.find(text.tokens, LONGEST, own=False)
-            if length > best and length >= SHARED_LEAST:
-                best, follows = length, half.tokens[end]
+            end, num = half.find(text.tokens, LONGEST, own=False)
+            if num > best and num >= SHARED_LEAST and half.tokens[end] != BREAK:
+                best, follows = num, half.tokens[end]
         if best:
             self._foretold[seq_id] = (best, follows)
         return Heard(best, None if before is None else (before[0], before[1] == tokens[0]))

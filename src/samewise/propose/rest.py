@@ -55,6 +55,10 @@ class Rest:
         if plain and live and last is not None and last[1] == live and not mixed:
             (self._asked_for if asked else self._following).observe(live, now - last[0] - apart)
 
+    def end(self) -> None:
+        """Ask again at the next chance."""
+        self._left = 0
+
     def interrupted(self) -> None:
         """Everybody left; the next frame may come much later."""
         self._last = None

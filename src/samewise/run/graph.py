@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -19,16 +20,20 @@ def _side(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+_CAPTURING = threading.Lock()
+
+
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """A graph that was left in a cycle, collected while another is captured, would spoil the capture."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+def _alone() -> Iterator[None]:
+    """One capture at a time, and no collector: a graph that was left in a cycle would spoil it in going."""
+    with _CAPTURING:
+        was = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was:
+                gc.enable()
 
 
 class Captured(Generic[T]):
@@ -47,9 +52,9 @@ class Captured(Generic[T]):
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
-        # Only this thread must keep still: another may be at work for another engine.
+        # Only this thread must keep still: another may run an engine meanwhile.
         with (
-            _nothing_collected(),
+            _alone(),
             torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
         ):
             self._result = work()
