@@ -285,7 +285,7 @@ class Liar(Ngram):
         return Heard(8, None)
 
 
-def test_what_never_comes_true_is_slept_through():
+def test_what_never_comes_true_is_soon_left_alone():
     """Matches that promise much, and always lie."""
     machine = Machine(NOTHING_TWICE, right=False, ngram=Liar())
     machine.run(1500)
