@@ -1,4 +1,4 @@
-"""What a pass travels in, and how it is captured: neither may depend on who is faster, host or device."""
+"""What a pass travels in, how it is captured and compiled: none of it may be seen in its results."""
 
 import gc
 
@@ -8,6 +8,7 @@ import torch
 
 from samewise.run.batch import Tray
 from samewise.run.graph import Captured, _alone
+from samewise.run.numerics import inductor_options
 
 ROWS, BUFFERS = 4, 3
 
@@ -82,3 +83,15 @@ def test_graphs_that_were_left_behind_do_not_spoil_a_capture():
         assert Captured(work, device)().tolist() == [3.0] * 8
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_what_is_fused_rounds_as_what_is_not(device, dtype):
+    def chain(x, y, z):
+        return (x * y + z) * x + (x + z) * y
+
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(64, 256, generator=generator).to(device, dtype) for _ in range(3)]
+    fused = torch.compile(chain, fullgraph=True, dynamic=False, options=inductor_options())
+    assert torch.equal(fused(*given), chain(*given))

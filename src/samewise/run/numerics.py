@@ -22,6 +22,7 @@ INDUCTOR: dict[str, Any] = {
     "coordinate_descent_tuning": False,
     "shape_padding": False,
     "benchmark_fusion": False,
+    "emulate_precision_casts": True,  # what is fused rounds as what is not, and no product into a sum
     "triton.autotune_pointwise": False,
     "triton.cudagraphs": False,
     "cpp.enable_kernel_profile": False,
