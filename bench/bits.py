@@ -1,8 +1,10 @@
 """Does a row's result depend on its company? Counted over random packings, sizes and neighbours.
 
-Random texts are read one at a time: the reference. Then again, all of them, in frames of every size the
-engine has, cut anywhere, in any order, on other pages each time, over whatever the pages held before. A row
-differs if its token, the bits of its log-probability or a digest of all its logits' bits does.
+Random texts, two of them long, are read one at a time: the reference. Then again, all of them, in frames of
+every size the engine has, cut anywhere, in any order, on other pages each time, over whatever the pages held
+before; every fourth frame as prompts are read, where only the last row of each counts and the head need not
+run on the others. A row differs if its token, the bits of its log-probability or a digest of all its logits'
+bits does.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from samewise.engine import Engine
 from samewise.model.attention import PAGE
 from samewise.types import Sampling, Span
 
-SHORTEST, LONGEST = 40, 300
+SHORTEST, LONGEST, LONG = 40, 300, 2500
+READ = 0.25  # of the frames
 GREEDY = Sampling()
 
 
@@ -29,25 +32,27 @@ class Reader:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._logits: list[torch.Tensor] = []
-        self.digested = True  # as long as every row's logits could be looked at
+        self._loaded: list[tuple[Any, list[int] | None]] = []
 
     @torch.inference_mode()
     def rows(self, spans: list[Span]) -> torch.Tensor:
-        """[R, 3]: token, log-probability bits, digest of the logits."""
-        num = sum(len(span.inputs) for span in spans)
+        """[R, 3] of the rows that are asked about: token, log-probability bits, digest of the logits."""
+        runner, first = type(self.engine.runner), 0
+        asked: list[int] = []
+        for span in spans:
+            asked += range(first + span.given - 1, first + len(span.inputs))
+            first += len(span.inputs)
         self._logits.clear()
-        with after(type(self.engine.runner), "frame", self._logits.append):
+        self._loaded.clear()
+        with after(runner, "frame", self._logits.append), after(runner, "load", self._loaded.append):
             found = self.engine.verifier.run(spans)
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
-        answers = torch.empty(num, 3, dtype=torch.int64)
-        answers[:, :2] = found.packed[:num]
-        seen = self._logits[-1] if self._logits else None
-        if seen is None or seen.shape[0] < num:
-            self.digested = False
-            answers[:, 2] = 0
-        else:
-            answers[:, 2] = digest(seen[:num]).cpu()
+        (logits,), ((_, kept),) = self._logits, self._loaded
+        places = {row: i for i, row in enumerate(kept)} if kept is not None else range(first)
+        answers = torch.empty(len(asked), 3, dtype=torch.int64)
+        answers[:, :2] = found.packed[asked]
+        answers[:, 2] = digest(logits[[places[row] for row in asked]]).cpu()
         return answers
 
 
@@ -68,6 +73,8 @@ def check(engine: Engine, rows: int, seed: int = 0) -> dict[str, Any]:
     num = max(3 * sizes[-1] * 2 // (SHORTEST + LONGEST), min(24, rows // LONGEST)) + 1
     available = engine.stats()["pages"]
     lengths = [rng.randint(min(SHORTEST, longest), longest) for _ in range(num)]
+    if rows >= 2 * LONG:
+        lengths[:0] = [min(LONG, engine.max_model_len)] * 2
     while sum(-(-length // PAGE) for length in lengths) > available:
         lengths.pop()
     texts = [[rng.randrange(engine.loaded.arch.vocab) for _ in range(length)] for length in lengths]
@@ -85,15 +92,15 @@ def check(engine: Engine, rows: int, seed: int = 0) -> dict[str, Any]:
         pages = _pages(rng, lengths, available)
         for spans in packings(rng, texts, pages, sizes):
             found = reader.rows(spans)
-            wanted = torch.cat([truth[s.seq_id][s.start : s.start + len(s.inputs)] for s in spans])
-            wrong = int((found != wanted).any(1).sum())
-            used = len(found)
+            wanted = torch.cat(
+                [truth[s.seq_id][s.start + s.given - 1 : s.start + len(s.inputs)] for s in spans]
+            )
+            wrong, used = int((found != wanted).any(1).sum()), sum(len(span.inputs) for span in spans)
             tally = by_size[min(size for size in sizes if size >= used)]
-            tally[0], tally[1] = tally[0] + used, tally[1] + wrong
-            compared, differing, frames = compared + used, differing + wrong, frames + 1
+            tally[0], tally[1] = tally[0] + len(found), tally[1] + wrong
+            compared, differing, frames = compared + len(found), differing + wrong, frames + 1
     return {
         "rows": compared, "differing": differing, "frames": frames, "texts": len(texts),
-        "logits_compared": reader.digested,
         "by_size": {size: {"rows": a, "differing": b} for size, (a, b) in by_size.items() if a},
     }  # fmt: skip
 
@@ -101,17 +108,20 @@ def check(engine: Engine, rows: int, seed: int = 0) -> dict[str, Any]:
 def packings(
     rng: random.Random, texts: list[list[int]], pages: list[array[int]], sizes: tuple[int, ...]
 ) -> Iterator[list[Span]]:
-    """All texts once through, frame after frame: each of a size drawn at random, filled as it comes."""
-    done = [0] * len(texts)
+    """All texts once through, frame after frame: each of a size drawn at random, filled as it comes.
+
+    Small sizes are drawn more often, so that they get their share of the rows.
+    """
+    done, shares = [0] * len(texts), [size**-0.5 for size in sizes]
     while True:
         left = {i: len(text) - done[i] for i, text in enumerate(texts) if done[i] < len(text)}
         if not left:
             return
-        place = rng.randrange(len(sizes))
+        (place,) = rng.choices(range(len(sizes)), shares)
         least = sizes[place - 1] + 1 if place else 1
         rows = min(rng.randint(least, sizes[place]), sum(left.values()))
         order = rng.sample(sorted(left), len(left))
-        decoding = rng.random() < 1 / 3  # one row each, as when everybody generates
+        reading, decoding = rng.random() < READ, rng.random() < 1 / 3  # one row each: everybody generates
         takes: dict[int, int] = {}
         for i in order:
             most = min(left[i], rows)
@@ -120,7 +130,8 @@ def packings(
         for i in order:  # what is still free goes to whoever can use it
             more = min(rows, left[i] - takes[i])
             takes[i], rows = takes[i] + more, rows - more
-        yield [_span(i, texts[i], done[i], takes[i], pages[i]) for i in order if takes[i]]
+        spans = [_span(i, texts[i], done[i], takes[i], pages[i]) for i in order if takes[i]]
+        yield [span._replace(given=len(span.inputs)) for span in spans] if reading else spans
         for i in order:
             done[i] += takes[i]
 

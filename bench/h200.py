@@ -151,12 +151,13 @@ class Bench:
     def _rows(self, engine: Engine) -> None:
         began = time.perf_counter()
         seen = self.found["bits"] = bits.check(engine, self.args.rows)
-        what = "tokens, log-probabilities, logits" if seen["logits_compared"] else "tokens, log-probabilities"
         self.console.print(
-            f"bits: {seen['rows']} rows compared ({what}) over {seen['frames']} frames of "
-            f"{len(seen['by_size'])} sizes: [bold]{seen['differing']} differ[/]; "
+            f"bits: {seen['rows']} rows compared (tokens, log-probabilities, logits) over "
+            f"{seen['frames']} frames of {len(seen['by_size'])} sizes: [bold]{seen['differing']} differ[/]; "
             f"{time.perf_counter() - began:.1f} s"
         )
+        rows = ", ".join(f"{size}: {one['rows']}" for size, one in seen["by_size"].items())
+        self.console.print(f"  rows by size of the frame: {rows}")
         self._save()
 
     def _cases(self, engine: Engine) -> None:

@@ -98,8 +98,6 @@ def short(found: Found) -> Found:
     own = {"own": _without(found["own"])} if "own" in found else {}
     sizes = {"sizes": few(found["sizes"])} if "sizes" in found else {}
     rounded: Found = json.loads(json.dumps(found | {"cases": cases} | own | sizes), parse_float=_round)
-    if "bits" in rounded:
-        rounded["bits"].pop("by_size")
     return rounded
 
 

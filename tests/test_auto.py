@@ -1,5 +1,7 @@
 """Pacing: rows are bought where they pay, drafters are used where they pay, and the clock is handed in."""
 
+import subprocess
+import sys
 from array import array
 
 import pytest
@@ -220,9 +222,10 @@ class Machine:
 
     FRAME, ASKING, ROW = 1e-3, 0.4e-3, 1e-6
 
-    def __init__(self, text, *, right=True, live=1, ngram=None):
+    def __init__(self, text, *, right=True, live=1, ngram=None, explain=False):
         self.clock, self.right, self.live = Clock(), right, live
-        self.paced = Auto(ngram or Ngram(), [], frames(self.FRAME, self.ROW), self.clock, restful=True)
+        costs = frames(self.FRAME, self.ROW)
+        self.paced = Auto(ngram or Ngram(), [], costs, self.clock, restful=True, explain=explain)
         self.text, self.said = text, 8
         self.asked = self.frames = 0
 
@@ -369,8 +372,34 @@ def test_decisions_are_told(caplog):
     assert "guesses bought" in caplog.text
     assert "sequences was seen before" in caplog.text
     told = paced.stats()
-    assert told["decisions"] == {"ngram": 1}
+    assert told["decisions"] == {"ngram": 1, "none": 1}
     assert len(told["match_acceptance"]) == 13
+    assert told["rest"] is None
+
+
+def test_trials_and_rests_are_told_too(caplog):
+    clock = Clock()
+    paced = auto(drafters=[Slow(clock, 0.001)], clock=clock, explain=True)
+    with caplog.at_level("INFO", "samewise.auto"):
+        run(paced, 3, 0)
+        resting = Machine(NOTHING_TWICE[:60] + [7, 8, 9] * 30, explain=True)
+        resting.run(140)
+    for told in ("slow is tried for 1 sequences", "nothing to guess; resting", "awake again; "):
+        assert told in caplog.text
+    rest = resting.paced.stats()["rest"]
+    assert rest["rests"] > 0
+    assert rest["calls"] > 0
+    assert rest["price_seconds"] == pytest.approx(Machine.ASKING, rel=0.2)
+
+
+def test_who_keeps_no_log_is_told_on_stderr():
+    code = (
+        "import logging; from samewise.propose.auto import Auto, log; "
+        "Auto(None, [], None, None); assert not log.handlers; "
+        "Auto(None, [], None, None, explain=True); log.info('heard')"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stderr.strip() == "heard"
 
 
 def test_forgetting_leaves_nothing():

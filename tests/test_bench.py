@@ -80,8 +80,11 @@ def test_everybody_is_measured_side_by_side(folder, console, tmp_path):
     assert all(len(result["runs"]) == 2 and result["tokens_per_s"] > 0 for result in found["results"])
     assert all(r["tokens"] == 12 * r["batch"] for r in found["results"])  # two runs of six tokens each
     assert (tmp_path / "bench.png").stat().st_size > 1000
-    for word in ("times transformers", "tokens per frame", "no pass is shorter"):
+    for word in ("times transformers", "tokens per frame", "no pass is shorter", "auto over the best"):
         assert word in said(console)
+    assert {(one["batch"], one["task"]) for one in found["auto"]} == {
+        (batch, task) for batch in (1, 2) for task in ("maths", "translating")
+    }
 
 
 def test_mismatches_are_injected(folder, console, tmp_path):
@@ -93,6 +96,7 @@ def test_mismatches_are_injected(folder, console, tmp_path):
     assert clean["recomputed_share"] == 0.0
     assert spoiled["recomputed_share"] > 0.3
     assert (tmp_path / "overhead.png").exists()
+    assert "no pass is shorter" in said(console)
 
 
 def test_synthetic_prompts_arrive_at_a_rate(folder, console, tmp_path):
@@ -114,6 +118,49 @@ def test_a_table_compares_with_its_baseline():
     with console.capture() as captured:
         console.print(report.table(cells, "a"))
     assert "20.0 (2.00)" in captured.get()
+
+
+def test_auto_is_compared_run_by_run_with_the_best_fixed_choice():
+    def cell(name, *seconds):
+        return Cell(name, "t", 1, tuple(Sample(12, one, counters={"frames": 1}) for one in seconds))
+
+    cells = [cell("none", 3.0, 6.0, 3.0), cell("ngram", 2.0, 6.0, 2.0), cell("auto", 2.0, 3.0, 4.0)]
+    peer = Cell("transformers", "t", 1, (Sample(12, 0.1),) * 3)  # no choice of ours
+    assert report.over_best([*cells, peer]) == {(1, "t"): ("ngram", 1.0)}
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(report.auto_over_best(cells))
+    assert "1.00 (ngram)" in captured.get()
+
+
+def test_times_of_a_cell_are_medians_of_its_runs():
+    cell = Cell("a", "t", 1, tuple(Sample(1, 1.0, first_token=one) for one in (3.0, 1.0, 2.0)))
+    assert (cell.as_json()["time_to_first_token"], cell.as_json()["time_per_output_token"]) == (2.0, None)
+
+
+class Absent:
+    """A peer that is installed, and does not start."""
+
+    def __init__(self, *given):
+        raise RuntimeError(f"no room for {given[0]}")
+
+
+def test_peers_are_found_where_they_are_installed(folder, console, tmp_path, monkeypatch):
+    """Also for a GGUF file of the user's own; one that does not start is said to be left out."""
+    from samewise.bench import contend, run
+    from samewise.model.weights import Source
+
+    file = tmp_path / "own.gguf"
+    monkeypatch.setattr(contend, "installed", lambda _: True)
+    monkeypatch.setattr(contend, "LlamaCpp", lambda path, longest: ("llama", path, longest))
+    monkeypatch.setattr(contend, "VLLM", Absent)
+    monkeypatch.setattr(run.weights, "resolve", lambda *_, **__: Source("own", "gguf", folder, gguf=file))
+    settings = config(folder, proposer="none")
+    mine = contend.ours(run.load(settings), settings, ("none",), 1.0, None)
+    theirs = list(run._peers(console, mine, settings))
+    assert theirs[0].name == "transformers"
+    assert theirs[1:] == [("llama", str(file), 512)]
+    assert f"vllm is installed but does not start (no room for {folder}); left out" in said(console)
 
 
 def test_spoiled_guesses_are_spoiled_at_the_rate():

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +306,20 @@ def test_probe_prints_the_contract_fact_by_fact(run: Run, folder: str) -> None:
     assert {"weights", "dtype", "probe", "frame rows"} <= found["facts"].keys()
     assert len(found["operators"]) == 5
     assert set(found["sizes"].values()) == {"as it is"}
+
+
+def test_probe_tells_what_runs_at_how_many_rows() -> None:
+    engine = tiny_engine(linear="torch", frame_rows=16, proposer="none")
+    assert list(engine.sizes) == [1, 2, 8, 16, 64]
+    first, *others = engine.operators
+    engine.operators = [replace(first, pieces={1: 8, 2: 8, 8: 8, 16: 16, 64: 16}), *others]
+    engine.sizes = engine.sizes | {1: "norms of 64: at 16 rows"}
+    text = io.StringIO()
+    Console(file=text, width=160).print(cli._sizes_table(engine))
+    lines = [line.replace("│", " ").split() for line in text.getvalue().splitlines()]
+    name = first.name.split(".")[-1]
+    assert [name, f"{first.outputs}×{first.inputs}", "8", "8", "=", "=", "4×16"] in lines
+    assert ["norms", "and", "all", "else", "norms", "of", "64", "=", "=", "=", "="] in lines
 
 
 def test_the_same_folder_has_the_same_contract_everywhere(run: Run, folder: str) -> None:

@@ -827,6 +827,54 @@ def test_an_output_tells_its_contract_its_cache_and_its_times(llm: LLM) -> None:
         assert metrics.arrival_time <= metrics.finished_time
 
 
+def test_an_output_tells_what_guessing_did_for_it() -> None:
+    engine = tiny_engine(proposer="ngram")
+    engine.loaded.tokenizer = byte_tokenizer()
+    two = SamplingParams(n=2, temperature=0, max_tokens=24, ignore_eos=True)
+    free = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, verify=False)
+    llm = LLM.over(engine)
+    out, plain = llm.generate([list(range(8)) * 4] * 2, [two, free])
+    told = out.metrics
+    assert told.num_output_tokens == 48
+    assert told.num_guessed_tokens == told.num_accepted_tokens + told.num_rolled_back_tokens > 0
+    assert told.drafters == {"ngram": (told.num_guessed_tokens, told.num_accepted_tokens)}
+    assert told.num_output_tokens == told.num_frames + told.num_accepted_tokens
+    assert told.tokens_per_frame == 48 / told.num_frames
+    assert told.recomputed_share == told.num_rolled_back_tokens / told.num_guessed_tokens
+    assert plain.metrics.num_guessed_tokens == 0
+    assert not plain.metrics.drafters
+
+
+def saved(path: Path, *, swapped: bool = False, **overrides: Any) -> str:
+    """A model and its tokenizer in a folder; `swapped`: two of its tokens have each other's place."""
+    tiny_model(**overrides).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    if swapped:
+        told = json.loads((path / "tokenizer.json").read_text())
+        vocab = told["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+        (path / "tokenizer.json").write_text(json.dumps(told))
+    return str(path)
+
+
+def test_a_draft_model_has_the_models_vocabulary(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"device": "cpu", "kv_memory": "8MiB", "max_model_len": 256}
+    settings["model"] = saved(tmp_path / "model")
+    for name, told, changes in (
+        ("larger", "has a vocabulary of 512, the model one of 320", {"vocab_size": 512}),
+        ("swapped", "'a' is .* here and .* there", {"swapped": True}),
+    ):
+        other = saved(tmp_path / name, **changes)
+        with pytest.raises(BadParameter, match=f"draft_model='{other}' has .*{told}"):
+            LLM(**settings, proposer="model", draft_model=other)
+    with pytest.raises(UnknownModel):
+        LLM(**settings, proposer="model", draft_model=str(tmp_path / "absent"))
+    smaller = saved(tmp_path / "smaller", num_hidden_layers=1)
+    with LLM(**settings, proposer="model", draft_model=smaller) as guided, LLM(**settings) as plain:
+        assert bits(guided.generate(PROMPT, GREEDY)) == bits(plain.generate(PROMPT, GREEDY))
+        assert guided.stats()["drafters"]["model"]["guessed"] > 0
+
+
 @pytest.mark.parametrize(
     ("generation", "params"),
     [

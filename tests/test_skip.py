@@ -186,6 +186,58 @@ def test_a_change_of_topic_opens_the_search_again():
     assert not skip._search.best.skipped.mlp - BEST.mlp
 
 
+EVERYTHING = LayerSet(frozenset(range(LAYERS)), frozenset(range(LAYERS)))  # where all of it matters
+
+
+def test_where_nothing_was_found_it_looks_again_and_ever_more_rarely():
+    engine = engine_of(planted(LAYERS, 64, keep=EVERYTHING), search_rounds=6)
+    engine.proposer._pause = 100
+    talk(engine, 1, 1500)
+    report = engine.stats()["skip"]
+    assert report["set"]["skipped"] == 0
+    closed = [e["tokens"] for e in report["timeline"] if e["event"] == "accelerate"]
+    after = [min(e["tokens"] for e in report["timeline"] if e["tokens"] > at) for at in closed[:3]]
+    waited = [b - a for a, b in zip(closed, after, strict=False)]
+    assert [round(one, -2) for one in waited] == [100, 200, 400]
+
+
+def test_what_is_found_later_is_used():
+    """At first nothing could be left out; then the topic is another."""
+    engine = engine_of(search_rounds=6)
+    skip = engine.proposer
+    skip._search.best, skip._search.open, skip._again = type(skip._search.best)(LayerSet()), False, 200
+    talk(engine, 1, 150)
+    assert not skip.ready
+    talk(engine, 1, 300, seed=1)
+    assert len(skip._search.best.skipped) > 0.7 * len(BEST)
+    assert engine.scheduler.counts.accepted > 0
+
+
+def test_without_a_set_nobody_asks_but_for_steps_of_the_search():
+    engine = engine_of(planted(LAYERS, 64, keep=EVERYTHING), search_share=0.02)
+    calls, propose = [], engine.proposer.propose
+    engine.proposer.propose = lambda asks: calls.append(len(asks)) or propose(asks)
+    talk(engine, 1, 600)
+    rounds = engine.stats()["skip"]["search"]["rounds"]
+    assert 0 < rounds <= len(calls) < 60
+
+
+def test_luck_does_not_open_the_search_again():
+    """First guesses that are right half of the time are so by turns."""
+    engine = engine_of(search_rounds=6)
+    talk(engine, 1, 300)
+    skip, rng = engine.proposer, random.Random(0)
+    skip._settle()
+    for _ in range(2000):
+        skip._first.observe(1, int(rng.random() < 0.5))
+        skip.observe([])
+    assert not skip._search.open
+    for _ in range(100):
+        skip._first.observe(1, int(rng.random() < 0.05))
+        skip.observe([])
+    assert skip._search.open
+
+
 def test_two_topics_and_back():
     engine = engine_of(two_topics(), search_rounds=10)
     left_out = []
@@ -353,9 +405,8 @@ def test_auto_uses_it_where_it_pays():
 
 
 def test_auto_leaves_it_off_where_it_does_not():
-    everything = LayerSet(frozenset(range(LAYERS)), frozenset(range(LAYERS)))  # all of it matters
-    engine = engine_of(planted(LAYERS, 64, keep=everything), proposer="auto", search_share=0.02)
-    plain = engine_of(planted(LAYERS, 64, keep=everything), proposer="none")
+    engine = engine_of(planted(LAYERS, 64, keep=EVERYTHING), proposer="auto", search_share=0.02)
+    plain = engine_of(planted(LAYERS, 64, keep=EVERYTHING), proposer="none")
     assert talk(engine, 1, 600) == talk(plain, 1, 600)
     guessed = engine.scheduler.counts.drafters.get("skip")
     assert guessed is None or guessed.guessed < 60

@@ -56,8 +56,10 @@ class _Choice:
     text: str = ""
     finish: str | None = None
     stop_reason: int | str | None = None
+    frames: int = 0
     accepted: int = 0
     guessed: int = 0
+    drafters: dict[str, tuple[int, int]] = field(default_factory=dict)  # guessed and accepted, by whom
 
 
 class Answer:
@@ -97,8 +99,12 @@ class Answer:
         choice.logprobs += logprobs
         choice.tops += tops
         choice.text += text
-        choice.accepted += delta.accepted
-        choice.guessed += delta.guessed
+        choice.frames += delta.frames
+        if delta.guessed:
+            choice.accepted += delta.accepted
+            choice.guessed += delta.guessed
+            guessed, accepted = choice.drafters.get(delta.drafter, (0, 0))
+            choice.drafters[delta.drafter] = guessed + delta.guessed, accepted + delta.accepted
         choice.finish, choice.stop_reason = finish, stop
         if self.finished:
             self._finished = time.monotonic()
@@ -137,8 +143,15 @@ class Answer:
                 ended,
                 sum(choice.accepted for choice in self.choices),
                 sum(choice.guessed for choice in self.choices),
+                sum(choice.frames for choice in self.choices),
+                self._drafters(),
             ),
         )
+
+    def _drafters(self) -> dict[str, tuple[int, int]]:
+        names = sorted({name for choice in self.choices for name in choice.drafters})
+        fared = {name: [c.drafters.get(name, (0, 0)) for c in self.choices] for name in names}
+        return {name: (sum(g for g, _ in some), sum(a for _, a in some)) for name, some in fared.items()}
 
     def _read(self, choice: _Choice, delta: Delta) -> tuple[str, int, str | None, int | str | None]:
         """(text, how many tokens count, why it ended, what stopped it), cutting at a stop string."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import sys
 from dataclasses import asdict
@@ -145,7 +144,7 @@ def generate(
     llm = _llm(
         model, device=device, dtype=dtype, revision=revision, frame_rows=frame_rows, compile=compile_layers,
         max_model_len=max_model_len, kv_memory=kv_memory, trust_remote_code=trust_remote_code,
-        proposer=proposer, draft_model=draft_model, explain=_explained(explain=explain),
+        proposer=proposer, draft_model=draft_model, explain=explain,
     )  # fmt: skip
     Console(stderr=True).print(f"[dim]contract {llm.contract}[/]", highlight=False)
     asked = [_as_prompt(llm, text, raw=raw, system=system) for text in prompts]
@@ -299,7 +298,10 @@ def bench(
     rate: Annotated[Optional[float], typer.Option(help="Requests per second; default: all at once.")] = None,
     verified: Annotated[float, typer.Option(help="Share of requests verified.", min=0, max=1)] = 1.0,
     inject: Annotated[
-        str, typer.Option(help="Mismatch rates, e.g. 0,0.01,0.1: draws what rolling back costs.")
+        str,
+        typer.Option(
+            help="Mismatch rates, e.g. 0,0.01,0.1: draws what rolling back costs, at the first --batch."
+        ),
     ] = "",
     timeline: Annotated[
         bool, typer.Option(help="`skip` over one task after the other: draws its phases.")
@@ -344,20 +346,16 @@ def bench(
         raise typer.BadParameter(f"--inject {inject!r}: give rates from 0 to 1")
     if rate is not None and rate <= 0:
         raise typer.BadParameter(f"--rate {rate}: give more than 0 requests a second")
+    if rate is not None and (rates or timeline):
+        raise typer.BadParameter(f"--rate {rate}: with --inject and --timeline all requests come at once")
+    if rate is not None and peers:
+        typer.echo("no peers: with --rate requests arrive one after the other, and peers take all at once")
+        peers = False
     plan = Plan(
         _names(proposers), tuple(int(size) for size in sizes), repeats, max_tokens, verified,
         workload, _names(tasks), limit or None, synthetic, rate, peers, rates, timeline, out,
     )  # fmt: skip
     typer.echo(as_line(measure(Console(), config, plan)))
-
-
-def _explained(*, explain: bool) -> bool:
-    """Let the log of decisions be seen, if it is asked for."""
-    if explain:
-        log = logging.getLogger("samewise.auto")
-        log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)
-    return explain
 
 
 def _names(text: str) -> tuple[str, ...]:

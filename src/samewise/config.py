@@ -79,7 +79,7 @@ class EngineConfig:
     search_rounds: for at most so many scores,
     search_window: over so many of the last tokens.
     workload: a name for what is asked here; layer sets found for it are kept under it.
-    explain: say on the log `samewise.auto` why each decision was made.
+    explain: say why `auto` decides as it does, on the log `samewise.auto`, or on stderr where nobody logs.
     max_num_seqs, max_queued: how many requests run together, and how many may wait.
     max_model_len: longest context; by default what the model was made for.
     kv_memory: bytes (`2**30`, `"1GiB"`) or a share of what is free (`0.5`, `"50%"`).

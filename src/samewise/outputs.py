@@ -50,6 +50,18 @@ class RequestMetrics:
     num_output_tokens: int
     num_accepted_tokens: int
     num_guessed_tokens: int = 0
+    num_frames: int = 0  # that its tokens came from
+    drafters: dict[str, tuple[int, int]] = field(default_factory=dict)  # tokens guessed and accepted, by whom
+
+    @property
+    def tokens_per_frame(self) -> float | None:
+        """Tokens of a frame that gave any; None where none did (unverified)."""
+        return self.num_output_tokens / self.num_frames if self.num_frames else None
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of the guesses, those that were rolled back."""
+        return self.num_rolled_back_tokens / max(1, self.num_guessed_tokens)
 
     @property
     def num_rolled_back_tokens(self) -> int:

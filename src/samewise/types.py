@@ -386,6 +386,8 @@ class Delta(NamedTuple):
     num_cached: int = 0
     accepted: int = 0
     guessed: int = 0
+    drafter: str = ""
+    frames: int = 0  # that these tokens came from: one, or none on the fast path
 
 
 __all__ = [

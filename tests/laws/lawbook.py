@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from samewise.assemble import Loaded
 from samewise.engine import MAKERS, Engine, MakeProposer, Parts
-from samewise.model import zoo
+from samewise.model import fp8, zoo
 from samewise.propose.auto import Auto, Known
 from samewise.propose.base import First
 from samewise.propose.decode import Decode
@@ -237,8 +238,15 @@ def decode(parts: Parts) -> Decode:
 
 def cheap(parts: Parts) -> Decode:
     """Regular decoding with four bits a weight: wrong now and then."""
-    form = "int4" if parts.runner.device.type == "cpu" else "same"
-    return MAKERS["decode"](changed(parts, proposer="decode", draft_weights=form))
+    return MAKERS["decode"](changed(parts, proposer="decode", draft_weights="int4"))
+
+
+def eight(parts: Parts) -> Decode:
+    """Regular decoding with eight bits a weight, whether or not that is faster for so small a model."""
+    form = "int8" if parts.runner.device.type == "cpu" else "fp8"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8, "_faster", lambda _: True)
+        return MAKERS["decode"](changed(parts, proposer="decode", draft_weights=form))
 
 
 def draft_model(parts: Parts) -> DraftModel:
@@ -324,6 +332,7 @@ PROPOSERS: dict[str, MakeProposer | None] = {
     "adversary": adversary,
     "decode": decode,
     "cheap": cheap,
+    "eight": eight,
     "ngram": MAKERS["ngram"],
     "model": draft_model,
     "ngram+model": lambda parts: First([MAKERS["ngram"](parts), draft_model(parts)]),

@@ -104,6 +104,8 @@ def test_when_pages_run_out_branches_go_without(plain, num_pages):
     script = Script.of(cases, truth)
     engine = plain.engine(lambda _: Planned(script, num=6, wrong=1, fork=winning), num_pages=num_pages)
     assert play(engine, cases) == truth
+    tally = engine.scheduler.counts.drafters["planned"]
+    assert 0 < tally.branches < tally.drafts  # some got pages, some went without
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -152,7 +152,7 @@ class VLLM:
 class LlamaCpp:
     """llama.cpp through llama-cpp-python, where it is installed and the model is a GGUF file."""
 
-    name = "llama.cpp"
+    name = "llama.cpp, one by one"
 
     def __init__(self, path: str, longest: int) -> None:
         from llama_cpp import Llama

@@ -42,9 +42,15 @@ class Cell:
             "tokens_per_frame": self.total("output_tokens") / frames if frames else None,
             "acceptance": self.total("accepted") / guessed if guessed else None,
             "guessed": guessed, "accepted": self.total("accepted"),
-            "time_to_first_token": self.samples[-1].first_token,
-            "time_per_output_token": self.samples[-1].per_token,
+            "time_to_first_token": middle(sample.first_token for sample in self.samples),
+            "time_per_output_token": middle(sample.per_token for sample in self.samples),
         }  # fmt: skip
+
+
+def middle(found: Iterable[float | None]) -> float | None:
+    """The median of those that are known."""
+    known = [value for value in found if value is not None]
+    return statistics.median(known) if known else None
 
 
 def table(cells: Iterable[Cell], baseline: str | None) -> Table:
@@ -73,6 +79,37 @@ def mean_rate(cells: Iterable[Cell], contender: str, batch: int) -> float:
     """The mean over tasks."""
     rates = [cell.rate for cell in cells if (cell.contender, cell.batch) == (contender, batch)]
     return statistics.mean(rates) if rates else 0.0
+
+
+def over_best(cells: Iterable[Cell]) -> dict[tuple[int, str], tuple[str, float]]:
+    """By batch and task, the best fixed choice there, and how `auto` compares with it run by run (median).
+
+    Runs are compared in pairs, because both of a pair had the machine as it was just then.
+    """
+    found = list(cells)
+    compared: dict[tuple[int, str], tuple[str, float]] = {}
+    for mine in found:
+        place = mine.batch, mine.task
+        fixed = [c for c in found if (c.batch, c.task) == place and c.total("frames") and c is not mine]
+        if mine.contender == "auto" and fixed:
+            best = max(fixed, key=lambda cell: cell.rate)
+            pairs = zip(mine.samples, best.samples, strict=True)
+            compared[place] = best.contender, statistics.median(a.rate / b.rate for a, b in pairs)
+    return compared
+
+
+def auto_over_best(cells: Iterable[Cell]) -> Table:
+    """The same, to look at."""
+    compared = over_best(cells)
+    view = Table(title="auto over the best fixed choice, run by run")
+    view.add_column("task")
+    batches = list(dict.fromkeys(batch for batch, _ in compared))
+    for batch in batches:
+        view.add_column(f"batch {batch}", justify="right")
+    for task in dict.fromkeys(task for _, task in compared):
+        row = [compared.get((batch, task)) for batch in batches]
+        view.add_row(task, *(f"{one[1]:.2f} ({one[0]})" if one else "–" for one in row))
+    return view
 
 
 def speculation(cells: Iterable[Cell]) -> Table:

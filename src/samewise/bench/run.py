@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+import samewise
 from samewise.answers import Desk
 from samewise.assemble import Loaded, load
 from samewise.bench import contend, report, timeline, workload
@@ -62,19 +64,21 @@ def bench(console: Console, config: EngineConfig, plan: Plan) -> dict[str, Any]:
         contenders += list(_peers(console, contenders, config)) if plan.peers else []
     first = next(c.engine for c in contenders if isinstance(c, Ours))
     asked = _prompts(first, plan)
-    ceiling = _ceiling(first)
-    console.print(
-        f"{config.model}, {_dtype(first)}, {first.device.type}; {first.linears} linears read "
-        f"{ceiling['bytes_per_pass'] / 1e6:.0f} MB a pass; at the {ceiling['gb_per_s']:.1f} GB/s of a copy "
-        f"no pass is shorter than {ceiling['ms_per_pass']:.1f} ms"
-    )
+    ceiling = _ceiling(console, config, first)
     cells = _measure(console, contenders, asked, plan)
     baseline = "transformers" if plan.peers else plan.proposers[0]
     console.print(report.table(cells, baseline))
     console.print(report.speculation(cells))
+    if "auto" in plan.proposers and len(plan.proposers) > 1:
+        console.print(report.auto_over_best(cells))
     picture = plan.out / "bench.png"
     _draw(console, picture, lambda: report.plot(cells, picture, f"{config.model}, {_dtype(first)}, {_cpu()}"))
-    return _last(config, plan, ceiling, first) | {"results": [cell.as_json() for cell in cells]}
+    compared = [
+        {"batch": batch, "task": task, "best": best, "auto_over_best": ratio}
+        for (batch, task), (best, ratio) in report.over_best(cells).items()
+    ]
+    found = {"results": [cell.as_json() for cell in cells], "auto": compared}
+    return _last(config, plan, ceiling, first) | found
 
 
 def _measure(
@@ -112,8 +116,8 @@ def _groups(contender: Contender, prompts: list[list[int]], batch: int, most: in
         for name, value in sample.counters.items():
             counters[name] = counters.get(name, 0.0) + value
     return Sample(
-        sum(s.tokens for s in samples), sum(s.seconds for s in samples), samples[0].first_token,
-        samples[0].per_token, counters,
+        sum(s.tokens for s in samples), sum(s.seconds for s in samples),
+        report.middle(s.first_token for s in samples), report.middle(s.per_token for s in samples), counters,
     )  # fmt: skip
 
 
@@ -140,9 +144,8 @@ def _peers(console: Console, mine: Sequence[Contender], config: EngineConfig) ->
     others: list[tuple[str, Callable[[], Contender]]] = [
         ("vllm", lambda: contend.VLLM(str(source.path), str(dtype).removeprefix("torch.")))
     ]
-    files = sorted(Path(source.path).glob("*.gguf")) if engine.device.type == "cpu" else []
-    if files:
-        others.append(("llama_cpp", lambda: contend.LlamaCpp(str(files[0]), engine.max_model_len)))
+    if source.gguf is not None and engine.device.type == "cpu":
+        others.append(("llama_cpp", lambda: contend.LlamaCpp(str(source.gguf), engine.max_model_len)))
     for name, make in others:
         if contend.installed(name):
             try:
@@ -159,6 +162,7 @@ def _overhead(console: Console, loaded: Loaded, config: EngineConfig, plan: Plan
         engine = Engine(loaded, replace(config, proposer="decode"), make_proposer=contend.injecting(rate))
         contenders.append(Ours(f"{rate:g}", engine))
     first = next(c.engine for c in contenders if isinstance(c, Ours))
+    ceiling = _ceiling(console, config, first)
     cells = _measure(console, contenders, _prompts(first, plan), replace(plan, batches=(batch,)))
     base = report.mean_rate(cells, "unverified", batch)
     points = []
@@ -172,12 +176,13 @@ def _overhead(console: Console, loaded: Loaded, config: EngineConfig, plan: Plan
     title = f"{config.model}, batch {batch}, N = {config.draft_tokens}"
     _draw(console, picture, lambda: report.plot_overhead(points, picture, title))
     curve = [{"mismatch_rate": r, "relative_throughput": t, "recomputed_share": s} for r, t, s in points]
-    return _last(config, plan, _ceiling(first), first) | {"overhead": curve}
+    return _last(config, plan, ceiling, first) | {"overhead": curve}
 
 
 def _timeline(console: Console, loaded: Loaded, config: EngineConfig, plan: Plan) -> dict[str, Any]:
     """`skip` by itself over the tasks one after the other: its phases, as SWIFT draws them."""
     engine = Engine(loaded, replace(config, proposer="skip"))
+    ceiling = _ceiling(console, config, engine)
     with console.status("answering task after task …"):
         line = timeline.record(engine, _prompts(engine, plan), plan.batches[0], plan.max_tokens)
     for event in line.events:
@@ -191,7 +196,7 @@ def _timeline(console: Console, loaded: Loaded, config: EngineConfig, plan: Plan
     layers = len(loaded.arch.layers)
     title = f"{config.model}, {_dtype(engine)}, {_cpu()}, batch {plan.batches[0]}"
     _draw(console, picture, lambda: timeline.plot(line, picture, title, layers))
-    return _last(config, plan, _ceiling(engine), engine) | {"timeline": line.as_json()}
+    return _last(config, plan, ceiling, engine) | {"timeline": line.as_json()}
 
 
 def _draw(console: Console, path: Path, draw: Callable[[], None]) -> None:
@@ -203,8 +208,11 @@ def _draw(console: Console, path: Path, draw: Callable[[], None]) -> None:
         console.print(f"[yellow]no picture: {error}[/]")
 
 
-def _ceiling(engine: Engine) -> dict[str, float]:
-    """Reading the weights once, at the speed of a copy on this machine now: no pass can be shorter."""
+def _ceiling(console: Console, config: EngineConfig, engine: Engine) -> dict[str, float]:
+    """What no pass can be shorter than, told first.
+
+    Reading the weights once, at the speed of a copy on this machine now.
+    """
     linears = [m for m in engine.runner.model.modules() if isinstance(m, zoo.FrameLinear)]
     sizes = {id(m.packed or m): m.weight.nbytes if m.packed is None else m.packed.num_bytes for m in linears}
     size = sum(sizes.values())
@@ -217,13 +225,20 @@ def _ceiling(engine: Engine) -> dict[str, float]:
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - began)
     speed = 2 * source.nbytes / best
-    return {"bytes_per_pass": float(size), "gb_per_s": speed / 1e9, "ms_per_pass": 1e3 * size / speed}
+    shortest = 1e3 * size / speed
+    console.print(
+        f"{config.model}, {_dtype(engine)}, {engine.device.type}; {engine.linears} linears read "
+        f"{size / 1e6:.0f} MB a pass; at the {speed / 1e9:.1f} GB/s of a copy no pass is shorter than "
+        f"{shortest:.1f} ms"
+    )
+    return {"bytes_per_pass": float(size), "gb_per_s": speed / 1e9, "ms_per_pass": shortest}
 
 
 def _last(config: EngineConfig, plan: Plan, ceiling: dict[str, float], engine: Engine) -> dict[str, Any]:
     return {
         "model": config.model, "dtype": _dtype(engine), "device": engine.device.type, "machine": _cpu(),
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "contract": engine.contract.id,
+        "samewise": samewise.__version__, "torch": torch.__version__, "transformers": version("transformers"),
+        "threads": torch.get_num_threads(), "contract": engine.contract.id,
         "compile": engine.runner.compiled, "frame_rows": engine.frame_rows, "linears": engine.linears,
         "max_tokens": plan.max_tokens, "repeats": plan.repeats, "verified": plan.verified,
         "ceiling": ceiling,

@@ -68,6 +68,9 @@ class Choice(NamedTuple):
     gain: float  # tokens per second over not drafting
 
 
+NOBODY = Choice(None, 0, 0.0)
+
+
 class Auto:
     """Suffix matches where they pay, a drafter where it pays, nothing where nothing does."""
 
@@ -88,6 +91,8 @@ class Auto:
         self._ngram, self._frames, self._clock, self._most = ngram, frames, clock, most
         self._drafters = {drafter.name: Known(drafter) for drafter in drafters}
         self._explain = explain
+        if explain:
+            _be_heard()
         self._by_length = [Rate(10.0 * chance, 10.0) for chance in LIKELY]
         self._by_seq: dict[int, dict[str, Rate]] = {}  # a sequence's own record with each drafter
         self._luck: dict[int, Luck] = {}  # and with suffix matches
@@ -127,6 +132,8 @@ class Auto:
             self._waited = 0 if proposals else self._waited + chosen
             busy = bool(proposals) or any(ask.draft for ask in asks)
             self._rest.asked(guessed=busy or (chosen and self._waited <= PATIENCE))
+            if self._explain and self._rest.resting:
+                log.info("step %d: nothing to guess; resting", self._step)
         return proposals
 
     def meet(self, asks: list[Ask]) -> None:
@@ -171,6 +178,11 @@ class Auto:
             if heard.length:
                 promised += self._promise(verdict.seq_id, heard.length)
         rest.call(len(verdicts), promised)
+        if self._explain and not rest.resting:
+            log.info(
+                "step %d: awake again; %.2f right guesses expected, asking takes %.2f ms of a frame",
+                self._step, promised, rest.price(len(verdicts)) * 1e3,
+            )  # fmt: skip
 
     def _promise(self, seq_id: int, length: int) -> float:
         """Right guesses to expect from a match of this length, one frame from now.
@@ -218,6 +230,7 @@ class Auto:
                 for name, d in self._drafters.items()
             },
             "match_acceptance": [round(rate.value, 3) for rate in self._by_length],
+            "rest": None if self._rest is None else self._rest.stats(max(1, len(self._live))),
         }
 
     # ---- suffix matches: rows are bought, the likeliest first
@@ -290,9 +303,9 @@ class Auto:
 
     def _start(self, asks: list[Ask], live: int) -> None:
         """Decide whether sequences without a guess get a drafter for their next round."""
-        if not asks or not self._drafters or not self._frames.curve.known:
+        if not asks:
             return
-        choice = self._choose(live)
+        choice = self._choose(live) if self._frames.curve.known else NOBODY
         if choice.drafter is None:
             self._decisions["none"] += len(asks)
             return
@@ -307,18 +320,20 @@ class Auto:
 
     def _choose(self, live: int) -> Choice:
         plain = live / self._frames.cost(live)
-        best = Choice(None, 0, 0.0)
+        best = NOBODY
         for drafter in self._drafters.values():
             if not drafter.proposer.ready:
                 continue
             if self._worth_a_trial(drafter, live, plain):
+                if self._explain:
+                    log.info("step %d: %s is tried for %d sequences", self._step, drafter.proposer.name, live)
                 return Choice(drafter, min(TRIAL, self._most), 0.0)
             if not drafter.cost.known:
                 continue
             guesses, pace = self._best_length(drafter, live, drafter.rate.value)
             if pace > plain * MARGIN and pace - plain > best.gain:
                 best = Choice(drafter, guesses, pace - plain)
-        if self._explain:
+        if self._explain and self._drafters:
             who = best.drafter.proposer.name if best.drafter else "nobody"
             log.info(
                 "step %d: %s drafts %d for %d sequences; %.1f tokens/s without, %.1f more with",
@@ -363,6 +378,14 @@ class Auto:
             room = {ask.seq_id: ask.room for ask in mine}
             proposals += [p._replace(more=p.more and len(p.tokens) < room[p.seq_id]) for p in found]
         return proposals
+
+
+def _be_heard() -> None:
+    """Decisions are to be seen: where the program keeps no log, on stderr."""
+    if log.getEffectiveLevel() > logging.INFO:
+        log.setLevel(logging.INFO)
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())
 
 
 __all__ = ["Auto", "Choice", "Known"]

@@ -12,6 +12,7 @@ Numbers in, numbers out; the clock is handed in.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from samewise.costs import Curve
 
@@ -30,6 +31,7 @@ class Rest:
         self._asked = self._guessed = False  # of the frame in flight
         self._left = 0  # frames it still rests
         self._apart = 0.0  # seconds of the frame in flight that were not spent on guessing
+        self._rests = self._calls = 0
 
     @property
     def resting(self) -> bool:
@@ -41,6 +43,7 @@ class Rest:
         self._asked, self._guessed = True, self._guessed or guessed
         if not guessed:
             self._left = FRAMES
+            self._rests += 1
 
     def apart(self, seconds: float) -> None:
         """So much of the time since it was asked went into something else than guesses."""
@@ -73,7 +76,17 @@ class Rest:
         """So many right guesses can be expected if it is asked now."""
         worth = expected * self._following.at(live) / max(live, 1) * (AHEAD if live > 1 else 1.0)
         if expected > 0.0 and worth >= TWICE * self.price(live):
+            self._calls += self._left > 0
             self._left = 0
+
+    def stats(self, live: int) -> dict[str, Any]:
+        """How often it rested, how often it was called, and what asking takes of a frame."""
+        return {
+            "resting": self.resting,
+            "rests": self._rests,
+            "calls": self._calls,
+            "price_seconds": self.price(live),
+        }
 
 
 __all__ = ["FRAMES", "Rest"]

@@ -5,12 +5,14 @@ Which sublayers are left out is found while answering (phase 1: accumulate some 
 it, a pass now and then, within a bounded share of time). Then the set is used with an eye on its confidence
 (phase 2: accelerate): drafts go on while their next guesses can be expected to pay for the pass they share,
 and where one is unsure its alternatives are offered as branches. When first guesses are right clearly less
-often than they were when the set was chosen, the search is opened again.
+often than they were when the set was chosen, the search is opened again; and now and then, ever more rarely,
+where it had found nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -37,7 +39,9 @@ BRANCHES = 4  # of which a draft may have at once
 SURE = 0.95  # and above this probability nobody looks for any
 UNSURE = 0.95  # below this chance a guess has alternatives worth a thought
 FALL = 0.15  # how much less often first guesses may be right before the search is opened again
-SETTLED = 24.0  # first guesses that must have been seen for that
+LUCK = 2.5  # standard deviations that are no news
+SETTLED, LATELY = 24.0, 64.0  # first guesses that make the norm, and those that are compared with it
+AGAIN, RARELY = 4096, 2**20  # tokens after which a search that found nothing is tried again; then twice that
 EVENTS = 256
 IDLE = 1.0  # longer pauses are nobody's time
 
@@ -140,11 +144,12 @@ class Skip(Decode):
         self._texts: dict[int, tuple[list[int], int]] = {}
         self._greedy, self._sampled = Trust(), Trust()
         self._rivals = [Rate(0.8 / (i + 1), 2.0) for i in range(RIVALS)]  # how often it is the one, by rank
-        self._first = Rate(0.0, 0.0, memory=64.0)  # of first guesses, since the set is in use
+        self._first = Rate(0.0, 0.0, memory=LATELY)  # of first guesses, since the set is in use
         self._norm: float | None = None  # what that was when it had settled
         self._changes = 0
         self._bar = 0.0
         self._scored_at = self._branched = self._passes = 0
+        self._pause, self._again = AGAIN, math.inf  # tokens until a search that found nothing is tried again
         self._spent = self._active = self._saved = self._last = self._step_cost = 0.0
         self._informed = False
         self._events: list[Event] = []
@@ -156,6 +161,11 @@ class Skip(Decode):
     def ready(self) -> bool:  # type: ignore[override]
         """Whether there is a set to draft with."""
         return len(self._search.best.skipped) > 0
+
+    @property
+    def quiet(self) -> bool:  # type: ignore[override]
+        """Without a set, and no step of the search due, nobody need ask."""
+        return not self.ready and not self._drafts and not self._due
 
     @property
     def changes(self) -> int:  # type: ignore[override]
@@ -298,6 +308,7 @@ class Skip(Decode):
 
     def observe(self, verdicts: list[Verdict]) -> None:
         """Learn how guesses fared, and notice a change of topic."""
+        self._tick()
         for verdict in verdicts:
             draft = self._drafts.pop(verdict.seq_id, None)
             if draft is not None and verdict.drafter == self.name:
@@ -306,12 +317,15 @@ class Skip(Decode):
             return
         if self._norm is None:
             self._norm = self._first.value
-        elif self._first.value < self._norm - FALL:
-            self._search.reopen()
+        elif self._first.value < self._norm - max(FALL, LUCK * _spread(self._norm)):
             self._rehearsal.forget()  # what was said before was about something else
-            self._informed, self._saved = False, 0.0
-            self._settle()
-            self._note("optimise")
+            self._reopen()
+
+    def _reopen(self) -> None:
+        self._search.reopen()
+        self._informed, self._saved, self._again = False, 0.0, math.inf
+        self._settle()
+        self._note("optimise")
 
     def _learn(self, draft: _Draft, verdict: Verdict) -> None:
         """How sure it was, and how right. A branch that wins is one token longer than the draft was right."""
@@ -330,7 +344,7 @@ class Skip(Decode):
 
     def _settle(self) -> None:
         """From here on first guesses say how good the set is."""
-        self._first, self._norm = Rate(0.0, 0.0, memory=64.0), None
+        self._first, self._norm = Rate(0.0, 0.0, memory=LATELY), None
 
     def forget(self, seq_id: int) -> None:
         """The sequence is gone; its text may be rehearsed."""
@@ -366,7 +380,7 @@ class Skip(Decode):
 
     def renew(self) -> None:
         """The weights were replaced: what was found is of the past, and the incumbent has to prove itself."""
-        self._informed = False
+        self._informed, self._pause, self._again = False, AGAIN, math.inf
         self._settle()
         if self._events[-1].event != "accumulate":
             self._search.reopen()
@@ -384,21 +398,31 @@ class Skip(Decode):
 
     def think(self, asks: list[Ask]) -> None:
         """One step of the search, if one is due and affordable."""
+        self._tick()
+        for ask in asks:
+            if ask.pool is not None:  # one that is kept to itself is not kept at all
+                self._texts[ask.seq_id] = (ask.tokens, ask.prompt_len)
+        if self._due and not self._search.open:
+            self._reopen()
+        if asks and self._due and self._frames.curve.known:
+            self._step(asks, self._last)
+
+    def _tick(self) -> None:
+        """Time passes, and with it comes what the search may spend."""
         now = self._clock()
         passed = min(now - self._last, IDLE) if self._last else 0.0
         self._last = now
         self._active += passed
-        for ask in asks:
-            if ask.pool is not None:  # one that is kept to itself is not kept at all
-                self._texts[ask.seq_id] = (ask.tokens, ask.prompt_len)
+        self._saved += self._share * passed * self._search.open
+
+    @property
+    def _due(self) -> bool:
+        """Whether a step of the search is due and affordable; or, where it found nothing, another search."""
+        tokens = self._counts.output_tokens
         if not self._search.open:
-            return
-        self._saved += self._share * passed
+            return tokens >= self._again
         expected = self._step_cost or 1.5 * self._frames.cost(self._rehearsal.window)
-        if not asks or self._counts.output_tokens - self._scored_at < self._every or self._saved < expected:
-            return
-        if self._frames.curve.known:
-            self._step(asks, now)
+        return tokens - self._scored_at >= self._every and self._saved >= expected
 
     def _step(self, asks: list[Ask], began: float) -> None:
         pieces = self._rehearsal.gather(asks, LEAST)
@@ -435,6 +459,14 @@ class Skip(Decode):
             self._settle()
             self._note("accelerate")
             self._keep()
+            self._rethink()
+
+    def _rethink(self) -> None:
+        """Where nothing was found, something may be in other texts or with fewer sequences."""
+        if self.ready:
+            self._pause = AGAIN
+        else:
+            self._again, self._pause = self._counts.output_tokens + self._pause, min(2 * self._pause, RARELY)
 
     def _keep(self) -> None:
         if self._memory is not None and self.ready:
@@ -487,6 +519,11 @@ class Skip(Decode):
         best = self._search.best
         self._events.append(Event(event, self._counts.output_tokens, best.pace, best.rate, best.skipped))
         del self._events[1 : max(1, len(self._events) - EVENTS)]
+
+
+def _spread(rate: float) -> float:
+    """Standard deviation of the difference between the norm and what came lately, if nothing has changed."""
+    return math.sqrt(rate * (1.0 - rate) * (1.0 / SETTLED + 1.0 / LATELY))
 
 
 __all__ = ["Event", "Memory", "Skip"]

@@ -38,15 +38,20 @@ def inductor_options() -> dict[str, Any]:
 
 
 def compiler(device: torch.device) -> str:
-    """What compiles a layer: Inductor with Triton on CUDA, with the machine's C++ compiler on CPU."""
+    """What compiles a layer: Inductor with Triton or the machine's C++ compiler, and its switches."""
+    switches = sha256(str(sorted(inductor_options().items())).encode()).hexdigest()[:8]
+    return f"inductor, {_backend(device)}, switches {switches}"
+
+
+def _backend(device: torch.device) -> str:
     if device.type == "cuda":
-        return f"inductor, triton {_version('triton')}"
+        return f"triton {_version('triton')}"
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 
     name = get_cpp_compiler()
     version_text = get_compiler_version_info(name)
     said = re.search(r"(gcc|clang) version [^_\n]+", version_text)
-    return f"inductor, {said[0].strip() if said else sha256(version_text.encode()).hexdigest()[:16]}"
+    return said[0].strip() if said else sha256(version_text.encode()).hexdigest()[:16]
 
 
 def settle(device: torch.device) -> dict[str, str]:
