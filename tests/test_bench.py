@@ -1,12 +1,13 @@
 """`samewise bench`: what is asked, who answers, what is said about it."""
 
 import json
+import time
 
 import pytest
 import torch
 from rich.console import Console
 
-from samewise.bench import report, workload
+from samewise.bench import report, run, workload
 from samewise.bench.contend import Sample
 from samewise.bench.report import Cell
 from samewise.bench.run import Plan, as_line, bench
@@ -147,7 +148,7 @@ class Absent:
 
 def test_peers_are_found_where_they_are_installed(folder, console, tmp_path, monkeypatch):
     """Also for a GGUF file of the user's own; one that does not start is said to be left out."""
-    from samewise.bench import contend, run
+    from samewise.bench import contend
     from samewise.model.weights import Source
 
     file = tmp_path / "own.gguf"
@@ -161,6 +162,42 @@ def test_peers_are_found_where_they_are_installed(folder, console, tmp_path, mon
     assert theirs[0].name == "transformers"
     assert theirs[1:] == [("llama", str(file), 512)]
     assert f"vllm is installed but does not start (no room for {folder}); left out" in said(console)
+
+
+def test_engines_take_turns_and_each_has_its_own_time(folder, monkeypatch):
+    from samewise.bench import contend
+
+    settings = config(folder, proposer="none")
+    loaded = run.load(settings)
+    two = contend.ours(loaded, settings, ("none", "ngram"), 1.0, None)
+    monkeypatch.setattr(two[0], "_slice", 1e-9)  # one step a turn
+    monkeypatch.setattr(two[1], "_slice", 1e-9)
+    order = []
+    for one in two:
+        step = one.engine.step
+        monkeypatch.setattr(one.engine, "step", lambda n=one.name, step=step: order.append(n) or step())
+    began = time.perf_counter()
+    samples = contend.together(two, [[1, 2, 3, 4]], 12)
+    passed = time.perf_counter() - began
+    assert order[:6] == ["none", "ngram"] * 3
+    assert [sample.tokens for sample in samples] == [12, 12]
+    assert 0 < sum(sample.seconds for sample in samples) <= passed
+    assert all(0 < sample.first_token <= sample.seconds for sample in samples)
+
+
+def test_a_stopwatch_stands_still():
+    from samewise.bench.contend import Stopwatch
+
+    watch = Stopwatch()
+    before = watch()
+    time.sleep(0.01)
+    assert watch() == before
+    with watch.running():
+        time.sleep(0.01)
+        assert watch() >= before + 0.01
+    after = watch()
+    time.sleep(0.01)
+    assert watch() == after
 
 
 def test_spoiled_guesses_are_spoiled_at_the_rate():

@@ -828,11 +828,9 @@ def test_an_output_tells_its_contract_its_cache_and_its_times(llm: LLM) -> None:
 
 
 def test_an_output_tells_what_guessing_did_for_it() -> None:
-    engine = tiny_engine(proposer="ngram")
-    engine.loaded.tokenizer = byte_tokenizer()
     two = SamplingParams(n=2, temperature=0, max_tokens=24, ignore_eos=True)
     free = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, verify=False)
-    llm = LLM.over(engine)
+    llm = LLM.over(tiny_engine(proposer="ngram"))
     out, plain = llm.generate([list(range(8)) * 4] * 2, [two, free])
     told = out.metrics
     assert told.num_output_tokens == 48
@@ -861,7 +859,7 @@ def test_a_draft_model_has_the_models_vocabulary(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"device": "cpu", "kv_memory": "8MiB", "max_model_len": 256}
     settings["model"] = saved(tmp_path / "model")
     for name, told, changes in (
-        ("larger", "has a vocabulary of 512, the model one of 320", {"vocab_size": 512}),
+        ("larger", "a vocabulary of 512, the model one of 320", {"vocab_size": 512}),
         ("swapped", "'a' is .* here and .* there", {"swapped": True}),
     ):
         other = saved(tmp_path / name, **changes)

@@ -92,7 +92,7 @@ class Answer:
             self._cached = delta.num_cached
         text, num, finish, stop = self._read(choice, delta)
         if num and self._first is None:
-            self._first = time.monotonic()
+            self._first = self._desk.clock()
         tokens, logprobs = list(delta.tokens[:num]), list(delta.logprobs[:num])
         tops = list(delta.tops[:num])
         choice.token_ids += tokens
@@ -107,7 +107,7 @@ class Answer:
             choice.drafters[delta.drafter] = guessed + delta.guessed, accepted + delta.accepted
         choice.finish, choice.stop_reason = finish, stop
         if self.finished:
-            self._finished = time.monotonic()
+            self._finished = self._desk.clock()
         if not (tokens or text or finish):
             return None
         dicts = self._dicts(tokens, logprobs, tops) if self.asked.params.logprobs is not None else None
@@ -242,8 +242,8 @@ def _ids(prompt: Any) -> list[int]:
 class Desk:
     """Checks prompts, submits them, and hands deltas to the answers they belong to."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self.engine, self.clock = engine, clock
         self.tokenizer = engine.loaded.tokenizer
         self.eos_ids = engine.loaded.eos_ids
         self.spelling = Spelling.of(self.tokenizer)
@@ -290,7 +290,7 @@ class Desk:
         With `only`, that choice alone.
         """
         self._count += 1
-        answer = Answer(asked, str(self._count), self, time.monotonic())
+        answer = Answer(asked, str(self._count), self, self.clock())
         try:
             for index in range(asked.params.n) if only is None else (only,):
                 self._add(answer, index, salt)

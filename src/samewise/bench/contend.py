@@ -1,11 +1,17 @@
-"""Who takes part: this engine under any proposer, transformers' generate, and peers if installed."""
+"""Who takes part: this engine under any proposer, transformers' generate, and peers if installed.
+
+Engines of ours answer together, on a CPU a slice of time each in turn, by clocks that stand still meanwhile:
+so what disturbs the machine disturbs all of them alike, and the ratio of two is much surer than either.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,6 +25,8 @@ from samewise.params import SamplingParams
 from samewise.propose.decode import Decode
 
 Prompts = Sequence[Sequence[int]]
+
+SLICE = 0.5  # seconds of a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +55,64 @@ class Contender(Protocol):
         ...
 
 
-class Ours:
-    """This engine. `verified` is the share of requests that keep the promise."""
+class Stopwatch:
+    """A clock that stands still unless it is made to run."""
 
-    def __init__(self, name: str, engine: Engine, verified: float = 1.0, rate: float | None = None) -> None:
+    def __init__(self) -> None:
+        self._shown, self._since = 1.0, math.nan
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self._shown if math.isnan(self._since) else self._shown + time.perf_counter() - self._since
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time passes inside."""
+        self._since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._shown, self._since = self(), math.nan
+
+
+class Ours:
+    """This engine, made with that clock. `verified` is the share of requests that keep the promise."""
+
+    def __init__(
+        self, name: str, engine: Engine, clock: Stopwatch, verified: float = 1.0, rate: float | None = None
+    ) -> None:
         self.name, self.engine, self._verified, self._rate = name, engine, verified, rate
-        self._random = random.Random(0)
-        self._asked = 0
+        self._clock, self._random, self._asked = clock, random.Random(0), 0
+        # A device works on when its turn is over, and arrivals are by a clock that does not stop.
+        self._slice = SLICE if engine.device.type == "cpu" and rate is None else math.inf
 
     def run(self, prompts: Prompts, most: int) -> Sample:
-        """Answer, as requests arrive: all at once, or so many a second."""
-        desk = Desk(self.engine)
-        before = self.engine.stats()
-        waiting = list(enumerate(prompts))
-        arrivals = self._arrivals(len(prompts))
+        """Answer, with nobody else's turn in between."""
+        return together([self], prompts, most)[0]
+
+    def turns(self, prompts: Prompts, most: int) -> Generator[None, None, Sample]:
+        """Answer, as requests arrive: all at once, or so many a second. Pauses after every slice of time."""
+        clock, engine = self._clock, self.engine
+        desk, before, began = Desk(engine, clock), engine.stats(), clock()
+        waiting, arrivals = list(enumerate(prompts)), self._arrivals(len(prompts))
         answers = []
-        began = time.perf_counter()
-        while waiting or not self.engine.idle:
-            while waiting and arrivals[waiting[0][0]] <= time.perf_counter() - began:
-                _, prompt = waiting.pop(0)
-                params = SamplingParams(temperature=0, max_tokens=most, verify=self._verify(), share=False)
-                answers.append(desk.submit(desk.ask(list(prompt), params)))
-            desk.step()
-        seconds = time.perf_counter() - began
+        while waiting or not engine.idle:
+            with clock.running():
+                until, now = clock() + self._slice, -math.inf
+                while (waiting or not engine.idle) and now < until:
+                    while waiting and arrivals[waiting[0][0]] <= clock() - began:
+                        _, prompt = waiting.pop(0)
+                        params = SamplingParams(
+                            temperature=0, max_tokens=most, verify=self._verify(), share=False
+                        )
+                        answers.append(desk.submit(desk.ask(list(prompt), params)))
+                    desk.step()
+                    now = clock()
+            yield
         metrics = [answer.output().metrics for answer in answers]
         return Sample(
             sum(m.num_output_tokens for m in metrics),
-            seconds,
+            clock() - began,
             _median([m.time_to_first_token for m in metrics]),
             _median([m.time_per_output_token for m in metrics]),
             _difference(before, self.engine.stats()),
@@ -92,6 +131,20 @@ class Ours:
             found.append(clock)
             clock += self._random.expovariate(self._rate)
         return found
+
+
+def together(some: Sequence[Ours], prompts: Prompts, most: int) -> list[Sample]:
+    """The same prompts to each of them, in turns."""
+    under_way = {i: one.turns(prompts, most) for i, one in enumerate(some)}
+    found: dict[int, Sample] = {}
+    while under_way:
+        for i, turns in list(under_way.items()):
+            try:
+                next(turns)
+            except StopIteration as end:
+                found[i] = end.value
+                del under_way[i]
+    return [found[i] for i in range(len(some))]
 
 
 class Transformers:
@@ -191,8 +244,22 @@ def ours(
             draft_model=config.draft_model if who & {"model", "auto"} else None,
             draft_weights=config.draft_weights if who & {"decode", "auto"} else "auto",
         )
-        made.append(Ours(name, Engine(loaded, chosen), share, rate))
+        made.append(timed(name, loaded, chosen, verified=share, rate=rate))
     return made
+
+
+def timed(
+    name: str,
+    loaded: Loaded,
+    config: EngineConfig,
+    make: MakeProposer | None = None,
+    *,
+    verified: float = 1.0,
+    rate: float | None = None,
+) -> Ours:
+    """An engine with a clock that only its own turns move."""
+    clock = Stopwatch()
+    return Ours(name, Engine(loaded, config, make_proposer=make, clock=clock), clock, verified, rate)
 
 
 def injecting(rate: float, seed: int = 0) -> MakeProposer:
@@ -228,8 +295,11 @@ __all__ = [
     "Ours",
     "Prompts",
     "Sample",
+    "Stopwatch",
     "Transformers",
     "injecting",
     "installed",
     "ours",
+    "timed",
+    "together",
 ]

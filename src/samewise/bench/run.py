@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from itertools import cycle, islice
 from pathlib import Path
@@ -84,7 +85,7 @@ def bench(console: Console, config: EngineConfig, plan: Plan) -> dict[str, Any]:
 def _measure(
     console: Console, contenders: Sequence[Contender], asked: dict[str, list[list[int]]], plan: Plan
 ) -> list[Cell]:
-    """Every contender on every task at every batch size; repeats interleaved, so noise hits all alike."""
+    """Every contender on every task at every batch size; interleaved, so noise hits all alike."""
     found: dict[tuple[int, str, str], list[Sample]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
                TimeElapsedColumn())  # fmt: skip
@@ -96,19 +97,42 @@ def _measure(
         for _ in range(plan.repeats):
             for batch in plan.batches:
                 for task, prompts in asked.items():
-                    for contender in contenders:
-                        progress.update(bar, description=f"batch {batch}, {task}: {contender.name}")
-                        sample = _groups(contender, prompts, batch, plan.max_tokens)
-                        found.setdefault((batch, task, contender.name), []).append(sample)
-                        progress.advance(bar)
+                    told = partial(progress.update, bar)
+                    samples = _groups(
+                        contenders, prompts, batch, plan.max_tokens, f"batch {batch}, {task}", told
+                    )
+                    for name, sample in samples.items():
+                        found.setdefault((batch, task, name), []).append(sample)
+                    progress.advance(bar, len(contenders))
     return [Cell(name, task, batch, tuple(s)) for (batch, task, name), s in found.items()]
 
 
-def _groups(contender: Contender, prompts: list[list[int]], batch: int, most: int) -> Sample:
-    """All prompts in groups of `batch`, the last filled up from the start."""
+def _groups(
+    contenders: Sequence[Contender],
+    prompts: list[list[int]],
+    batch: int,
+    most: int,
+    where: str,
+    told: Callable[..., None],
+) -> dict[str, Sample]:
+    """All prompts in groups of `batch`, the last filled up from the start; ours together, then each peer."""
     num = -(-len(prompts) // batch) * batch
     padded = list(islice(cycle(prompts), num))
-    samples = [contender.run(padded[i : i + batch], most) for i in range(0, num, batch)]
+    mine = [one for one in contenders if isinstance(one, Ours)]
+    peers = [one for one in contenders if not isinstance(one, Ours)]
+    found: dict[str, list[Sample]] = {one.name: [] for one in contenders}
+    for i in range(0, num, batch):
+        group = padded[i : i + batch]
+        told(description=f"{where}: {', '.join(one.name for one in mine)}")
+        for own, sample in zip(mine, contend.together(mine, group, most), strict=True):
+            found[own.name].append(sample)
+        for peer in peers:
+            told(description=f"{where}: {peer.name}")
+            found[peer.name].append(peer.run(group, most))
+    return {name: _joined(samples) for name, samples in found.items()}
+
+
+def _joined(samples: list[Sample]) -> Sample:
     if len(samples) == 1:
         return samples[0]
     counters: dict[str, float] = {}
@@ -159,8 +183,8 @@ def _overhead(console: Console, loaded: Loaded, config: EngineConfig, plan: Plan
     batch = plan.batches[0]
     contenders: list[Contender] = [*contend.ours(loaded, config, ["unverified"], 0.0, None)]
     for rate in plan.inject:
-        engine = Engine(loaded, replace(config, proposer="decode"), make_proposer=contend.injecting(rate))
-        contenders.append(Ours(f"{rate:g}", engine))
+        chosen, make = replace(config, proposer="decode"), contend.injecting(rate)
+        contenders.append(contend.timed(f"{rate:g}", loaded, chosen, make))
     first = next(c.engine for c in contenders if isinstance(c, Ours))
     ceiling = _ceiling(console, config, first)
     cells = _measure(console, contenders, _prompts(first, plan), replace(plan, batches=(batch,)))
