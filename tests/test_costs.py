@@ -113,3 +113,16 @@ def test_luck_scales_how_often_one_misses():
         luck.observe(0.5, right=False)
     assert luck.chance(0.5) < 0.2
     assert luck.chance(0.0) == 0.0
+
+
+def test_rows_that_read_count_until_enough_else_was_seen():
+    """They are spared the head, so they look cheaper than guesses are."""
+    frames = Frames(tuple(range(1, 65)))
+    assert not frames.known
+    frames.observe(64, 0.030 + 64 * 0.001, reading=True)
+    assert frames.known
+    frames.observe(1, 0.032)
+    assert frames.cost(11) - frames.cost(1) == pytest.approx(0.010, rel=0.02)
+    for rows in (1, 3, 8):
+        frames.observe(rows, 0.030 + rows * 0.002)
+    assert frames.cost(11) - frames.cost(1) == pytest.approx(0.020, rel=0.02)

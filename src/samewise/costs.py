@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 FRESH = 0.2  # the weight of a new measurement of a cost
 EARLY = 4  # measurements of a size of which the least is believed
+ENOUGH = 3  # sizes of frames that make a line
 SPIKE = 4.0  # a measurement this many times what is known is believed only a little: somebody disturbed us
 
 
@@ -71,19 +72,22 @@ class Frames:
     """What a frame of some rows costs: so much for being a frame, and so much for every row it has.
 
     The line is fitted to all that was seen, so that no single disturbed measurement makes a row look dear.
+    Rows that only read a prompt are spared the head, and say too little of what a guess costs: they count
+    until enough else was seen.
     """
 
     sizes: tuple[int, ...]
     curve: Curve = field(default_factory=Curve)
+    _reading: Curve = field(default_factory=Curve)
     _line: tuple[float, float] | None = None
 
     def size(self, rows: int) -> int:
         """The rows a frame of this many used rows really has."""
         return self.sizes[min(bisect_left(self.sizes, rows), len(self.sizes) - 1)]
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """A frame of so many used rows took so long."""
-        self.curve.observe(self.size(rows), seconds)
+    def observe(self, rows: int, seconds: float, *, reading: bool = False) -> None:
+        """A frame of so many used rows took so long. `reading`: some of them only read a prompt."""
+        (self._reading if reading else self.curve).observe(self.size(rows), seconds)
         self._line = None
 
     def cost(self, rows: int) -> float:
@@ -94,7 +98,12 @@ class Frames:
         most = self.sizes[-1]
         whole, rest = divmod(rows, most)
         found = whole * (base + each * most) + (base + each * self.size(rest) if rest else 0.0)
-        return max(found, 1e-9) if self.curve.known else 0.0
+        return max(found, 1e-9) if self.known else 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was seen."""
+        return self.curve.known or self._reading.known
 
     def padding(self, rows: int) -> int:
         """Rows that so many used ones bring with them, and that nobody uses yet."""
@@ -104,6 +113,8 @@ class Frames:
     def _fit(self) -> tuple[float, float]:
         """Least squares of relative errors: small frames are the ones decisions are about."""
         points = list(self.curve.table().items())
+        if len(points) < ENOUGH:
+            points += self._reading.table().items()
         if not points:
             return 0.0, 0.0
         weights = [1.0 / max(seconds, 1e-9) ** 2 for _, seconds in points]

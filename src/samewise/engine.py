@@ -373,7 +373,8 @@ class Engine:
         verdicts = flight.verdicts()
         self._landed = self._clock()
         rows = sum(len(span.inputs) for span in flight.spans)
-        self.frames.observe(rows, self._landed - began)
+        reading = any(span.given > 1 for span in flight.spans)
+        self.frames.observe(rows, self._landed - began, reading=reading)
         self._waited += flight.waited
         self._flight = None
         # Of those who have gone nobody remembers what was guessed.

@@ -20,9 +20,11 @@ from samewise.types import Sampling
 
 mode, proposer = sys.argv[1:]
 make = (lambda parts: Jitter(parts)) if proposer == "jitter" else None
+guessing = {} if make else {"proposer": proposer, "search_every": 1, "search_share": 1.0}
 where = {"device": "cuda", "dtype": "bfloat16", "frame_rows": 64} if mode == "cuda" else {"device": "cpu"}
-engine = tiny_engine("llama", make_proposer=make, compile=mode != "eager", max_num_seqs=8, **where,
-                     overrides={"num_hidden_layers": 1 if mode == "compiled" else 2})
+layers = {"eager": 4, "compiled": 1, "cuda": 2}[mode]
+engine = tiny_engine("llama", make_proposer=make, compile=mode != "eager", **where, **guessing,
+                     max_num_seqs=8, overrides={"num_hidden_layers": layers})
 asks = [
     ([(7 * i + n) % 256 for i in range(n)], Sampling(temperature=t, seed=n, top_p=0.9), 10)
     for n in (1, 17, 40) for t in (0.0, 0.8)
@@ -62,3 +64,13 @@ def test_two_processes_with_cold_caches(tmp_path, mode):
     assert here["facts"] == there["facts"]
     assert here["contract"] == there["contract"]
     assert here["said"] == there["said"]
+
+
+@pytest.mark.slow
+def test_processes_that_remember_what_others_found(tmp_path):
+    """Sets of layers, sizes of frames and built kernels are kept; answers are not made of them."""
+    said = [
+        end(begin(tmp_path, seed=seed, mode="eager", proposer=proposer))
+        for seed, proposer in (("0", "skip"), ("1", "skip"), ("2", "auto"), ("3", "none"))
+    ]
+    assert all(one == said[0] for one in said)

@@ -96,7 +96,7 @@ def test_proposers(real, proposer):
         assert engine.scheduler.counts.accepted > 0
 
 
-@pytest.mark.parametrize("proposer", ["auto", "decode", "ngram", "ngram+decode"])
+@pytest.mark.parametrize("proposer", ["auto", "decode", "ngram", "ngram+decode", "skip"])
 def test_real_proposers(real, proposer):
     assert play(real.engine(proposer=proposer), real.cases) == real.truth
 

@@ -26,7 +26,7 @@ from samewise.propose.decode import Decode
 
 Prompts = Sequence[Sequence[int]]
 
-SLICE = 0.5  # seconds of a turn
+SLICE = 0.25  # seconds of a turn
 
 
 @dataclass(frozen=True, slots=True)

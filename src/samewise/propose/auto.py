@@ -25,8 +25,8 @@ from samewise.types import Ask, Proposal, Verdict
 log = logging.getLogger("samewise.auto")
 
 MARGIN = 1.05  # a drafter must promise this much more than not drafting
-WORTH = 1.1  # and guesses this much more than their rows cost
 UNLIKELY = 0.05  # no row is free enough for less
+FAR = 0.75  # of its chance keeps a guess further ahead than twice what matched
 LENGTHS = 12  # matches longer than this are believed alike
 LIKELY = (0.2, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9)  # by length, at first
 EXPLORE = 400  # steps after which a drafter that does not pay is tried again
@@ -246,6 +246,7 @@ class Auto:
             chance = 1.0
             for place in range(min(len(match.tokens), ask.room, self._most)):
                 chance *= self._chance(ask.seq_id, match.length + place)
+                chance *= FAR if place >= 2 * match.length else 1.0
                 if chance < UNLIKELY:
                     break
                 wanted.append((chance, -place, ask.seq_id))
@@ -281,7 +282,7 @@ class Auto:
             filled = min(num + free, len(chances))
             brought += sum(chances[num:filled]) * now / live  # a token takes so long without guesses
             num = filled
-            gain = brought / WORTH - (frames.cost(live + num) - now)
+            gain = brought - (frames.cost(live + num) - now)
             if gain >= best:
                 bought, best = num, gain
         return bought
@@ -305,7 +306,7 @@ class Auto:
         """Decide whether sequences without a guess get a drafter for their next round."""
         if not asks:
             return
-        choice = self._choose(live) if self._frames.curve.known else NOBODY
+        choice = self._choose(live) if self._frames.known else NOBODY
         if choice.drafter is None:
             self._decisions["none"] += len(asks)
             return

@@ -404,7 +404,7 @@ class Skip(Decode):
                 self._texts[ask.seq_id] = (ask.tokens, ask.prompt_len)
         if self._due and not self._search.open:
             self._reopen()
-        if asks and self._due and self._frames.curve.known:
+        if asks and self._due and self._frames.known:
             self._step(asks, self._last)
 
     def _tick(self) -> None:
