@@ -126,8 +126,11 @@ def test_auto_is_compared_run_by_run_with_the_best_fixed_choice():
         return Cell(name, "t", 1, tuple(Sample(12, one, counters={"frames": 1}) for one in seconds))
 
     cells = [cell("none", 3.0, 6.0, 3.0), cell("ngram", 2.0, 6.0, 2.0), cell("auto", 2.0, 3.0, 4.0)]
-    peer = Cell("transformers", "t", 1, (Sample(12, 0.1),) * 3)  # no choice of ours
-    assert report.over_best([*cells, peer]) == {(1, "t"): ("ngram", 1.0)}
+    others = [
+        Cell("transformers", "t", 1, (Sample(12, 0.1),) * 3),  # no choice of ours
+        cell("unverified", 0.1, 0.1, 0.1),  # another promise
+    ]
+    assert report.over_best([*cells, *others]) == {(1, "t"): ("ngram", 1.0)}
     console = Console(width=100)
     with console.capture() as captured:
         console.print(report.auto_over_best(cells))

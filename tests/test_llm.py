@@ -840,6 +840,7 @@ def test_an_output_tells_what_guessing_did_for_it() -> None:
     assert told.tokens_per_frame == 48 / told.num_frames
     assert told.recomputed_share == told.num_rolled_back_tokens / told.num_guessed_tokens
     assert plain.metrics.num_guessed_tokens == 0
+    assert plain.metrics.tokens_per_frame is None
     assert not plain.metrics.drafters
 
 

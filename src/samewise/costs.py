@@ -113,7 +113,7 @@ class Frames:
     def _fit(self) -> tuple[float, float]:
         """Least squares of relative errors: small frames are the ones decisions are about."""
         points = list(self.curve.table().items())
-        if len(points) < ENOUGH:
+        if len(points) < min(ENOUGH, len(self.sizes)):
             points += self._reading.table().items()
         if not points:
             return 0.0, 0.0

@@ -54,7 +54,8 @@ def settle(verdicts: list[Verdict]) -> list[Verdict]:
             won[verdict.seq_id] = verdict
             continue
         winner, loser = (verdict, best) if len(verdict.tokens) > len(best.tokens) else (best, verdict)
-        won[verdict.seq_id] = winner._replace(spent=best.spent + loser.guessed)
+        drafter = winner.drafter or loser.drafter
+        won[verdict.seq_id] = winner._replace(spent=best.spent + loser.guessed, drafter=drafter)
     return list(won.values())
 
 

@@ -55,7 +55,7 @@ class RequestMetrics:
 
     @property
     def tokens_per_frame(self) -> float | None:
-        """Tokens of a frame that gave any; None where none did (unverified)."""
+        """Tokens of a frame that gave any; None for a request that opted out of verification."""
         return self.num_output_tokens / self.num_frames if self.num_frames else None
 
     @property

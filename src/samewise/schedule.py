@@ -568,7 +568,7 @@ class Scheduler:
         return Delta(
             verdict.seq_id, verdict.tokens, verdict.logprobs, verdict.tops, seq.finish, seq.stop_id,
             verdict.scores, verdict.score_tops, seq.num_cached or 0, verdict.accepted,
-            verdict.guessed + verdict.spent, verdict.drafter, int(verdict.verified and num > 0),
+            verdict.guessed + verdict.spent, verdict.drafter, int(seq.request.verify and num > 0),
         )  # fmt: skip
 
     def _count_frame(self, rows: int) -> None:

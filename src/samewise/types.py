@@ -387,7 +387,7 @@ class Delta(NamedTuple):
     accepted: int = 0
     guessed: int = 0
     drafter: str = ""
-    frames: int = 0  # that these tokens came from: one, or none on the fast path
+    frames: int = 0  # that these tokens came from: one; none of a request that opted out
 
 
 __all__ = [

@@ -29,6 +29,7 @@ TRIALS = [
     Trial(LLAMA, "ngram+model"),
     Trial(LLAMA, "skip"),
     Trial(LLAMA, "skip", chained=True),
+    Trial(LLAMA, "barren", chained=True),
     Trial(LLAMA, "skip-4"),
     Trial(LLAMA, "forked"),
     Trial(LLAMA, "auto"),

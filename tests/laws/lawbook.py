@@ -303,6 +303,22 @@ def skip(parts: Parts) -> Skip:
     return made
 
 
+class Barren(Restless):
+    """A search that goes on and finds nothing."""
+
+    def score(self, candidate: LayerSet, rate: float, incumbent: float, trials: int, prices: Prices) -> bool:
+        super().score(candidate, rate, incumbent, trials, prices)
+        self.best = Best(LayerSet())
+        return False
+
+
+def barren(parts: Parts) -> Skip:
+    """Asked only now and then, for a step of a search that brings no guess."""
+    made = skip(changed(parts, proposer="skip", draft_model=None, draft_weights="auto"))
+    made._search, made._every = Barren(made._search.layers), 5
+    return made
+
+
 def chained_skip(parts: Parts) -> Skip:
     """The same, four guesses at a time, as on CUDA."""
     made = skip(parts)
@@ -338,6 +354,7 @@ PROPOSERS: dict[str, MakeProposer | None] = {
     "ngram+model": lambda parts: First([MAKERS["ngram"](parts), draft_model(parts)]),
     "skip": skip,
     "skip-4": chained_skip,
+    "barren": barren,
     "ngram+skip": lambda parts: First([MAKERS["ngram"](parts), skip(parts)]),
     "forked": forked,
     "auto": auto,

@@ -90,7 +90,8 @@ def over_best(cells: Iterable[Cell]) -> dict[tuple[int, str], tuple[str, float]]
     compared: dict[tuple[int, str], tuple[str, float]] = {}
     for mine in found:
         place = mine.batch, mine.task
-        fixed = [c for c in found if (c.batch, c.task) == place and c.total("frames") and c is not mine]
+        here = [cell for cell in found if (cell.batch, cell.task) == place and cell is not mine]
+        fixed = [cell for cell in here if cell.total("frames") and cell.contender != "unverified"]
         if mine.contender == "auto" and fixed:
             best = max(fixed, key=lambda cell: cell.rate)
             pairs = zip(mine.samples, best.samples, strict=True)
@@ -190,4 +191,15 @@ def _said(cell: Cell | None, base: float | None) -> str:
     return f"{cell.rate:.1f}" + (f" ({cell.rate / base:.2f})" if base else "")
 
 
-__all__ = ["Cell", "mean_rate", "plot", "plot_overhead", "pyplot", "speculation", "table"]
+__all__ = [
+    "Cell",
+    "auto_over_best",
+    "mean_rate",
+    "middle",
+    "over_best",
+    "plot",
+    "plot_overhead",
+    "pyplot",
+    "speculation",
+    "table",
+]

@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-import samewise
 from samewise.answers import Desk
 from samewise.assemble import Loaded, load
 from samewise.bench import contend, report, timeline, workload
@@ -261,7 +260,7 @@ def _ceiling(console: Console, config: EngineConfig, engine: Engine) -> dict[str
 def _last(config: EngineConfig, plan: Plan, ceiling: dict[str, float], engine: Engine) -> dict[str, Any]:
     return {
         "model": config.model, "dtype": _dtype(engine), "device": engine.device.type, "machine": _cpu(),
-        "samewise": samewise.__version__, "torch": torch.__version__, "transformers": version("transformers"),
+        "torch": torch.__version__, "transformers": version("transformers"),
         "threads": torch.get_num_threads(), "contract": engine.contract.id,
         "compile": engine.runner.compiled, "frame_rows": engine.frame_rows, "linears": engine.linears,
         "max_tokens": plan.max_tokens, "repeats": plan.repeats, "verified": plan.verified,

@@ -317,7 +317,7 @@ class Skip(Decode):
             return
         if self._norm is None:
             self._norm = self._first.value
-        elif self._first.value < self._norm - max(FALL, LUCK * _spread(self._norm)):
+        elif self._first.value < self._norm - _news(self._norm):
             self._rehearsal.forget()  # what was said before was about something else
             self._reopen()
 
@@ -426,8 +426,8 @@ class Skip(Decode):
 
     def _step(self, asks: list[Ask], began: float) -> None:
         pieces = self._rehearsal.gather(asks, LEAST)
+        self._scored_at = self._counts.output_tokens
         if pieces:
-            self._scored_at = self._counts.output_tokens
             self._round(asks, pieces)
             taken = self._clock() - began
             self._step_cost = (taken + (self._step_cost or taken)) / 2
@@ -521,9 +521,10 @@ class Skip(Decode):
         del self._events[1 : max(1, len(self._events) - EVENTS)]
 
 
-def _spread(rate: float) -> float:
-    """Standard deviation of the difference between the norm and what came lately, if nothing has changed."""
-    return math.sqrt(rate * (1.0 - rate) * (1.0 / SETTLED + 1.0 / LATELY))
+def _news(norm: float) -> float:
+    """How much less often first guesses must be right to say that something has changed, and not luck."""
+    spread = math.sqrt(norm * (1.0 - norm) * (1.0 / SETTLED + 1.0 / LATELY))
+    return min(max(FALL, LUCK * spread), norm / 2)
 
 
 __all__ = ["Event", "Memory", "Skip"]
