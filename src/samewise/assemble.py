@@ -214,7 +214,9 @@ def refuse_other_vocabulary(loaded: Loaded, draft: Loaded, name: str) -> None:
     if loaded.tokenizer is None or draft.tokenizer is None:
         return
     own, other = loaded.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    wrong = next((token for token, i in own.items() if other.get(token) != i), None)
+    wrong = min(
+        (token for token, i in own.items() if other.get(token) != i), key=own.__getitem__, default=None
+    )
     if wrong is not None or len(own) != len(other):
         told = f"{wrong!r} is {own.get(wrong)} here and {other.get(wrong)} there" if wrong else "its size"
         raise BadParameter(
