@@ -523,6 +523,7 @@ class Engine:
             "dtype": str(next(runner.model.parameters()).dtype).removeprefix("torch."),
             "frame rows": str(self.frame_rows),
             "grammar": grammar.version(),
+            "layers": "native" if runner.fused else "modules",
             "linear": self._linear_name(),
             "page": str(PAGE),
             "probe": self.report.digest,

@@ -397,6 +397,8 @@ def _accuse(runner: Runner, reference: Reading, other: Reading) -> None:
     """Find who broke the property and raise."""
     expected, got = _trace(runner, reference), _trace(runner, other)
     culprit = "a compiled layer or the graph: without them the same frames agree; try compile=False"
+    if runner.fused:
+        culprit = "a native layer: by its modules the same frames agree; try linear='torch'"
     for (name, given, answer), (_, given2, answer2) in zip(expected, got, strict=True):
         if not torch.equal(given, given2):
             culprit = f"what stands before {name} (attention, rotary or an operator without a module)"

@@ -237,7 +237,9 @@ def decode(parts: Parts) -> Decode:
 
 
 def cheap(parts: Parts) -> Decode:
-    """Regular decoding with four bits a weight: wrong now and then."""
+    """Regular decoding with the fewest bits a weight that the device has: wrong now and then."""
+    if parts.runner.device.type != "cpu":
+        return eight(parts)
     return MAKERS["decode"](changed(parts, proposer="decode", draft_weights="int4"))
 
 

@@ -87,6 +87,7 @@ LAYERS = {
     "serve.replies": 5,
     "serve.schema": 5,
     "model.fp8": 6,
+    "model.layer": 6,
     "model.views": 6,
     "operators": 6,
     "serve.protocol": 6,

@@ -25,7 +25,7 @@ EXACT = ("int4", "int8", "bfloat16", "float16")  # tried in this order
 
 
 class _Weights(ctypes.Structure):
-    """Mirrors ``Weights`` in linear.cpp, field by field."""
+    """Mirrors ``Weights`` in calls.h, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("data", "scale", "shift")),
@@ -34,11 +34,11 @@ class _Weights(ctypes.Structure):
 
 
 class _Product(ctypes.Structure):
-    """Mirrors ``Product`` in linear.cpp, field by field."""
+    """Mirrors ``Product`` in calls.h, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("w", "x", "bias", "y")),
-        *((name, ctypes.c_int64) for name in ("rows", "dtype", "threads")),
+        *((name, ctypes.c_int64) for name in ("rows", "y_row", "dtype", "threads")),
         ("parallel", ctypes.c_void_p),
     )
 
@@ -144,16 +144,21 @@ def multiply(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torc
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         rows,
+        packed.outputs,
         DTYPES[x.dtype],
         torch.get_num_threads(),
         native.parallel(),
     )
-    result = _entries()[0](product) if rows else 0
+    raise_if_failed(_entries()[0](product) if rows else 0)
+    return y
+
+
+def raise_if_failed(result: int) -> None:
+    """What the kernel answered, as an error if it is one."""
     if result == 1:
         raise MachineError("Out of memory in a linear: lower frame_rows or max_num_seqs.")
     if result:
         raise InvariantBroken(f"the native linear answered {result}")
-    return y
 
 
 _library = torch.library.Library("samewise", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -174,4 +179,4 @@ torch.library.register_fake(
     lib=_library,
 )
 
-__all__ = ["Packed", "available", "multiply", "name", "pack", "plain", "quantise"]
+__all__ = ["Packed", "available", "multiply", "name", "pack", "plain", "quantise", "raise_if_failed"]

@@ -48,6 +48,7 @@ class Seat:
 
     kernel: Kernel
     kv: LayerKV
+    facts: AttentionFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +434,7 @@ def read_config(source: Source, *, trust_remote_code: bool) -> Any:
 def seat(model: nn.Module, arch: Arch, kernel: Kernel, store: list[LayerKV]) -> None:
     """Give every attention module its kernel and pages."""
     for facts, kv in zip(arch.layers, store, strict=True):
-        model.get_submodule(facts.module).seat = Seat(kernel, kv)  # type: ignore[assignment]
+        model.get_submodule(facts.module).seat = Seat(kernel, kv, facts)  # type: ignore[assignment]
 
 
 def weights_version(model: nn.Module) -> int:

@@ -20,6 +20,7 @@ from samewise.cache.store import KVStore, page_bytes
 from samewise.errors import GuaranteeLost
 from samewise.model.attention import PAGE, Heads, Kernel
 from samewise.model.fit import Pieces, fit, is_norm, norm_width
+from samewise.model.layer import fusable, fused
 from samewise.model.views import Views
 from samewise.model.zoo import Arch, FrameLinear, layer_list, seat, twin, with_layers, with_module
 from samewise.run.batch import Batch, Tray
@@ -113,7 +114,9 @@ class Runner:
         """What the last fast pass answered, for the next one of a chain."""
         self.compiled = compile
         self._compiled: dict[nn.Module, Any] = {}  # by the layer it was made of
-        self._canonical = self._compile(self.model) if compile else self.model
+        self.fused = self.native and not compile and all(map(fusable, layer_list(self.model, arch)[1]))
+        """Whether each layer is one call of the CPU's kernels instead of its modules'."""
+        self._canonical = self._compile(self.model) if compile else self._one_call(self.model)
         self._own: Path | None = None
         self._graphs: dict[tuple[int, bool], Captured[torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -214,7 +217,7 @@ class Runner:
 
     @torch.inference_mode()
     def eager(self, batch: Batch) -> torch.Tensor:
-        """A frame without compiler or graph: for the probe, to tell whose fault a difference is."""
+        """A frame by modules alone, without compiler or graph: to look inside."""
         return self._pass(self.model, batch)
 
     def fast_tray(self, num_rows: int) -> Tray:
@@ -248,7 +251,11 @@ class Runner:
             fitted = [m for m in model.modules() if getattr(m, "pieces", None)]
             for module in fitted:
                 module.pieces = {}  # type: ignore[assignment]
-            self._own = self.path(model) if fitted else Path(self.model, self._canonical)
+            self._own = Path(self.model, self._canonical)
+            if fitted:
+                self._own = self.path(model)
+            elif self.fused:
+                self._own = Path(self._canonical, None)
         return self._own
 
     def _fast_pass(self, path: Path, batch: Batch) -> torch.Tensor:
@@ -268,6 +275,8 @@ class Runner:
     def skipping(self, views: Views, skipped: LayerSet) -> Path:
         """The way that leaves these sublayers out. Whole layers run as compiled as they are; others do not:
         nobody should wait for a compiler because a set has changed."""
+        if self.fused:
+            return Path(views.without(skipped, fused), None)
         compiled = self.compiled and self.device.type == "cuda"
         return Path(views.without(skipped), views.without(skipped, self._as_compiled) if compiled else None)
 
@@ -277,7 +286,7 @@ class Runner:
     def path(self, model: nn.Module) -> Path:
         """Another way to the same KV: modules of the same shape with other weights, for guesses alone."""
         seat(model, self.arch, self.kernel, self.store.layers)
-        return Path(model, self._compile(model) if self.compiled else None)
+        return Path(self._one_call(model), self._compile(model) if self.compiled else None)
 
     def _pass(self, model: nn.Module, batch: Batch, answers: torch.Tensor | None = None) -> torch.Tensor:
         answers = self.picks[:, 0] if answers is None else answers
@@ -291,6 +300,13 @@ class Runner:
         if batch.keep is not None and logits.shape[0] != len(batch.keep):  # a model that cannot keep rows
             logits = logits[batch.keep]
         return logits
+
+    def _one_call(self, model: nn.Module) -> nn.Module:
+        """The model with a call for each layer, where that can be."""
+        if not self.fused:
+            return model
+        name, layers = layer_list(model, self.arch)
+        return with_layers(model, name, [fused(layer) for layer in layers])
 
     def _compile(self, model: nn.Module) -> nn.Module:
         """A shell whose layers are compiled: whole graph, static shapes, nothing chosen by timing."""

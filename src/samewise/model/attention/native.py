@@ -20,7 +20,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Call(ctypes.Structure):
-    """Mirrors ``Call`` in attention.cpp, field by field."""
+    """Mirrors ``Call`` in calls.h, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_pages", "v_pages", "out")),
@@ -79,7 +79,7 @@ def attend(
         *v.stride()[:2],
         *(window or 0, _DTYPES[q.dtype], torch.get_num_threads(), native.parallel(), scale),
     )
-    _raise_if_failed(entry(call))
+    raise_if_failed(entry(call))
     return out
 
 
@@ -113,7 +113,8 @@ def _check(
         raise InvariantBroken(f"row tables do not have the pass's {q.shape[0]} rows")
 
 
-def _raise_if_failed(result: int) -> None:
+def raise_if_failed(result: int) -> None:
+    """What the kernel answered, as an error if it is one."""
     if result == 1:
         raise MachineError("Out of memory in attention: lower max_model_len or the number of threads.")
     if result == 2:
@@ -190,4 +191,4 @@ class NativeKernel:
         return out
 
 
-__all__ = ["NativeKernel", "attend", "entry_of", "register"]
+__all__ = ["NativeKernel", "attend", "entry_of", "raise_if_failed", "register"]

@@ -1,6 +1,6 @@
 """The C++ kernels: built once by the machine's own compiler, then loaded from the user's cache.
 
-Their bits are IEEE arithmetic in an order fixed per row (see ``attention.cpp`` and ``linear.cpp``), so they
+Their bits are IEEE arithmetic in an order fixed per row (each source file says which), so they
 depend on neither the compiler, the instruction set nor the number of threads; the name in the contract is
 the source's digest. They run on the OpenMP threads torch already has: a second pool would spin against it.
 
@@ -24,8 +24,8 @@ import torch
 
 from samewise.errors import MachineError
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp"))
-HEADER = Path(__file__).with_name("lanes.h")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp", "layer.cpp"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("lanes.h", "calls.h"))
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -66,7 +66,7 @@ def source_digest() -> str:
 
 
 def _texts() -> list[str]:
-    return [path.read_text() for path in (HEADER, *SOURCES)]
+    return [path.read_text() for path in (*HEADERS, *SOURCES)]
 
 
 def library_path() -> Path:

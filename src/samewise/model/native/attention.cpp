@@ -6,7 +6,7 @@
 //
 //   score(key)  = (fma chain over d = 0 .. D-1, from +0) * scale
 //   top         = max over the row's keys (exact, so its order does not matter)
-//   weight(key) = exp(score - top), by the polynomial in `weigh`; 0 below exp(-87)
+//   weight(key) = exp(score - top), by the polynomial of `exp_below`; 0 below exp(-87)
 //   sum         = 16 lane sums, lane = key % 16, in key order from +0; then folded 16 -> 8 -> 4 -> 2 -> 1
 //   acc(d)      = fma chain over keys in order, from +0
 //   out(d)      = acc(d) / sum, rounded once to the output type
@@ -18,6 +18,7 @@
 //
 // Layout: K pages [P, Hkv, D, 16] (16 keys are the lanes of a vector), V pages [P, Hkv, 16, D].
 
+#include "calls.h"
 #include "lanes.h"
 
 namespace {
@@ -26,25 +27,6 @@ constexpr int PAGE = 16;
 constexpr int MAX_QUERIES = 48;                // queries of one tile: they share each K and V load
 constexpr int64_t MAX_SCORES = int64_t{2} << 20;  // floats of scores one thread may hold
 constexpr int64_t SMALL = 200'000;             // multiply-adds not worth waking another thread for
-
-// ---------------------------------------------------------------- the call
-
-}  // namespace
-
-extern "C" struct Call {  // mirrored by `_Call` in attention/native.py
-    const void *q, *k, *v;
-    void *k_pages, *v_pages, *out;
-    const int32_t *lengths, *slots, *page_start, *pages;
-    int64_t rows, listed_pages, num_pages, heads, kv_heads, dim;
-    int64_t q_row, q_head, k_row, k_head, v_row, v_head;  // strides in elements; D has stride 1
-    int64_t window;                                       // 0: none
-    int64_t dtype;                                        // 0 float32, 1 bfloat16, 2 float16
-    int64_t threads;
-    void* parallel;  // GOMP_parallel of the OpenMP runtime already in the process, or null
-    float scale;
-};
-
-namespace {
 
 enum Result { DONE = 0, NO_MEMORY = 1, BAD_SLOT = 2, BAD_PAGE = 3, BAD_DTYPE = 4 };
 
@@ -99,22 +81,8 @@ void gather(const float* weight, const float* v, int64_t dim, int64_t from, int6
 
 // s[j] becomes exp(s[j] - top), or 0 outside [from, to); sum[j] += s[j].
 inline void weigh(float* s, float top, int from, int to, float* sum) {
-    constexpr float LOG2E = 0x1.715476p+0f, LN2_HIGH = 0x1.62e4p-1f, LN2_LOW = 0x1.7f7d1cp-20f;
-    constexpr float SHIFT = 0x1.8p23f;  // adding it rounds to an integer, kept in the low bits
     for (int j = 0; j < PAGE; j++) {
-        float given = s[j] - top;
-        float x = given < -87.0f ? -87.0f : given;
-        float shifted = __builtin_fmaf(x, LOG2E, SHIFT);
-        float n = shifted - SHIFT;
-        float r = __builtin_fmaf(n, -LN2_LOW, __builtin_fmaf(n, -LN2_HIGH, x));
-        float y = __builtin_fmaf(1.9875691500e-4f, r, 1.3981999507e-3f);
-        y = __builtin_fmaf(y, r, 8.3334519073e-3f);
-        y = __builtin_fmaf(y, r, 4.1665795894e-2f);
-        y = __builtin_fmaf(y, r, 1.6666665459e-1f);
-        y = __builtin_fmaf(y, r, 5.0000001201e-1f);
-        y = __builtin_fmaf(y, r * r, r) + 1.0f;
-        float power = float_of((bits_of(shifted) + 127u) << 23);
-        float p = given < -87.0f ? 0.0f : y * power;
+        float p = exp_below(s[j] - top);
         p = (j >= from) & (j < to) ? p : 0.0f;
         s[j] = p;
         sum[j] = sum[j] + p;

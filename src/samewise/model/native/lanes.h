@@ -211,6 +211,24 @@ inline float float_of(uint32_t b) {
     return x;
 }
 
+// exp(given) for given <= 0; 0 below exp(-87).
+inline float exp_below(float given) {
+    constexpr float LOG2E = 0x1.715476p+0f, LN2_HIGH = 0x1.62e4p-1f, LN2_LOW = 0x1.7f7d1cp-20f;
+    constexpr float SHIFT = 0x1.8p23f;  // adding it rounds to an integer, kept in the low bits
+    float x = given < -87.0f ? -87.0f : given;
+    float shifted = __builtin_fmaf(x, LOG2E, SHIFT);
+    float n = shifted - SHIFT;
+    float r = __builtin_fmaf(n, -LN2_LOW, __builtin_fmaf(n, -LN2_HIGH, x));
+    float y = __builtin_fmaf(1.9875691500e-4f, r, 1.3981999507e-3f);
+    y = __builtin_fmaf(y, r, 8.3334519073e-3f);
+    y = __builtin_fmaf(y, r, 4.1665795894e-2f);
+    y = __builtin_fmaf(y, r, 1.6666665459e-1f);
+    y = __builtin_fmaf(y, r, 5.0000001201e-1f);
+    y = __builtin_fmaf(y, r * r, r) + 1.0f;
+    float power = float_of((bits_of(shifted) + 127u) << 23);
+    return given < -87.0f ? 0.0f : y * power;
+}
+
 struct Float32 {
     using Stored = float;
     static float widen(float x) { return x; }

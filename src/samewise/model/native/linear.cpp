@@ -13,6 +13,7 @@
 // float32 scale d and shift m: four bits (fma(q, d, m), q = 0 .. 15, the low nibbles of a group's 16 bytes
 // are its first half) and eight (q * d, q = -127 .. 127).
 
+#include "calls.h"
 #include "lanes.h"
 
 #include <cmath>
@@ -26,29 +27,12 @@ constexpr int WIDE = 6, TALL = 4, LONE = 8;  // outputs and rows of a tile; outp
 #else
 constexpr int WIDE = 3, TALL = 2, LONE = 4;
 #endif
+constexpr int HIGH = 4;  // rows of a tile of plain weights
 constexpr int64_t NEAR = 4096;  // floats of x that fit in the nearest cache beside the weights of a tile
+constexpr int64_t STRETCH = 768;  // of K that a tile goes over once for each part of the lanes
 constexpr int STRIP = 48;  // outputs of one task: a multiple of WIDE and LONE
 
-enum Form { F32 = 0, BF16 = 1, F16 = 2, Q4 = 3, Q8 = 4 };
 enum Result { DONE = 0, NO_MEMORY = 1, BAD_FORM = 2, NO_GRID = 3 };
-
-}  // namespace
-
-extern "C" struct Weights {  // mirrored by `_Weights` in linear.py
-    const void* data;
-    const float *scale, *shift;  // [N, K / 32] of a grid
-    int64_t outputs, inputs, form;
-};
-
-extern "C" struct Product {  // mirrored by `_Product` in linear.py
-    const Weights* w;
-    const void *x, *bias;
-    void* y;
-    int64_t rows, dtype, threads;  // dtype of x, bias and y, numbered as forms are
-    void* parallel;
-};
-
-namespace {
 
 // The weights of one output: half a group of 32, sixteen anywhere (of a form without groups), one.
 struct RowF32 {
@@ -137,38 +121,55 @@ inline void tile(const float* x, int64_t x_row, const Row* w, int64_t K, float* 
         for (int n = 0; n < N; n++) y[r * y_row + n] = fold(sum[r][n]);
 }
 
-// The same over plain float32 weights [N, K], K a multiple of 16: part by part, so that all sums, a part of
-// N weights and one of x fit in the registers there are.
+// The same over plain float32 weights [N, K], K a multiple of 16: a stretch of K at a time, near enough to be
+// gone over again, and in it one part of the lanes after the other, so that the sums of many rows, N weights
+// and an x fit in the registers there are.
 template <int R, int N>
 inline void plain_tile(const float* x, int64_t x_row, const float* w, int64_t K, float* y, int64_t y_row) {
     constexpr int LEN = 16 / PARTS;
-    Part sum[R][N][PARTS] = {};
-    for (int64_t k = 0; k < K; k += 16)
+    Part all[PARTS][R][N] = {};
+    for (int64_t from = 0; from < K; from += STRETCH) {
+        const int64_t to = std::min(from + STRETCH, K);
 #pragma GCC unroll 4
         for (int h = 0; h < PARTS; h++) {
-            Part wn[N];
+            Part sum[R][N];
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++) wn[n] = load_part(w + n * K + k + h * LEN), pin(wn[n]);
+            for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                Part xr = load_part(x + r * x_row + k + h * LEN);
-                pin(xr);
+                for (int n = 0; n < N; n++) sum[r][n] = all[h][r][n];
+            for (int64_t k = from + h * LEN; k < to; k += 16) {
+                Part wn[N];
 #pragma GCC unroll 8
-                for (int n = 0; n < N; n++) sum[r][n][h] = fma_part(xr, wn[n], sum[r][n][h]);
+                for (int n = 0; n < N; n++) wn[n] = load_part(w + n * K + k), pin(wn[n]);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    Part xr = load_part(x + r * x_row + k);
+                    pin(xr);
+#pragma GCC unroll 8
+                    for (int n = 0; n < N; n++) sum[r][n] = fma_part(xr, wn[n], sum[r][n]);
+                }
             }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+                for (int n = 0; n < N; n++) all[h][r][n] = sum[r][n];
         }
+    }
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) {
-            Lanes lanes;
-            std::memcpy(&lanes, sum[r][n], sizeof lanes);
-            y[r * y_row + n] = fold(lanes);
+            Part lanes[PARTS];
+            for (int h = 0; h < PARTS; h++) lanes[h] = all[h][r][n];
+            Lanes whole;
+            std::memcpy(&whole, lanes, sizeof whole);
+            y[r * y_row + n] = fold(whole);
         }
 }
 
 template <int N>
 void plain_rows(const float* x, int64_t x_row, int64_t rows, const float* w, int64_t K, float* y) {
     int64_t r = 0;
-    for (; r + TALL <= rows; r += TALL) plain_tile<TALL, N>(x + r * x_row, x_row, w, K, y + r * STRIP, STRIP);
+    for (; r + HIGH <= rows; r += HIGH) plain_tile<HIGH, N>(x + r * x_row, x_row, w, K, y + r * STRIP, STRIP);
+    for (; r + 2 <= rows; r += 2) plain_tile<2, N>(x + r * x_row, x_row, w, K, y + r * STRIP, STRIP);
     for (; r < rows; r++) plain_tile<1, N>(x + r * x_row, x_row, w, K, y + r * STRIP, STRIP);
 }
 
@@ -214,7 +215,7 @@ void strip(const Weights& w, const float* x, int64_t x_row, int64_t rows, int64_
         if (K == padded) plain = static_cast<const float*>(w.data) + from * K;
     if (plain == wide)
         for (int64_t i = from; i < end; i++) unpack_row(Row(w, i), K, wide + (i - from) * padded);
-    const int64_t block = std::max<int64_t>(TALL, NEAR / padded / TALL * TALL);
+    const int64_t block = std::max<int64_t>(HIGH, NEAR / padded / HIGH * HIGH);
     for (int64_t r = 0; r < rows; r += block) {
         const int64_t some = std::min(block, rows - r);
         float* out = y + r * STRIP - first;
@@ -230,7 +231,7 @@ void finish(const Product& p, const float* sums, int64_t n, int64_t end) {
     using S = typename T::Stored;
     const S* bias = static_cast<const S*>(p.bias);
     for (int64_t r = 0; r < p.rows; r++) {
-        S* y = static_cast<S*>(p.y) + r * p.w->outputs;
+        S* y = static_cast<S*>(p.y) + r * p.y_row;
         const float* sum = sums + r * STRIP;
         if (bias == nullptr)
             for (int64_t i = n; i < end; i++) y[i] = T::narrow(sum[i - n]);
@@ -245,11 +246,13 @@ Result multiply(const Product& p) {
     int64_t K = w.inputs, padded = (K + 15) / 16 * 16;
     int64_t own = ((p.rows * STRIP + STRIP * padded) + 31) / 32 * 32;
     float* room = scratch(p.rows * padded + own * p.threads + 32);
-    float* x = room;
     const auto* given = static_cast<const typename T::Stored*>(p.x);
-    for (int64_t r = 0; r < p.rows; r++) {
-        for (int64_t k = 0; k < K; k++) x[r * padded + k] = T::widen(given[r * K + k]);
-        for (int64_t k = K; k < padded; k++) x[r * padded + k] = 0.0f;
+    const float* x = room;
+    if constexpr (std::is_same_v<T, Float32>)
+        if (K == padded) x = given;
+    for (int64_t r = 0; x == room && r < p.rows; r++) {
+        for (int64_t k = 0; k < K; k++) room[r * padded + k] = T::widen(given[r * K + k]);
+        for (int64_t k = K; k < padded; k++) room[r * padded + k] = 0.0f;
     }
     float* owned = room + (p.rows * padded + 31) / 32 * 32;
     int64_t tasks = (w.outputs + STRIP - 1) / STRIP;
