@@ -206,7 +206,7 @@ def test_what_lay_in_the_store_before_does_not_matter(junk: float) -> None:
 
 
 def test_an_operator_that_breaks_later_is_found_when_weights_change() -> None:
-    engine = tiny_engine(linear="torch")  # layers that run as their modules
+    engine = tiny_engine("gemma3_text")  # whose layers run as their modules
     mlp = engine.runner.model.get_submodule("model.layers.1.mlp")
     mlp.down_proj = ByCompany.around(mlp.down_proj)
     with pytest.raises(GuaranteeLost, match="down_proj"):
