@@ -18,6 +18,7 @@ MARK = "samewise: one clock for both"
 
 NAMES = {  # the first that matches
     "copies": r"^mem(cpy|set)|aten::(copy_|_to_copy|to|clone|cat|index_put_?|fill_|zero_)$",
+    "layers": r"samewise::layer",
     "attention": r"_attend|_store|attention|flash|sdpa",
     "linears": r"gemm|gemv|nvjet|cutlass|cublas|splitk|samewise::linear|aten::(addmm|mm|bmm|linear|matmul)",
     "sampler": r"sampler|argm(ax|in)|logsumexp|softmax|gather|sort|topk|cumsum|aten::(exp|log|max|amax|sum)$",

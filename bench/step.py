@@ -34,7 +34,7 @@ from samewise.bench.report import pyplot  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
 from samewise.errors import MachineError  # noqa: E402
-from samewise.model import zoo  # noqa: E402
+from samewise.model import layer, zoo  # noqa: E402
 from samewise.propose import decode  # noqa: E402
 
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ def profile(engine: Engine, load: Load, steps: int) -> tuple[Found, list[Piece],
             for owner, name, label in (
                 (zoo.FrameLinear, "forward", "samewise::linear"),
                 (type(engine.runner.kernel), "__call__", "samewise::attention"),
+                (layer.Native, "__call__", "samewise::layer"),
                 (type(engine.sampler), "pick", "samewise::sampler"),
             ):
                 block.enter_context(replaced(owner, name, labelled(label)))

@@ -155,7 +155,7 @@ def test_where_a_step_goes(script, tmp_path):
     parts = found["host_ms"]
     assert {"admit", "spans", "pack", "frame", "judge", "commit", "deltas", "rest"} <= set(parts)
     assert sum(parts.values()) == pytest.approx(found["step_ms"])
-    assert {"linears", "attention", "idle"} <= set(found["device_ms"])
+    assert {"layers", "linears", "idle"} <= set(found["device_ms"])  # of linears the head alone
     assert sum(found["device_ms"].values()) == pytest.approx(found["profiled_step_ms"])
     lanes = json.loads((tmp_path / "step.json").read_text())["shown"]["lanes"]
     assert set(lanes) == {"host", "device"}

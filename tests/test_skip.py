@@ -12,6 +12,7 @@ from samewise.bench import timeline
 from samewise.config import EngineConfig
 from samewise.engine import MAKERS, Engine
 from samewise.errors import BadParameter
+from samewise.model import layer as layers
 from samewise.propose.decode import Decode
 from samewise.propose.skip import Skip
 from samewise.run.frame import pack_frame
@@ -25,6 +26,21 @@ BEST = planted_best(LAYERS)
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SAMEWISE_CACHE", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def _layers_tell(monkeypatch):
+    """A layer that is one call tells those who listen to its parts."""
+    call = layers.Native.__call__
+
+    def told(self, *args, **named):
+        out = call(self, *args, **named)
+        for part in (self._attention, self._mlp):
+            for hook in part._forward_hooks.values() if part is not None else ():
+                hook(part, (), out)
+        return out
+
+    monkeypatch.setattr(layers.Native, "__call__", told)
 
 
 class Worked:

@@ -78,7 +78,7 @@ def _entry() -> ctypes._NamedFuncPointer:
     return entry
 
 
-class _Native:
+class Native:
     """What stands where a layer's `forward` stood."""
 
     def __init__(self, layer: Any) -> None:
@@ -203,7 +203,7 @@ def fused(layer: nn.Module) -> nn.Module:
     """A layer that is `fusable`, or one like it with a sublayer left out, as one call."""
     made = copy.copy(layer)
     made._modules = {}  # noqa: SLF001 - as a view is made of torch's own
-    made.forward = _Native(layer)
+    made.forward = Native(layer)
     return made
 
 
@@ -250,4 +250,4 @@ def _agrees(layer: nn.Module, made: nn.Module) -> bool:
     return bool(apart <= CLOSE * one.abs().max())
 
 
-__all__ = ["fusable", "fused"]
+__all__ = ["Native", "fusable", "fused"]

@@ -1,0 +1,167 @@
+"""A change of topic on real text: does `skip` notice, search again and recover?
+
+    python bench/topics.py --workload questions.jsonl --tasks math_reasoning,translation,summarization
+
+A small model has no sublayer to spare, so none whose loss depends on the topic. This one is the embedded model
+with every MLP in three copies, each of which works on one topic and adds nothing on the two others. Which topic
+it is, a first layer tells by the words so far. Exactly one copy works wherever it is, so the model says what
+the embedded one says; but what can be left out without loss changes with the topic.
+
+Words are told apart by half of each task's questions; the other half is asked, one task after the other, then
+the first again. The last line is JSON; the picture has acceptance, phases and the sublayers left out.
+"""
+
+import argparse
+import copy
+import json
+from collections import Counter
+from dataclasses import replace
+from math import log, sqrt
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from samewise.assemble import fingerprint, load
+from samewise.bench import timeline, workload
+from samewise.config import EngineConfig
+from samewise.engine import Engine
+from samewise.model import zoo
+
+EXTRA = 32  # channels of the residual stream beside the model's own: a whole group of its four-bit grid
+CLIP = 3.0  # of what one word may say for a topic
+LEAN = 0.02  # to the first topic, where no word has said anything
+SHARP = 2000.0  # how clearly a little more of one topic than of another is one topic alone
+SHUT = 15 * 2.0**21  # what closes the gates of the copies for other topics, by a mark however faint
+
+
+def evidence(texts, vocab):
+    """[topics, vocab]: how much a token says for each topic, by texts of each."""
+    counts = [Counter(token for text in some for token in text) for some in texts]
+    table = torch.zeros(len(texts), vocab)
+    for token in set().union(*counts):
+        chances = [log((each[token] + 0.5) / (each.total() + 0.5 * vocab)) for each in counts]
+        middle = sum(chances) / len(chances)
+        table[:, token] = torch.tensor([max(-CLIP, min(CLIP, chance - middle)) for chance in chances])
+    table[0] += LEAN
+    return table
+
+
+@torch.no_grad()
+def threefold(loaded, table):
+    """The same model with as many copies of each MLP as there are topics; `table` is what words say of them."""
+    topics, old = len(table), loaded.model
+    config = copy.deepcopy(old.config)
+    own, config.hidden_size = config.hidden_size, config.hidden_size + EXTRA
+    config.head_dim = loaded.arch.layers[0].head_dim
+    config.num_hidden_layers, config.tie_word_embeddings = 1 + topics * config.num_hidden_layers, False
+    arch = zoo.survey(config)
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(
+            config, attn_implementation=zoo.ATTENTION, dtype=torch.float32
+        )
+    made = made.to_empty(device="cpu")
+    for weight in made.parameters():
+        weight.zero_()
+    made.model.rotary_emb = copy.deepcopy(old.model.rotary_emb)
+    one, said, sums, mark = own, own + 1, own + 1 + topics, own + 1 + 2 * topics  # channels
+    spread = float(old.model.embed_tokens.weight.square().mean().sqrt())
+    made.model.embed_tokens.weight[:, :own] = old.model.embed_tokens.weight
+    made.model.embed_tokens.weight[:, one] = spread / 4
+    made.model.embed_tokens.weight[:, said:sums] = spread / 32 * table.T
+    made.lm_head.weight[:, :own] = old.lm_head.weight
+    for norm, model in [(made.model.norm, old.model.norm)]:
+        _wider(norm, model, own)
+
+    teller = made.model.layers[0]  # attention takes the mean of what words say, the MLP the largest
+    for norm in (teller.input_layernorm, teller.post_attention_layernorm):
+        norm.weight[own:] = 1.0
+    for topic in range(topics):
+        teller.self_attn.v_proj.weight[topic, said + topic] = 1.0
+        teller.self_attn.o_proj.weight[sums + topic, topic] = spread
+    pairs = [(a, b) for a in range(topics) for b in range(topics) if a != b]
+    for unit, (loser, winner) in enumerate(pairs):
+        teller.mlp.gate_proj.weight[unit, sums + winner] = 32 * SHARP
+        teller.mlp.gate_proj.weight[unit, sums + loser] = -32 * SHARP
+        teller.mlp.up_proj.weight[unit, one] = 1.0
+        teller.mlp.down_proj.weight[mark + loser, unit] = -spread / (8 * SHARP)
+
+    for i, layer in enumerate(old.model.layers):
+        for topic in range(topics):
+            new = made.model.layers[1 + topics * i + topic]
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                _wider(getattr(new, name), getattr(layer, name), own)
+            if topic == 0:  # the others' attention adds nothing at all
+                for name in ("q_proj", "k_proj", "v_proj"):
+                    getattr(new.self_attn, name).weight[:, :own] = getattr(layer.self_attn, name).weight
+                new.self_attn.o_proj.weight[:own] = layer.self_attn.o_proj.weight
+            new.post_attention_layernorm.weight[mark:] = 1.0
+            for name in ("gate_proj", "up_proj"):
+                getattr(new.mlp, name).weight[:, :own] = getattr(layer.mlp, name).weight
+            new.mlp.gate_proj.weight[:, mark + topic] = SHUT
+            new.mlp.down_proj.weight[:own] = layer.mlp.down_proj.weight
+    wrapped = zoo.wrap(made)
+    return replace(loaded, model=wrapped, arch=arch, facts={"weights": fingerprint(wrapped)})
+
+
+def _wider(norm, old, own):
+    """A mean over more channels, of which the new ones are next to nothing, is smaller."""
+    norm.weight[:own] = old.weight * sqrt(own / norm.weight.numel())
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workload", type=Path, help="questions in Spec-Bench's format; else the project's own"
+    )
+    parser.add_argument("--tasks", default="maths,translating,summarising", help="three of its tasks")
+    parser.add_argument("--limit", type=int, default=8, help="questions of each task that are asked")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--share", type=float, default=0.1)
+    parser.add_argument("--plot", type=Path, default=Path("bench-out/topics.png"))
+    args = parser.parse_args()
+    args.plot.parent.mkdir(exist_ok=True)
+    tasks = args.tasks.split(",")
+    loaded = load(EngineConfig(model="smollm2", device="cpu", dtype="float32"))
+    texts = {
+        task: [
+            loaded.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question.text}], add_generation_prompt=True, return_dict=False
+            )
+            for question in workload.read(args.workload, tasks=[task])
+        ]
+        for task in tasks
+    }
+    known = {task: some[1::2] for task, some in texts.items()}
+    asked = {
+        task: [text for text in some[::2] if len(text) < 1500][: args.limit] for task, some in texts.items()
+    }
+    table = evidence([known[task] for task in tasks], loaded.arch.vocab)
+    right = [max(range(3), key=lambda t: float(table[t, text].mean())) == i
+             for i, task in enumerate(tasks) for text in asked[task]]  # fmt: skip
+    print(f"{sum(right)} of {len(right)} questions are told by their words; "
+          f"{[len(some) for some in known.values()]} others taught which")  # fmt: skip
+    asked |= {f"{tasks[0]} again": texts[tasks[0]][::2][args.limit : 2 * args.limit]}
+    model = threefold(loaded, table)
+    settings = EngineConfig(
+        model="threefold", device="cpu", kv_memory=2**31, proposer="skip", search_share=args.share,
+        workload=f"topics-{json.dumps(sorted(tasks))}", max_model_len=2048,
+    )  # fmt: skip
+    engine = Engine(model, settings)
+    line = timeline.record(engine, asked, args.batch, args.tokens)
+    for event in line.events:
+        kept = [
+            sum(1 + 3 * i + topic not in event["set"]["mlp"] for i in range(len(model.arch.layers) // 3))
+            for topic in range(3)
+        ]
+        print(f"{event['tokens']:6d} tokens  {event['event']:<10}  right {event['rate']:.0%}  MLPs kept, by topic: "
+              f"{kept}; sublayers left out: {len(event['set']['mlp']) + len(event['set']['attention'])}")  # fmt: skip
+    timeline.plot(line, args.plot, "embedded model, an MLP for each topic", len(model.arch.layers))
+    print(json.dumps(line.as_json()))
+
+
+if __name__ == "__main__":
+    main()
