@@ -2,9 +2,9 @@
 
     python bench/topics.py --workload questions.jsonl --tasks math_reasoning,translation,summarization
 
-A small model has no sublayer to spare, so none whose loss depends on the topic. This one is the embedded model
-with every MLP in three copies, each of which works on one topic and adds nothing on the two others. Which topic
-it is, a first layer tells by the words so far. Exactly one copy works wherever it is, so the model says what
+A small model has no sublayer to spare, so none whose loss depends on the topic. This one is the embedded
+model with every MLP once for each topic: each copy works on one of them and adds nothing on the others. Which
+it is, a first layer tells by the words so far. Exactly one copy works at every place, so the model says what
 the embedded one says; but what can be left out without loss changes with the topic.
 
 Words are told apart by half of each task's questions; the other half is asked, one task after the other, then
@@ -14,6 +14,7 @@ the first again. The last line is JSON; the picture has acceptance, phases and t
 import argparse
 import copy
 import json
+import time
 from collections import Counter
 from dataclasses import replace
 from math import log, sqrt
@@ -29,6 +30,7 @@ from samewise.engine import Engine
 from samewise.model import zoo
 
 EXTRA = 32  # channels of the residual stream beside the model's own: a whole group of its four-bit grid
+LONGEST = 1200  # tokens of a question
 CLIP = 3.0  # of what one word may say for a topic
 LEAN = 0.02  # to the first topic, where no word has said anything
 SHARP = 2000.0  # how clearly a little more of one topic than of another is one topic alone
@@ -48,8 +50,8 @@ def evidence(texts, vocab):
 
 
 @torch.no_grad()
-def threefold(loaded, table):
-    """The same model with as many copies of each MLP as there are topics; `table` is what words say of them."""
+def manifold(loaded, table):
+    """The same model with a copy of each MLP for every topic; `table` is what words say of them."""
     topics, old = len(table), loaded.model
     config = copy.deepcopy(old.config)
     own, config.hidden_size = config.hidden_size, config.hidden_size + EXTRA
@@ -70,8 +72,7 @@ def threefold(loaded, table):
     made.model.embed_tokens.weight[:, one] = spread / 4
     made.model.embed_tokens.weight[:, said:sums] = spread / 32 * table.T
     made.lm_head.weight[:, :own] = old.lm_head.weight
-    for norm, model in [(made.model.norm, old.model.norm)]:
-        _wider(norm, model, own)
+    _wider(made.model.norm, old.model.norm, own)
 
     teller = made.model.layers[0]  # attention takes the mean of what words say, the MLP the largest
     for norm in (teller.input_layernorm, teller.post_attention_layernorm):
@@ -116,51 +117,53 @@ def main():
     parser.add_argument(
         "--workload", type=Path, help="questions in Spec-Bench's format; else the project's own"
     )
-    parser.add_argument("--tasks", default="maths,translating,summarising", help="three of its tasks")
+    parser.add_argument(
+        "--tasks", default="maths,translating,summarising", help="of its tasks, one after the other"
+    )
     parser.add_argument("--limit", type=int, default=8, help="questions of each task that are asked")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--share", type=float, default=0.1)
+    parser.add_argument("--beside", action="store_true", help="also without speculation, for the pace")
     parser.add_argument("--plot", type=Path, default=Path("bench-out/topics.png"))
     args = parser.parse_args()
-    args.plot.parent.mkdir(exist_ok=True)
+    args.plot.parent.mkdir(parents=True, exist_ok=True)
     tasks = args.tasks.split(",")
     loaded = load(EngineConfig(model="smollm2", device="cpu", dtype="float32"))
-    texts = {
-        task: [
-            loaded.tokenizer.apply_chat_template(
-                [{"role": "user", "content": question.text}], add_generation_prompt=True, return_dict=False
-            )
-            for question in workload.read(args.workload, tasks=[task])
-        ]
-        for task in tasks
-    }
+    texts = {task: prompts(loaded.tokenizer, workload.read(args.workload, tasks=[task])) for task in tasks}
     known = {task: some[1::2] for task, some in texts.items()}
-    asked = {
-        task: [text for text in some[::2] if len(text) < 1500][: args.limit] for task, some in texts.items()
-    }
-    table = evidence([known[task] for task in tasks], loaded.arch.vocab)
-    right = [max(range(3), key=lambda t: float(table[t, text].mean())) == i
-             for i, task in enumerate(tasks) for text in asked[task]]  # fmt: skip
-    print(f"{sum(right)} of {len(right)} questions are told by their words; "
-          f"{[len(some) for some in known.values()]} others taught which")  # fmt: skip
-    asked |= {f"{tasks[0]} again": texts[tasks[0]][::2][args.limit : 2 * args.limit]}
-    model = threefold(loaded, table)
-    settings = EngineConfig(
-        model="threefold", device="cpu", kv_memory=2**31, proposer="skip", search_share=args.share,
-        workload=f"topics-{json.dumps(sorted(tasks))}", max_model_len=2048,
-    )  # fmt: skip
-    engine = Engine(model, settings)
-    line = timeline.record(engine, asked, args.batch, args.tokens)
+    fresh = {task: some[::2] for task, some in texts.items()}
+    table = evidence(list(known.values()), loaded.arch.vocab)
+    asked = {task: fresh[task][: args.limit] for task in tasks}
+    told = [table[:, text].mean(1).argmax() == i for i, some in enumerate(asked.values()) for text in some]
+    print(f"{sum(told)} of {len(told)} questions are told by their words, "
+          f"which {sum(map(len, known.values()))} others taught")  # fmt: skip
+    asked[f"{tasks[0]} again"] = fresh[tasks[0]][args.limit : 2 * args.limit] or asked[tasks[0]]
+    model = manifold(loaded, table)
+    settings = {"model": "manifold", "device": "cpu", "kv_memory": 2**31, "search_share": args.share,
+                "max_model_len": LONGEST + args.tokens, "workload": f"bench-{time.time()}"}  # fmt: skip
+    for proposer in ("none", "skip") if args.beside else ("skip",):
+        engine = Engine(model, EngineConfig(**settings, proposer=proposer))
+        line = timeline.record(engine, asked, args.batch, args.tokens)
+        tokens = engine.scheduler.counts.output_tokens
+        print(f"{proposer}: {tokens} tokens in {line.seconds:.1f} s, {tokens / line.seconds:.1f} a second")
     for event in line.events:
-        kept = [
-            sum(1 + 3 * i + topic not in event["set"]["mlp"] for i in range(len(model.arch.layers) // 3))
-            for topic in range(3)
-        ]
-        print(f"{event['tokens']:6d} tokens  {event['event']:<10}  right {event['rate']:.0%}  MLPs kept, by topic: "
-              f"{kept}; sublayers left out: {len(event['set']['mlp']) + len(event['set']['attention'])}")  # fmt: skip
-    timeline.plot(line, args.plot, "embedded model, an MLP for each topic", len(model.arch.layers))
+        left = event["set"]["mlp"]
+        kept = [sum(i not in left for i in range(1 + topic, len(model.arch.layers), len(tasks)))
+                for topic in range(len(tasks))]  # fmt: skip
+        print(f"{event['tokens']:6d} tokens  {event['event']:<10}  right {event['rate']:.0%}  MLPs kept, "
+              f"by topic: {kept}; attentions left out: {len(event['set']['attention'])}")  # fmt: skip
+    timeline.plot(line, args.plot, "the embedded model, an MLP for each topic", len(model.arch.layers))
     print(json.dumps(line.as_json()))
+
+
+def prompts(tokenizer, questions):
+    """Questions as a chat, unless they are too long."""
+    chats = [[{"role": "user", "content": question.text}] for question in questions]
+    made = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
+    ]
+    return [text for text in made if len(text) <= LONGEST]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import random
 import runpy
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,37 @@ def test_the_device_waits_between_passes(monkeypatch):
         runner.fast()
         sampler.pick()  # 3 in all, at once
     assert device.waits() == pytest.approx(2 / 13)
+
+
+def test_a_model_with_an_mlp_for_each_topic_says_what_the_model_says():
+    """And what can be left out of it depends on the topic."""
+    import topics
+    from samewise.config import EngineConfig
+    from samewise.engine import Engine
+    from samewise.run.frame import pack_frame
+    from samewise.testing import tiny
+    from samewise.types import LayerSet, Sampling, Span
+
+    loaded, words = tiny(), [range(80), range(80, 160), range(160, 240)]
+    rng = random.Random(0)
+    table = topics.evidence([[list(some)] for some in words], loaded.arch.vocab)
+    config = EngineConfig(model="tiny", kv_memory=2**24, device="cpu", proposer="none")
+    plain, many = Engine(loaded, config), Engine(topics.manifold(loaded, table), config)
+    depth = len(loaded.arch.layers)
+    assert len(many.loaded.arch.layers) == 1 + 3 * depth
+
+    def logits(engine, text, skipped):
+        span = Span(0, 0, tuple(text), len(text), array("i", [1, 2, 3]), Sampling(), list(text), len(text))
+        runner = engine.runner
+        return runner.look(
+            pack_frame([span], runner.tray(len(text))), runner.skipping(runner.views(), skipped)
+        )
+
+    for topic, some in enumerate(words):
+        text = [rng.choice(some) for _ in range(40)]
+        expected, whole = logits(plain, text, LayerSet()), logits(many, text, LayerSet())
+        torch.testing.assert_close(whole, expected, rtol=0.01, atol=0.02)
+        own = frozenset(range(1 + topic, 3 * depth, 3))
+        others = frozenset(range(1, 3 * depth)) - own
+        apart = [float((logits(many, text, LayerSet(mlp=mlp)) - whole).abs().max()) for mlp in (others, own)]
+        assert apart[0] < 0.05 < 1.0 < apart[1]

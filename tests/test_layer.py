@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from samewise.cache.store import KVStore
-from samewise.errors import InvariantBroken
+from samewise.engine import Engine
+from samewise.errors import GuaranteeLost, InvariantBroken
 from samewise.model import layer as layers
 from samewise.model import native
 from samewise.model.attention import PAGE, Rows
@@ -16,13 +17,12 @@ from samewise.model.attention.cpu import TorchKernel
 from samewise.model.attention.native import NativeKernel
 from samewise.model.zoo import ATTENTION, layer_list, pack_linears, seat, survey, wrap
 from samewise.run.runner import kv_shapes
-from samewise.testing import tiny_engine
-from samewise.types import LayerSet
+from samewise.testing import tiny, tiny_engine
+from samewise.types import LayerSet, Sampling
 from test_linear import bits, random, stated
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 WIDTH, INNER, HEADS, KV_HEADS, DIM = 40, 72, 4, 2, 24  # nothing a whole number of vectors
 
 
@@ -35,7 +35,7 @@ def settings(family, **more):
     return AutoConfig.for_model(family, **shape | more)
 
 
-def seated(family, kernel=None, *, dtype=torch.float32, **more):
+def seated(family, kernel=None, *, dtype=torch.float32, coarse=False, **more):
     """A random model whose attention has its seats, and its layers."""
     torch.manual_seed(0)
     arch = survey(settings(family, **more))
@@ -45,6 +45,8 @@ def seated(family, kernel=None, *, dtype=torch.float32, **more):
     for name, weight in model.named_parameters():
         with torch.no_grad():
             weight.copy_(torch.randn_like(weight) * (0.2 if weight.dim() > 1 else 0.5) + ("norm" in name))
+            if coarse:  # what a file in bfloat16 holds: siblings are packed as one
+                weight.copy_(weight.bfloat16())
     wrap(model)
     pack_linears(model)
     kernel = kernel or NativeKernel()
@@ -53,9 +55,11 @@ def seated(family, kernel=None, *, dtype=torch.float32, **more):
     return model, list(layer_list(model, arch)[1])
 
 
-def inputs(num, seed=0):
+def inputs(num, layer=None, seed=0):
     """Rows of one sequence, with angles that are anything."""
-    x, cos, sin = (random(1, num, size, seed=seed + i) for i, size in enumerate((WIDTH, DIM, DIM)))
+    width = WIDTH if layer is None else layer.self_attn.q_proj.in_features
+    dim = DIM if layer is None else layer.self_attn.seat.facts.head_dim
+    x, cos, sin = (random(1, num, size, seed=seed + i) for i, size in enumerate((width, dim, dim)))
     reach = torch.arange(1, num + 1, dtype=torch.int32)
     pages = torch.tensor([3, 1, 4], dtype=torch.int32)
     slots = pages[(reach - 1).long() // PAGE] * PAGE + (reach - 1) % PAGE
@@ -108,18 +112,18 @@ def exponential(given):
 
 def told(layer, x, turns, rows):
     """What layer.cpp says it does, by the kernels it names and the operations it states."""
-    a, m = layer.self_attn, layer.mlp
+    a, m, dim = layer.self_attn, layer.mlp, layer.self_attn.seat.facts.head_dim
     x, (cos, sin) = x[0], (turn[0][:, None] for turn in turns)
     normed = norm(layer.input_layernorm, x)
     q, k, v = (
-        stated(normed, linear.weight, linear.bias).view(x.shape[0], -1, DIM)
+        stated(normed, linear.weight, linear.bias).view(x.shape[0], -1, dim)
         for linear in (a.q_proj, a.k_proj, a.v_proj)
     )
     if hasattr(a, "q_norm"):
         q, k = norm(a.q_norm, q), norm(a.k_norm, k)
 
     def rotate(y):
-        half = DIM // 2
+        half = dim // 2
         return y * cos + torch.cat([-y[..., half:], y[..., :half]], dim=-1) * sin
 
     place = a.seat
@@ -134,21 +138,38 @@ def told(layer, x, turns, rows):
     return (x + stated(gated, m.down_proj.weight, m.down_proj.bias))[None]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("num", [1, 2, 19])
-def test_its_bits_are_those_its_source_states(family, num):
-    for layer in seated(family)[1]:
-        given = inputs(num)
-        with torch.inference_mode():
-            expected = told(layer, *given)
-        assert torch.equal(bits(run(layers.fused(layer), *given)), bits(expected))
+SHAPES = {
+    "llama": ("llama", {}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with a window": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "wide heads": ("qwen3", {"head_dim": 128}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_it_answers_as_its_modules_do(family):
-    for layer in seated(family)[1]:
-        assert layers.fusable(layer)
-        given = inputs(19, seed=7)
+@pytest.mark.parametrize("coarse", [False, True], ids=["apart", "packed as one"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_its_bits_are_those_its_source_states(shape, coarse):
+    family, more = SHAPES[shape]
+    for layer in seated(family, coarse=coarse, **more)[1]:
+        assert (layer.self_attn.q_proj.group is not None) == coarse
+        for num in (1, 2, 19):
+            given = inputs(num, layer)
+            with torch.inference_mode():
+                expected = told(layer, *given)
+            assert torch.equal(bits(run(layers.fused(layer), *given)), bits(expected))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_answers_as_its_modules_do(shape):
+    family, more = SHAPES[shape]
+    for layer in seated(family, **more)[1]:
+        assert layers.why_not(layer) is None
+        given = inputs(19, layer, seed=7)
         one, other = run(layer, *given), run(layers.fused(layer), *given)
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -172,15 +193,19 @@ def test_rows_company_and_threads_do_not_matter():
 
 def test_many_rows_on_several_threads_are_what_each_is_alone():
     """Wide enough that rows between the products are shared out."""
-    _, (layer, _) = seated("llama", intermediate_size=2048)
+    _, (layer, _) = seated("qwen3", hidden_size=1600, intermediate_size=2048)
     made = layers.fused(layer)
-    x, (cos, sin), rows = inputs(40)
-    whole = bits(run(made, x, (cos, sin), rows))
-    for i in range(40):
-        keep = slice(i, i + 1)
-        assert torch.equal(
-            bits(run(made, x[:, keep], (cos[:, keep], sin[:, keep]), some(rows, keep))), whole[:, keep]
-        )
+    x, (cos, sin), rows = inputs(40, layer)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        whole = bits(run(made, x, (cos, sin), rows))
+        for i in range(40):
+            keep = slice(i, i + 1)
+            alone = run(made, x[:, keep], (cos[:, keep], sin[:, keep]), some(rows, keep))
+            assert torch.equal(bits(alone), whole[:, keep])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_another_instruction_set_has_the_same_bits(tmp_path, monkeypatch):
@@ -232,15 +257,18 @@ class Odd(torch.nn.Module):
 
 def test_a_layer_that_does_something_else_is_left_alone():
     _, (layer, other) = seated("llama")
-    assert layers.fusable(layer)
+    assert layers.why_not(layer) is None
     layer.mlp.act_fn.inner = ACT2FN["gelu"]
-    assert not layers.fusable(layer)
+    with torch.no_grad():
+        layer.mlp.down_proj.weight.zero_()  # no number shows it
+    pack_linears(layer)
+    assert "SiLU" in layers.why_not(layer)
     handle = other.mlp.register_forward_hook(lambda *_: None)
-    assert not layers.fusable(other)  # somebody listens
+    assert layers.why_not(other)  # somebody listens
     handle.remove()
-    assert layers.fusable(other)
+    assert layers.why_not(other) is None
     other.input_layernorm = Odd(other.input_layernorm)
-    assert not layers.fusable(other)
+    assert layers.why_not(other)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +282,27 @@ def test_a_layer_that_does_something_else_is_left_alone():
     ids=["family", "attention", "dtype", "arithmetic"],
 )
 def test_what_it_does_not_know_runs_as_its_modules(family, change):
-    assert not any(layers.fusable(layer) for layer in seated(family, **change)[1])
+    assert not any(layers.why_not(layer) is None for layer in seated(family, **change)[1])
+
+
+def test_numbers_are_the_second_lock():
+    _, (layer, _) = seated("llama")
+    layer.self_attn.scaling = 0.3  # an attribute like any other, which modules and kernel both read
+    assert layers.why_not(layer) is None
+    layer.post_attention_layernorm.variance_epsilon = 1e-6
+    made = layers.fused(layer)
+    layer.post_attention_layernorm.variance_epsilon = 1.0
+    assert not layers._agrees(layer, made)
+
+
+def test_a_linear_without_packed_weights_is_an_error_and_no_answer():
+    _, (layer, _) = seated("llama")
+    for module in layer.modules():
+        if hasattr(module, "packed"):
+            module.packed = module.group = None
+    assert "not native" in layers.why_not(layer)
+    with pytest.raises(GuaranteeLost, match="replaced"):
+        layers.fused(layer)
 
 
 def test_rows_that_do_not_fit_are_an_error():
@@ -266,6 +314,8 @@ def test_rows_that_do_not_fit_are_an_error():
         run(layer, x, (cos[..., :6], sin[..., :6]), rows)
     with pytest.raises(InvariantBroken, match="slot"):
         run(layer, x, (cos, sin), rows._replace(slots=rows.slots + 1000))
+    with pytest.raises(InvariantBroken, match="int64"):
+        run(layer, x, (cos, sin), rows._replace(pages=rows.pages.long()))
 
 
 def test_new_weights_are_seen():
@@ -278,6 +328,35 @@ def test_new_weights_are_seen():
     after = run(made, *given)
     assert not torch.equal(before, after)
     assert torch.equal(bits(after), bits(run(layers.fused(layer), *given)))
+
+
+@pytest.mark.parametrize("name", ["layers.1.input_layernorm.weight", "layers.0.self_attn.q_proj.bias",
+                                  "layers.1.mlp.up_proj.weight"])  # fmt: skip
+def test_an_engine_with_new_weights_is_the_engine_that_began_with_them(name):
+    def answer(engine):
+        engine.add([5, 9, 77, 200], Sampling(), max_tokens=12)
+        return [token for _ in iter(lambda: engine.idle, True) for d in engine.step() for token in d.tokens]
+
+    engine, other = tiny_engine("qwen2"), tiny("qwen2")
+    before, weight = answer(engine), other.model.get_parameter(f"model.{name}")
+    with torch.no_grad():
+        weight.copy_(weight.flip(0) * 3 + 1)
+    engine.update_weights({f"model.{name}": weight.detach().clone()})
+    fresh = Engine(other, engine.config)
+    assert engine.runner.fused
+    assert fresh.report.digest == engine.report.digest
+    after = answer(engine)
+    assert after == answer(fresh) != before
+
+
+def test_a_process_with_another_default_dtype_sees_the_same():
+    before = torch.get_default_dtype()
+    _, (layer, _) = seated("llama")
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert layers.why_not(layer) is None
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_the_contract_says_which_it_is():

@@ -19,6 +19,7 @@ from samewise.model.zoo import FrameLinear, Steady
 from samewise.operators import check_linears
 from samewise.probe import probe
 from samewise.testing import tiny, tiny_engine
+from samewise.types import Sampling
 
 CONFIG = EngineConfig(model="tiny", kv_memory=2**22, device="cpu", max_num_seqs=4)
 DOWN = "model.layers.1.mlp.down_proj"
@@ -205,12 +206,15 @@ def test_what_lay_in_the_store_before_does_not_matter(junk: float) -> None:
     assert probe(engine.runner, max_model_len=engine.max_model_len).digest == engine.report.digest
 
 
-def test_an_operator_that_breaks_later_is_found_when_weights_change() -> None:
-    engine = tiny_engine("gemma3_text")  # whose layers run as their modules
+@pytest.mark.parametrize("family", ["gemma3_text", "llama"])  # by its modules, and as one call
+def test_an_operator_that_breaks_later_is_found_when_weights_change(family: str) -> None:
+    engine = tiny_engine(family)
     mlp = engine.runner.model.get_submodule("model.layers.1.mlp")
     mlp.down_proj = ByCompany.around(mlp.down_proj)
-    with pytest.raises(GuaranteeLost, match="down_proj"):
+    with pytest.raises(GuaranteeLost, match=r"down_proj|ByCompany"):
         engine.update_weights({})
+    with pytest.raises(GuaranteeLost, match="not the certified ones"):
+        engine.add([1, 2, 3], Sampling(), max_tokens=4)
 
 
 def test_a_model_that_was_refused_leaves_the_next_one_alone() -> None:

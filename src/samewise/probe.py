@@ -29,7 +29,7 @@ from samewise.contract import ENGINE_VERSION
 from samewise.errors import GuaranteeLost
 from samewise.model.attention import PAGE
 from samewise.model.fit import is_norm
-from samewise.model.zoo import Steady
+from samewise.model.zoo import Steady, layer_list
 from samewise.run.batch import Tray
 from samewise.run.frame import pack_frame
 from samewise.run.numerics import inductor_options
@@ -283,12 +283,14 @@ def _check_rowwise(runner: Runner, spans: tuple[Span, ...]) -> None:
         return record
 
     wrapped = {module.inner for module in runner.model.modules() if isinstance(module, Steady)}
+    inside = f"{layer_list(runner.model, runner.arch)[0]}." if runner.fused else ""
     leaves = [
         (name, module)
         for name, module in runner.model.named_modules()
         if (isinstance(module, Steady) or not any(True for _ in module.children()))
         and module not in wrapped
         and not isinstance(module, nn.Linear | nn.Embedding)
+        and not (runner.fused and name.startswith(inside))  # frames do not run them
     ]
     handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in leaves]
     try:

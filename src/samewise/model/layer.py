@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
-from samewise.errors import InvariantBroken
+from samewise.errors import GuaranteeLost, InvariantBroken
 from samewise.model import native
 from samewise.model.attention import PAGE, Rows
 from samewise.model.attention.native import NativeKernel
@@ -30,6 +31,7 @@ from samewise.model.zoo import FrameLinear, Seat, Steady
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Of transformers, whose layers these are."""
 LONGEST = 512  # of a head the kernel turns
+SILU = (nn.SiLU, type(ACT2FN["silu"]))
 TRIED = 5  # rows a layer is compared on
 CLOSE = 1e-4  # of the largest element, between two orders of summation
 
@@ -85,8 +87,9 @@ class Native:
         attention, mlp = _attention(layer), _mlp(layer)
         self._layer = layer  # whose weights these fields point to
         self._attention, self._mlp, self._width = attention, mlp, _width(layer)
-        self._linears = [linear for part in (attention, mlp) if part for linear in _linears(part)]
-        self._packed: list[Packed | None] = [None] * len(self._linears)
+        self._held = [weight.detach() for weight in layer.parameters()]
+        self._linears: list[FrameLinear] = []
+        self._packed: list[Packed | None] = []
         self._entry, self._parallel = _entry(), native.parallel()
         self._fields = fields = _Layer(width=self._width)
         if attention:
@@ -103,6 +106,7 @@ class Native:
         if mlp:
             fields.second = _norm(layer.post_attention_layernorm)
             fields.inner = mlp.down_proj.in_features
+        self._look()
 
     def __call__(
         self,
@@ -132,13 +136,15 @@ class Native:
 
     def _look(self) -> None:
         """Where the weights lie."""
+        parts = [part for part in (self._attention, self._mlp) if part is not None]
+        self._linears = [linear for part in parts for linear in _linears(part)]
+        self._packed = [linear.packed for linear in self._linears]
         if part := self._attention:
             self._fields.qkv = _side([part.q_proj, part.k_proj, part.v_proj])
             self._fields.o = _side([part.o_proj])
         if part := self._mlp:
             self._fields.gate_up = _side([part.gate_proj, part.up_proj])
             self._fields.down = _side([part.down_proj])
-        self._packed = [linear.packed for linear in self._linears]
 
     def _check(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: Rows) -> None:
         """What the kernel takes on trust. Page numbers and slots it checks itself."""
@@ -150,8 +156,9 @@ class Native:
             or not cos.shape == sin.shape == turns
             or not cos.dtype == sin.dtype == torch.float32
             or any(table.shape[0] != num for table in rows[:3])
+            or not all(table.dtype == torch.int32 and table.is_contiguous() for table in rows[:4])
         ):
-            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, cos, sin, *rows[:3]))
+            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, cos, sin, *rows[:4]))
             raise InvariantBroken(f"a native layer of width {self._width} was given {shapes}")
 
 
@@ -166,7 +173,8 @@ def _side(linears: list[FrameLinear]) -> _Side:
     made = _Side()
     packs: list[tuple[Packed, torch.Tensor | None]] = []
     for linear in linears:
-        assert linear.packed is not None
+        if type(linear) is not FrameLinear or linear.packed is None:
+            raise GuaranteeLost(f"a layer that is one call had its {linear} replaced; build a new engine")
         if linear.group is None:
             packs.append((linear.packed, linear.bias))
         elif linear is linears[0]:
@@ -200,29 +208,39 @@ def _linears(part: nn.Module) -> list[FrameLinear]:
 
 
 def fused(layer: nn.Module) -> nn.Module:
-    """A layer that is `fusable`, or one like it with a sublayer left out, as one call."""
+    """A layer that may be (`why_not`), or one like it with a sublayer left out, as one call."""
     made = copy.copy(layer)
     made._modules = {}  # noqa: SLF001 - as a view is made of torch's own
     made.forward = Native(layer)
     return made
 
 
-def fusable(layer: nn.Module) -> bool:
-    """Whether a layer does what the kernel does. Writes to a page: nobody may hold one yet."""
+def why_not(layer: nn.Module) -> str | None:
+    """Why a layer has to run as its modules; None for one that does what the kernel does.
+
+    Writes to a page: nobody may hold one yet.
+    """
     place = type(layer).__module__
     if place.split(".")[:2] != ["transformers", "models"] or place.split(".")[2] not in FAMILIES:
-        return False
+        return f"{type(layer).__name__} is not of {', '.join(sorted(FAMILIES))}"
     attention, mlp = _attention(layer), _mlp(layer)
-    if attention is None or mlp is None or not all(_untouched(module) for module in layer.modules()):
-        return False
-    seat: Seat = attention.seat
-    if not isinstance(seat.kernel, NativeKernel) or seat.facts.head_dim > LONGEST:
-        return False
-    if any(linear.packed is None for part in (attention, mlp) for linear in _linears(part)):
-        return False
+    changed = [name or "it" for name, module in layer.named_modules() if not _untouched(module)]
+    if attention is None or mlp is None or changed:
+        return f"{', '.join(changed) or 'a sublayer'} was changed, or somebody listens to it"
     if any(weight.dtype != torch.float32 for weight in layer.parameters()):
-        return False
-    return _agrees(layer, fused(layer))
+        return "it is not in float32"
+    seat: Seat = attention.seat
+    if not isinstance(seat.kernel, NativeKernel):
+        return "attention is not native"
+    if seat.facts.head_dim > LONGEST or seat.facts.head_dim % 2:
+        return f"heads of {seat.facts.head_dim}"
+    if type(mlp.act_fn) is not Steady or type(mlp.act_fn.inner) not in SILU:
+        return "its MLP has another activation than SiLU"
+    linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    linears += [getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if any(type(linear) is not FrameLinear or linear.packed is None for linear in linears):
+        return "a linear is not native"
+    return None if _agrees(layer, fused(layer)) else "its modules answer otherwise"
 
 
 def _untouched(module: nn.Module) -> bool:
@@ -235,19 +253,20 @@ def _untouched(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _agrees(layer: nn.Module, made: nn.Module) -> bool:
-    """Whether both answer alike, up to the order of summation."""
+    """Whether both add the same to what they are given, up to the order of summation."""
     dim = _attention(layer).seat.facts.head_dim
-    generator = torch.Generator().manual_seed(0)
-    x, cos, sin = (torch.randn(1, TRIED, size, generator=generator) for size in (_width(layer), dim, dim))
-    reach = torch.arange(1, TRIED + 1, dtype=torch.int32)
-    none = torch.zeros(0)
-    rows = Rows(
-        reach, PAGE + reach - 1, torch.zeros_like(reach), torch.ones(1, dtype=torch.int32), none, none
+    generator = torch.Generator("cpu").manual_seed(0)
+    exact: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    x, cos, sin = (
+        torch.randn(1, TRIED, size, generator=generator, **exact) for size in (_width(layer), dim, dim)
     )
+    whole: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}
+    reach, page = torch.arange(1, TRIED + 1, **whole), torch.ones(1, **whole)
+    none = torch.zeros(0, **exact)
+    rows = Rows(reach, PAGE + reach - 1, torch.zeros_like(reach), page, none, none)
     given: dict[str, Any] = {"position_embeddings": (cos, sin), "rows": rows, "attention_mask": None}
-    one, other = layer(x, **given), made(x, **given)
-    apart = (one - other).abs().max()
-    return bool(apart <= CLOSE * one.abs().max())
+    one, other = layer(x, **given) - x, made(x, **given) - x
+    return bool((one - other).abs().max() <= CLOSE * one.abs().max() + 1e-6)
 
 
-__all__ = ["Native", "fusable", "fused"]
+__all__ = ["Native", "fused", "why_not"]

@@ -56,7 +56,7 @@ class Rehearsal:
         self._pages, self.window = pages, min(window, len(pages) * PAGE)
         self._turn = 0
         self._recent: deque[tuple[int, ...]] = deque(maxlen=RECENT)
-        self._whole = Path(runner.model, None)
+        self._modules = Path(runner.model, None)  # that can be listened to
         self._paths: dict[LayerSet, Path] = {}
 
     def remember(self, tokens: list[int], prompt_len: int) -> None:
@@ -105,7 +105,7 @@ class Rehearsal:
         """Recent answers stand without what came before: what the whole model says there is the truth."""
         if not pieces:
             return []
-        said = iter(self._says(pieces, self._whole)[0])
+        said = iter(self._says(pieces, self.path(LayerSet()))[0])
         return [piece._replace(targets=tuple(next(said) for _ in piece.targets)) for piece in pieces]
 
     # ---- how well
@@ -138,7 +138,7 @@ class Rehearsal:
             handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
             handles += [part.register_forward_hook(leave) for part in parts]
         try:
-            self._look(pieces, self._whole)
+            self._look(pieces, self._modules)
         finally:
             for handle in handles:
                 handle.remove()

@@ -6,6 +6,7 @@ and captured where asked; and `fast`, at however many rows are live. Only a fram
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -17,10 +18,10 @@ import torch
 from torch import nn
 
 from samewise.cache.store import KVStore, page_bytes
-from samewise.errors import GuaranteeLost
+from samewise.errors import GuaranteeLost, UnsupportedModel
 from samewise.model.attention import PAGE, Heads, Kernel
 from samewise.model.fit import Pieces, fit, is_norm, norm_width
-from samewise.model.layer import fusable, fused
+from samewise.model.layer import fused, why_not
 from samewise.model.views import Views
 from samewise.model.zoo import Arch, FrameLinear, layer_list, seat, twin, with_layers, with_module
 from samewise.run.batch import Batch, Tray
@@ -28,6 +29,8 @@ from samewise.run.frame import pack_frame
 from samewise.run.graph import Captured
 from samewise.run.numerics import inductor_options
 from samewise.types import LayerSet, Span
+
+log = logging.getLogger("samewise")
 
 CHAIN = 8  # fast passes that may be under way at once
 WIDER = tuple(
@@ -114,7 +117,7 @@ class Runner:
         """What the last fast pass answered, for the next one of a chain."""
         self.compiled = compile
         self._compiled: dict[nn.Module, Any] = {}  # by the layer it was made of
-        self.fused = self.native and not compile and all(map(fusable, layer_list(self.model, arch)[1]))
+        self.fused = self.native and not compile and self._fusable()
         """Whether each layer is one call of the CPU's kernels instead of its modules'."""
         self._canonical = self._compile(self.model) if compile else self._one_call(self.model)
         self._own: Path | None = None
@@ -300,6 +303,17 @@ class Runner:
         if batch.keep is not None and logits.shape[0] != len(batch.keep):  # a model that cannot keep rows
             logits = logits[batch.keep]
         return logits
+
+    def _fusable(self) -> bool:
+        try:
+            layers = layer_list(self.model, self.arch)[1]
+        except UnsupportedModel:
+            return False
+        reasons = ((i, reason) for i, layer in enumerate(layers) if (reason := why_not(layer)) is not None)
+        first = next(reasons, None)
+        if first is not None:
+            log.info("layers run as their modules: of layer %d, %s", *first)
+        return first is None
 
     def _one_call(self, model: nn.Module) -> nn.Module:
         """The model with a call for each layer, where that can be."""
