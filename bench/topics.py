@@ -31,6 +31,7 @@ from samewise.model import zoo
 
 EXTRA = 32  # channels of the residual stream beside the model's own: a whole group of its four-bit grid
 LONGEST = 1200  # tokens of a question
+FEW = 0.1  # times that a word is taken to have been said, beside those it was
 CLIP = 3.0  # of what one word may say for a topic
 LEAN = 0.02  # to the first topic, where no word has said anything
 SHARP = 2000.0  # how clearly a little more of one topic than of another is one topic alone
@@ -40,9 +41,9 @@ SHUT = 15 * 2.0**21  # what closes the gates of the copies for other topics, by 
 def evidence(texts, vocab):
     """[topics, vocab]: how much a token says for each topic, by texts of each."""
     counts = [Counter(token for text in some for token in text) for some in texts]
-    table = torch.zeros(len(texts), vocab)
-    for token in set().union(*counts):
-        chances = [log((each[token] + 0.5) / (each.total() + 0.5 * vocab)) for each in counts]
+    table, words = torch.zeros(len(texts), vocab), set().union(*counts)
+    for token in words:
+        chances = [log((each[token] + FEW) / (each.total() + FEW * len(words))) for each in counts]
         middle = sum(chances) / len(chances)
         table[:, token] = torch.tensor([max(-CLIP, min(CLIP, chance - middle)) for chance in chances])
     table[0] += LEAN

