@@ -1,13 +1,10 @@
 """A model in which most sublayers do nothing: does `skip` find which, and what does it bring?
 
     python bench/planted.py --layers 24 --hidden 512 --batch 1,8
-    python bench/planted.py --topics bench-out/topics.png
 
 `none`, `skip` (which has to find the set) and `known` (drafting with the set known by construction), side by
 side on the same prompts, in turns. `share` is the part of the time that the search may take. Beside the pace
-stand counts, in which nobody else at work on the machine can be seen: frames, their rows, draft passes. With
-`--topics` the model is one in which what can be left out changes with the topic, and the picture shows what
-`skip` makes of two changes of topic.
+stand counts, in which nobody else at work on the machine can be seen: frames, their rows, draft passes.
 """
 
 import argparse
@@ -19,11 +16,9 @@ from pathlib import Path
 
 import torch
 
-from samewise.bench import timeline
 from samewise.config import EngineConfig
 from samewise.engine import MAKERS, Engine
-from samewise.params import SamplingParams
-from samewise.testing import planted, planted_best, two_topics
+from samewise.testing import planted, planted_best
 from samewise.types import Sampling
 
 
@@ -72,25 +67,6 @@ def counted(engine):
             "branches": skip.get("branches", 0)}  # fmt: skip
 
 
-def topics(args, settings):
-    """Two topics and back: the timeline, as text and as a picture."""
-    loaded = two_topics(args.layers, args.hidden)
-    engine = Engine(loaded, EngineConfig(**settings | {"proposer": "skip", "search_rounds": 16}))
-    half = loaded.arch.vocab // 2
-    ranges = {"first topic": (0, half), "second topic": (half, 2 * half), "first again": (0, half)}
-    rng, asked, params = random.Random(0), {}, {}
-    for name, (low, high) in ranges.items():
-        asked[name] = [[rng.randrange(low, high) for _ in range(16)] for _ in range(4)]
-        params[name] = SamplingParams(temperature=0.7, max_tokens=args.tokens, ignore_eos=True,
-                                      allowed_token_ids=range(low, high), share=False)  # fmt: skip
-    line = timeline.record(engine, asked, 1, args.tokens, params)
-    for event in line.events:
-        print(f"{event['tokens']:6d} tokens  {event['event']:<10}  right {event['rate']:.0%}  "
-              f"MLPs left out: {event['set']['mlp']}")  # fmt: skip
-    timeline.plot(line, Path(args.topics), "planted model, two topics", args.layers)
-    print(json.dumps(line.as_json()))
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -104,7 +80,6 @@ def main():
         "--warm", type=int, default=8192, help="tokens before measuring, at most, in which it may search"
     )
     parser.add_argument("--share", type=float, default=0.02)
-    parser.add_argument("--topics", help="where to draw the timeline of a model with two topics")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
@@ -116,9 +91,6 @@ def main():
     best, found = planted_best(args.layers), []
     settings = {"model": "planted", "device": args.device, "dtype": args.dtype, "kv_memory": 2**30,
                 "search_share": args.share, "workload": f"bench-{time.time()}"}  # fmt: skip
-    if args.topics:
-        topics(args, settings)
-        return
     print(f"{args.layers} layers of {args.hidden}, {args.dtype}, {'cuda' if cuda else 'cpu'}, "
           f"{torch.get_num_threads()} threads; share {args.share:.0%}")  # fmt: skip
     for batch in [int(one) for one in args.batch.split(",")]:

@@ -56,17 +56,8 @@ class Timeline:
         }  # fmt: skip
 
 
-def record(
-    engine: Engine,
-    asked: dict[str, list[list[int]]],
-    batch: int,
-    most: int,
-    params: dict[str, SamplingParams] | None = None,
-) -> Timeline:
-    """Answer the tasks one after the other, `batch` questions at a time, and take notes.
-
-    Greedily, unless `params` says otherwise of a task.
-    """
+def record(engine: Engine, asked: dict[str, list[list[int]]], batch: int, most: int) -> Timeline:
+    """Answer the tasks one after the other, `batch` questions at a time, greedily, and take notes."""
     desk, line = Desk(engine), Timeline()
     last, since = _counters(engine), time.perf_counter()
     began = since
@@ -75,7 +66,7 @@ def record(
         line.topics.append((int(_counters(engine)["tokens"]), task))
         for i in range(0, len(prompts), batch):
             for prompt in prompts[i : i + batch]:
-                desk.submit(desk.ask(prompt, (params or {}).get(task, greedy)))
+                desk.submit(desk.ask(prompt, greedy))
             while not engine.idle:
                 desk.step()
                 now = _counters(engine)
