@@ -27,8 +27,8 @@ constexpr int WIDE = 6, TALL = 4, LONE = 8;  // outputs and rows of a tile; outp
 #else
 constexpr int WIDE = 3, TALL = 2, LONE = 4;
 #endif
-constexpr int HIGH = 4;  // rows of a tile of plain weights
-constexpr int64_t NEAR = 4096;  // floats of x that fit in the nearest cache beside the weights of a tile
+constexpr int HIGH = 4;  // rows of a tile of plain weights, at most
+constexpr int64_t NEAR = 5120;  // floats of x that fit in the nearest cache beside the weights of a tile
 constexpr int64_t STRETCH = 768;  // of K that a tile goes over once for each part of the lanes
 constexpr int STRIP = 48;  // outputs of one task: a multiple of WIDE and LONE
 
@@ -165,12 +165,19 @@ inline void plain_tile(const float* x, int64_t x_row, const float* w, int64_t K,
         }
 }
 
+// A lone row has too few sums to keep the machine busy: five rows are three and two, not four and one.
 template <int N>
 void plain_rows(const float* x, int64_t x_row, int64_t rows, const float* w, int64_t K, float* y) {
-    int64_t r = 0;
-    for (; r + HIGH <= rows; r += HIGH) plain_tile<HIGH, N>(x + r * x_row, x_row, w, K, y + r * STRIP, STRIP);
-    for (; r + 2 <= rows; r += 2) plain_tile<2, N>(x + r * x_row, x_row, w, K, y + r * STRIP, STRIP);
-    for (; r < rows; r++) plain_tile<1, N>(x + r * x_row, x_row, w, K, y + r * STRIP, STRIP);
+    while (rows > 0) {
+        int64_t some = rows == HIGH + 1 ? HIGH - 1 : std::min<int64_t>(rows, HIGH);
+        switch (some) {
+            case 4: plain_tile<4, N>(x, x_row, w, K, y, STRIP); break;
+            case 3: plain_tile<3, N>(x, x_row, w, K, y, STRIP); break;
+            case 2: plain_tile<2, N>(x, x_row, w, K, y, STRIP); break;
+            default: plain_tile<1, N>(x, x_row, w, K, y, STRIP); break;
+        }
+        rows -= some, x += some * x_row, y += some * STRIP;
+    }
 }
 
 template <class Row, int N>
@@ -216,8 +223,8 @@ void strip(const Weights& w, const float* x, int64_t x_row, int64_t rows, int64_
     if (plain == wide)
         for (int64_t i = from; i < end; i++) unpack_row(Row(w, i), K, wide + (i - from) * padded);
     const int64_t block = std::max<int64_t>(HIGH, NEAR / padded / HIGH * HIGH);
-    for (int64_t r = 0; r < rows; r += block) {
-        const int64_t some = std::min(block, rows - r);
+    for (int64_t r = 0, some; r < rows; r += some) {
+        some = rows - r <= block + 1 ? rows - r : block;  // nobody is left alone
         float* out = y + r * STRIP - first;
         for (n = from; n + WIDE <= end; n += WIDE)
             plain_rows<WIDE>(x + r * x_row, x_row, some, plain + (n - from) * padded, padded, out + n);
