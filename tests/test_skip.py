@@ -255,6 +255,70 @@ def test_luck_does_not_open_the_search_again():
     assert skip._search.open
 
 
+def feed(skip, rights):
+    """First guesses that were right or not; what the timeline gained by them."""
+    before = len(skip._events)
+    for right in rights:
+        skip._first.observe(1, int(right))
+        skip.observe([])
+    return [event.event for event in skip._events[before:]]
+
+
+def test_a_broken_promise_drops_the_set_also_while_the_search_is_open_and_it_is_not_recalled():
+    loaded, calls = planted(LAYERS, 64), []
+    talk(engine_of(loaded, search_rounds=6), 1, 300)
+    engine = engine_of(loaded, search_rounds=6)
+    skip = engine.proposer
+    recall = skip._memory.recall
+    skip._memory.recall = lambda: calls.append(1) or recall()
+    talk(engine, 1, 300)
+    skip._settle()
+    skip._search.open = True
+    assert feed(skip, [False] * 60) == ["optimise"]
+    assert not skip.ready
+    assert skip._search.round == 0
+    talk(engine, 1, 300, seed=9)
+    assert len(skip._search.best.skipped) > 0.7 * len(BEST)
+    assert calls == [1]
+
+
+def test_a_fall_that_is_no_collapse_keeps_the_set_in_use():
+    engine = engine_of(search_rounds=6)
+    talk(engine, 1, 300)
+    skip = engine.proposer
+    skip._settle()
+    kept = skip._search.best.skipped
+    assert feed(skip, [True] * 24 + [i % 3 > 0 for i in range(200)]) == ["optimise"]
+    assert skip._search.open
+    assert skip._search.best.skipped == kept
+
+
+def test_a_set_that_is_scored_as_broken_is_dropped_and_not_kept_for_others():
+    engine = engine_of(search_rounds=64)
+    talk(engine, 1, 300)
+    skip = engine.proposer
+    known = skip._memory.recall()
+    skip._search.open, skip._scored_at, skip._saved = True, 0, 1e9
+    told = skip._told
+    skip._told = lambda pieces, skipped: told(pieces, skipped)._replace(right=0)
+    talk(engine, 1, 60, seed=5)
+    assert not skip.ready
+    assert skip._memory.recall() == known
+
+
+def test_sets_that_never_hold_are_given_up_for_a_while():
+    engine = engine_of(search_rounds=6)
+    talk(engine, 1, 300)
+    skip, best = engine.proposer, engine.proposer._search.best
+    for _ in range(3):
+        skip._search.best = best
+        skip._use(best.skipped)
+        feed(skip, [False] * 30)
+    assert not skip._search.open
+    assert skip.quiet
+    assert skip._again > engine.scheduler.counts.output_tokens
+
+
 def test_two_topics_and_back():
     engine = engine_of(two_topics(), search_rounds=10)
     left_out = []
@@ -399,7 +463,7 @@ def test_a_damaged_memory_is_ignored_with_a_warning_and_rewritten(junk, caplog):
         talk(engine, 1, 300)
     assert not skip._search.open
     assert "ignoring" in caplog.text
-    assert skip._memory.recall() == skip._search.best.skipped
+    assert skip._memory.recall()[0] == skip._search.best.skipped
 
 
 def test_new_weights_make_it_prove_its_set_again():

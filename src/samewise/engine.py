@@ -158,15 +158,16 @@ class _Sets:
     def _key(self) -> dict[str, str]:
         return {"contract": self._parts.contract(), "workload": self._parts.config.workload}
 
-    def recall(self) -> LayerSet | None:
-        found = machine.recall("layersets", self._key())
+    def recall(self) -> tuple[LayerSet, float] | None:
+        found: Any = machine.recall("layersets", self._key())
         try:
-            sets = [frozenset(int(i) for i in found[name]) for name in ("attention", "mlp")]  # type: ignore[index]
+            sets = [frozenset(int(i) for i in found[name]) for name in ("attention", "mlp")]
+            rate = min(1.0, max(0.0, float(found.get("rate", 1.0))))
         except (TypeError, KeyError, ValueError, OverflowError):
             if found is not None:
                 log.warning("ignoring a damaged layer set in the cache: %r", found)
             return None
-        return LayerSet(*sets)
+        return LayerSet(*sets), rate
 
     def remember(self, skipped: LayerSet, rate: float) -> None:
         sets = {"attention": sorted(skipped.attention), "mlp": sorted(skipped.mlp), "rate": rate}

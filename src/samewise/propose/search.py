@@ -131,6 +131,10 @@ class Search:
         """Somebody knows the set: no search."""
         self.best, self.open = Best(skipped, rate), False
 
+    def close(self) -> None:
+        """Enough for now."""
+        self.open = False
+
     def reopen(self) -> None:
         """The text has changed: scores of before were of another, and are forgotten. Inform it anew."""
         self._know()
@@ -141,12 +145,12 @@ class Search:
         """The incumbent is no good: nothing is left out until something better is found."""
         self.best = Best(LayerSet())
 
-    def start_from(self, skipped: LayerSet) -> bool:
+    def start_from(self, skipped: LayerSet, rate: float = 1.0) -> bool:
         """Take a set found before as the incumbent, to be scored like any. False: not of this model."""
         inside = set(range(1, self.layers - 1))
         if not skipped.attention <= inside or not skipped.mlp <= inside:
             return False
-        self.best = Best(skipped)
+        self.best = Best(skipped, rate)
         return True
 
     # ---- inside

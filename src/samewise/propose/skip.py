@@ -38,7 +38,8 @@ RIVALS = 3  # alternatives looked at where a guess is unsure
 BRANCHES = 4  # of which a draft may have at once
 SURE = 0.95  # and above this probability nobody looks for any
 UNSURE = 0.95  # below this chance a guess has alternatives worth a thought
-COLLAPSE = 0.5  # of what it promised: a set that is right less often is not used until it is scored again
+COLLAPSE = 0.5  # of what it promised: a set that is right less often is dropped
+LOST = 3  # sets in a row that are dropped before the search is given up for a while
 FALL = 0.15  # how much less often first guesses may be right before the search is opened again
 LUCK = 2.5  # standard deviations that are no news
 SETTLED, LATELY = 24.0, 64.0  # first guesses that make the norm, and those that are compared with it
@@ -50,8 +51,8 @@ IDLE = 1.0  # longer pauses are nobody's time
 class Memory(Protocol):
     """Where found sets are kept over the end of a process."""
 
-    def recall(self) -> LayerSet | None:
-        """What was found before, if anything."""
+    def recall(self) -> tuple[LayerSet, float] | None:
+        """What was found before, if anything, and how often it was right."""
         ...
 
     def remember(self, skipped: LayerSet, rate: float) -> None:
@@ -148,6 +149,7 @@ class Skip(Decode):
         self._first = Rate(0.0, 0.0, memory=LATELY)  # of first guesses, since the set is in use
         self._norm: float | None = None  # what that was when it had settled
         self._promised = 1.0  # what it was to be when the set was chosen
+        self._losses = 0  # sets dropped since one held
         self._changes = 0
         self._bar = 0.0
         self._scored_at = self._branched = self._passes = 0
@@ -317,21 +319,47 @@ class Skip(Decode):
                 self._learn(draft, verdict)
         if not self.ready or self._first.trials < SETTLED:
             return
-        now, promised = self._first.value, self._promised
-        if now < COLLAPSE * promised or (self._norm is not None and now < self._norm - _news(self._norm)):
+        now = self._first.value
+        if self._broken(now, self._first.trials):
+            self._lose()
+        elif self._norm is not None and now < self._norm - _news(self._norm):
             self._rehearsal.forget()  # what was said before was about something else
             self._reopen()
-            self._promised = now  # no news any more
-            if now < COLLAPSE * promised:
-                self._search.drop()
-                self._use(LayerSet())
+            self._promised = now
             self._note("optimise")
-        elif self._norm is None and not self._search.open:
-            self._norm = now
+        else:
+            if self._norm is None and not self._search.open:
+                self._norm = now
+            if self._first.trials >= 2 * SETTLED:
+                self._losses = 0  # this one holds
+
+    def _broken(self, rate: float, trials: float) -> bool:
+        """Whether the set is right less than half as often as it promised, and that is not luck."""
+        promised = self._promised
+        spread = math.sqrt(promised * (1.0 - promised) * (1.0 / SETTLED + 1.0 / trials))
+        return rate < min(COLLAPSE * promised, promised - LUCK * spread)
+
+    def _lose(self) -> None:
+        """Do without the set, which did not keep its promise, and look for another; if that happens again and
+        again, not before long."""
+        self._rehearsal.forget()
+        self._reopen()
+        self._search.drop()
+        self._use(LayerSet())
+        self._losses += 1
+        if self._losses < LOST:
+            self._note("optimise")
+            return
+        self._losses = 0
+        self._search.close()
+        self._note("accelerate")
+        self._rethink()
 
     def _reopen(self) -> None:
+        if not self._search.open:
+            self._saved = min(self._saved, 0.0)
         self._search.reopen()
-        self._informed, self._saved, self._again = False, 0.0, math.inf
+        self._informed, self._again = False, math.inf
         self._settle()
 
     def _learn(self, draft: _Draft, verdict: Verdict) -> None:
@@ -457,6 +485,9 @@ class Skip(Decode):
         candidate = search.suggest(prices)
         trial, own = self._told(pieces, candidate), self._told(pieces, before)
         won = search.score(candidate, trial.rate, own.rate, trial.asked, prices)
+        if before and not won and self._broken(own.rate, own.asked):
+            self._lose()
+            return
         if search.best.skipped != before:
             log.info("layer set: skip %s (%.0f%% right)", search.best.skipped, 100 * search.best.rate)
             self._use(search.best.skipped)
@@ -466,6 +497,7 @@ class Skip(Decode):
         self._note("optimise")
         if not search.open:
             self._settle()
+            self._promised = search.best.rate
             self._note("accelerate")
             self._keep()
             self._rethink()
@@ -490,10 +522,10 @@ class Skip(Decode):
         self._recalled, found = True, self._memory.recall()
         if found is None:
             return
-        if self._search.start_from(found):
-            self._use(found)
+        if self._search.start_from(*found):
+            self._use(found[0])
         else:
-            log.warning("ignoring a layer set of another model in the cache: %s", found)
+            log.warning("ignoring a layer set of another model in the cache: %s", found[0])
 
     def _told(self, pieces: list[Piece], skipped: LayerSet) -> Told:
         if not skipped:
