@@ -130,6 +130,8 @@ def main():
     args = parser.parse_args()
     args.plot.parent.mkdir(parents=True, exist_ok=True)
     tasks = args.tasks.split(",")
+    if not 2 <= len(tasks) <= (EXTRA - 1) // 3:
+        raise SystemExit(f"--tasks {args.tasks}: give two to {(EXTRA - 1) // 3} of the workload's tasks")
     loaded = load(EngineConfig(model="smollm2", device="cpu", dtype="float32"))
     texts = {task: prompts(loaded.tokenizer, workload.read(args.workload, tasks=[task])) for task in tasks}
     known = {task: some[1::2] for task, some in texts.items()}
@@ -155,7 +157,8 @@ def main():
         print(f"{event['tokens']:6d} tokens  {event['event']:<10}  right {event['rate']:.0%}  MLPs kept, "
               f"by topic: {kept}; attentions left out: {len(event['set']['attention'])}")  # fmt: skip
     timeline.plot(line, args.plot, "the embedded model, an MLP for each topic", len(model.arch.layers))
-    print(json.dumps(line.as_json()))
+    about = {"contract": engine.contract.id, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    print(json.dumps(about | {"tasks": tasks, "batch": args.batch, "tokens": args.tokens} | line.as_json()))
 
 
 def prompts(tokenizer, questions):
