@@ -13,7 +13,7 @@ from samewise import LLM, AsyncLLM, SamplingParams, aio
 from samewise.aio import _Call
 from samewise.errors import BadParameter, BadPrompt, MachineError, QueueFull
 from samewise.outputs import RequestOutput
-from samewise.testing import Scripted, tiny_engine
+from samewise.testing import Scripted, paced, tiny_engine
 
 T = TypeVar("T")
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -31,7 +31,7 @@ def go(work: Coroutine[Any, Any, T], seconds: float = 60) -> T:
 
 @asynccontextmanager
 async def served(**settings: Any) -> AsyncIterator[AsyncLLM]:
-    async with AsyncLLM.over(tiny_engine(**settings)) as llm:
+    async with AsyncLLM.over(paced(tiny_engine(**settings))) as llm:
         yield llm
 
 

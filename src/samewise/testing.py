@@ -6,6 +6,7 @@ Nothing here is patched into anything: an engine takes its model and its propose
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -316,6 +317,18 @@ class Transcript:
         return f"Transcript({self.tokens}, {self.logprobs[:3]}…, {self.finish})"
 
 
+def paced(engine: Engine, seconds: float = 0.003) -> Engine:
+    """The same engine, at a larger model's pace: steps take their time, and who leaves early leaves midway."""
+    step = engine.step
+
+    def slower() -> list[Delta]:
+        time.sleep(seconds)
+        return step()
+
+    engine.step = slower  # type: ignore[method-assign]
+    return engine
+
+
 def preempting(engine: Engine, seed: int, rate: float = 0.2) -> list[Delta]:
     """One step, before which any running sequence may have lost its pages."""
     rng = random.Random(f"{seed} {engine.scheduler.counts.frames} {engine.scheduler.counts.preempted}")
@@ -362,6 +375,7 @@ __all__ = [
     "Scripted",
     "Transcript",
     "byte_tokenizer",
+    "paced",
     "planted",
     "planted_best",
     "preempting",

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from samewise import AsyncLLM
 from samewise.serve.app import make_app
 from samewise.serve.settings import ServeSettings
-from samewise.testing import tiny_engine
+from samewise.testing import paced, tiny_engine
 
 T = TypeVar("T")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -109,7 +109,7 @@ async def shop(
     settings: ServeSettings | None = None, *, real: bool = False, headers: Any = None, **engine: Any
 ) -> AsyncIterator[Shop]:
     """Open a shop; `real` ones listen on a port. Keywords are tiny_engine's."""
-    async with AsyncLLM.over(tiny_engine(**engine)) as llm:
+    async with AsyncLLM.over(paced(tiny_engine(**engine))) as llm:
         app = make_app(llm, settings)
         if not real:
             transport = httpx.ASGITransport(app)

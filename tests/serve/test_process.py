@@ -23,7 +23,7 @@ from samewise.errors import BadParameter, MachineError, UnknownModel
 from samewise.serve.logs import OURS
 from samewise.serve.run import Listen, run
 from samewise.serve.settings import KEY_VARIABLE, Keys, ServeSettings, gather_keys
-from samewise.testing import Scripted, byte_tokenizer, tiny_engine, tiny_model
+from samewise.testing import Scripted, byte_tokenizer, paced, tiny_engine, tiny_model
 
 T = TypeVar("T")
 
@@ -174,7 +174,7 @@ def told_to_end() -> None:
 
 
 def tiny() -> AsyncLLM:
-    return AsyncLLM.over(tiny_engine())
+    return AsyncLLM.over(paced(tiny_engine()))
 
 
 @pytest.mark.parametrize("signals", [1, 2])
