@@ -318,7 +318,7 @@ class Transcript:
 
 
 def paced(engine: Engine, seconds: float = 0.003) -> Engine:
-    """The same engine, at a larger model's pace: steps take their time, and who leaves early leaves midway."""
+    """The same engine at a larger model's pace: whoever leaves early leaves in the middle."""
     step = engine.step
 
     def slower() -> list[Delta]:
