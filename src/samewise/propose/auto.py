@@ -26,7 +26,7 @@ log = logging.getLogger("samewise.auto")
 
 MARGIN = 1.05  # a drafter must promise this much more than not drafting
 UNLIKELY = 0.05  # no row is free enough for less
-MARGIN = 1.15  # times its price a guess must bring: those that look best are also those that look too good
+SURCHARGE = 1.15  # times its price a match must bring: those that look best are also those that look too good
 FAR = 0.75  # of its chance keeps a guess further ahead than twice what matched
 LENGTHS = 12  # matches longer than this are believed alike
 LIKELY = (0.2, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9)  # by length, at first
@@ -283,7 +283,7 @@ class Auto:
             filled = min(num + free, len(chances))
             brought += sum(chances[num:filled]) * now / live  # a token takes so long without guesses
             num = filled
-            gain = brought - MARGIN * (frames.cost(live + num) - now)
+            gain = brought - SURCHARGE * (frames.cost(live + num) - now)
             if gain >= best:
                 bought, best = num, gain
         return bought
