@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 import samewise  # noqa: F401  - settles the machine before torch works
 from samewise import machine
 
-machine.settle()
+machine.pin_environment()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-import samewise.model.attention.triton as kernels  # noqa: E402
-from samewise.model.attention import PAGE, Heads, LayerKV, Rows  # noqa: E402
+import samewise.kernels.attention.triton as kernels  # noqa: E402
+from samewise.kernels.attention.base import PAGE, Heads, LayerKV, Rows  # noqa: E402
 from shapes import commit  # noqa: E402
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32

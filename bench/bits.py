@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from loads import after
-from samewise.engine import Engine
-from samewise.model.attention import PAGE
+from samewise.engine.engine import Engine
+from samewise.kernels.attention.base import PAGE
 from samewise.types import Sampling, Span
 
 SHORTEST, LONGEST, LONG = 40, 300, 2500

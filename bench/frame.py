@@ -19,17 +19,18 @@ from array import array
 
 from samewise import machine
 
-machine.settle()
+machine.pin_environment()
 
 import torch  # noqa: E402
 
-from samewise.assemble import load, pick_kernel, pick_linear  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
-from samewise.engine import Engine  # noqa: E402
-from samewise.model import zoo  # noqa: E402
-from samewise.model.attention import PAGE  # noqa: E402
-from samewise.run.frame import pack_frame  # noqa: E402
-from samewise.run.runner import Runner  # noqa: E402
+from samewise.engine.engine import Engine  # noqa: E402
+from samewise.execute.load import load, pick_kernel, pick_linear  # noqa: E402
+from samewise.execute.pack import pack_frame  # noqa: E402
+from samewise.execute.runner import Runner  # noqa: E402
+from samewise.kernels.attention.base import PAGE  # noqa: E402
+from samewise.model.linear import pack_linears  # noqa: E402
+from samewise.model.surgery import twin  # noqa: E402
 from samewise.types import Sampling, Span  # noqa: E402
 from shapes import commit, copy_bandwidth, random_on_card, shape_8b, timed  # noqa: E402
 
@@ -71,14 +72,14 @@ def cpu(args: argparse.Namespace) -> dict:
     kernel = pick_kernel("auto", device)
     arch, results = loaded.arch, []
     linears = pick_linear(args.linear, device)
-    model = zoo.twin(loaded.model)
+    model = twin(loaded.model)
     if linears == "native":
-        print("weights kept as", dict(zoo.pack_linears(model)))
+        print("weights kept as", dict(pack_linears(model)))
     context = args.context
     for rows in args.rows:
         runners = {
             mode: Runner(
-                zoo.twin(model), arch, kernel, num_pages=17 * -(-context // PAGE) + 2, sizes=(rows,),
+                twin(model), arch, kernel, num_pages=17 * -(-context // PAGE) + 2, sizes=(rows,),
                 max_rows=rows, max_model_len=context, dtype=next(loaded.model.parameters()).dtype,
                 device=device, compile=mode == "compiled",
             )
@@ -90,11 +91,11 @@ def cpu(args: argparse.Namespace) -> dict:
             # Interleaved, so that a noisy neighbour disturbs all of them alike.
             times: dict[str, list[float]] = {name: [] for name in ("linears", *runners)}
             for runner in runners.values():
-                runner.frame(pack_frame(spans, runner.tray(runner.frame_rows)))
+                runner.frame(pack_frame(spans, runner.staging(runner.frame_rows)))
             for _ in range(args.repeats):
                 times["linears"].append(timed(alone, 1, device))
                 for name, runner in runners.items():
-                    batch = pack_frame(spans, runner.tray(runner.frame_rows))
+                    batch = pack_frame(spans, runner.staging(runner.frame_rows))
                     times[name].append(timed(lambda r=runner, b=batch: r.frame(b), 1, device))
             ms = {name: statistics.median(values) for name, values in times.items()}
             row = {
@@ -135,7 +136,7 @@ def frame_ms(engine: Engine, sequences: int, each: int, context: int, repeats: i
     verifier = engine.verifier
 
     def work() -> None:
-        for _ in range(10):  # the same spans each time, so the trays may be filled before they are read
+        for _ in range(10):  # the same spans each time, so the buffers may be filled before they are read
             verifier.run(spans)
 
     work()
@@ -181,7 +182,7 @@ def host_time(engine: Engine, context: int, sequences: int = 128, steps: int = 6
     for i in range(sequences):
         prompt = [(i * 31 + 7 * j) % 1000 + 1 for j in range(context - steps)]
         engine.add(prompt, GREEDY, max_tokens=steps * 2 + 40)
-    while engine.scheduler.counts.output_tokens < sequences * 8:
+    while engine.scheduler.counters.output_tokens < sequences * 8:
         engine.step()
     read = time.perf_counter() - began
     before = engine.stats()

@@ -26,7 +26,7 @@ from typing import Any
 
 from samewise import machine
 
-machine.settle()
+machine.pin_environment()
 
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -37,8 +37,8 @@ import peers  # noqa: E402
 import shapes  # noqa: E402
 from loads import MODES, Case, measure, streaming  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
-from samewise.engine import Engine  # noqa: E402
-from samewise.model.attention import PAGE  # noqa: E402
+from samewise.engine.engine import Engine  # noqa: E402
+from samewise.kernels.attention.base import PAGE  # noqa: E402
 from telling import few, line, middle, picture, short, table  # noqa: E402
 
 Found = dict[str, Any]

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from samewise.config import EngineConfig
-from samewise.engine import MAKERS, Engine
+from samewise.engine.engine import MAKERS, Engine
 from samewise.testing import planted, planted_best
 from samewise.types import Sampling
 
@@ -48,7 +48,7 @@ def warm(engine, batch, tokens, temperature):
     """Some text, and as much as the search takes, if that is not too much."""
     seed = 1000
     run(engine, batch, 16, seed, temperature)
-    while engine.scheduler.counts.output_tokens < tokens and engine.stats()["skip"]["search"]["open"]:
+    while engine.scheduler.counters.output_tokens < tokens and engine.stats()["skip"]["search"]["open"]:
         run(engine, batch, 64, seed := seed + 1, temperature)
 
 
@@ -61,7 +61,7 @@ def found_after(report):
 
 
 def counted(engine):
-    counts, skip = engine.scheduler.counts, engine.stats().get("skip", {})
+    counts, skip = engine.scheduler.counters, engine.stats().get("skip", {})
     return {"tokens": counts.output_tokens, "frames": counts.frames, "rows": counts.rows,
             "passes": skip.get("passes", 0), "guessed": counts.guessed, "accepted": counts.accepted,
             "branches": skip.get("branches", 0)}  # fmt: skip

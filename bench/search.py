@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from samewise.propose.search import Prices, Search
+from samewise.draft.skip.search import Prices, Search
 from samewise.types import LayerSet
 
 AFTER = (5, 10, 20, 40)

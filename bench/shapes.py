@@ -15,12 +15,14 @@ from typing import Any
 
 from samewise import machine
 
-machine.settle()  # before torch works
+machine.pin_environment()  # before torch works
 
 import torch  # noqa: E402
 
-from samewise.assemble import Loaded  # noqa: E402
-from samewise.model import zoo  # noqa: E402
+from samewise.execute.load import Loaded  # noqa: E402
+from samewise.model.arch import survey  # noqa: E402
+from samewise.model.attention_binding import ATTENTION  # noqa: E402
+from samewise.model.load import wrap  # noqa: E402
 
 
 def shape_8b(layers: int = 32) -> Any:
@@ -47,8 +49,8 @@ def shape_tiny(layers: int = 2) -> Any:
 
 def random_on(config: Any, device: torch.device, dtype: torch.dtype) -> Loaded:
     """Random weights of the config's shape, made on the device."""
-    model = bare(config, device, dtype, zoo.ATTENTION)
-    return Loaded(zoo.wrap(model), zoo.survey(config), {"weights": "random"})
+    model = bare(config, device, dtype, ATTENTION)
+    return Loaded(wrap(model), survey(config), {"weights": "random"})
 
 
 def random_on_card(config: Any) -> Loaded:

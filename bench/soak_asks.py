@@ -64,8 +64,8 @@ def bodies(num: int, rng: random.Random) -> list[tuple[str, dict]]:
 def references(asked: list[tuple[str, dict]]) -> tuple[list[Ask], str]:
     """Each of them alone, in this process, and the contract they were computed under."""
     from samewise import LLM
-    from samewise.serve.protocol import parse
-    from samewise.serve.replies import respond
+    from samewise.openai.parse import parse
+    from samewise.openai.replies import respond
     from samewise.testing import byte_tokenizer
 
     llm = LLM.over(engine(proposer="none", enable_prefix_caching=False, max_num_seqs=1))

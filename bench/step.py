@@ -22,20 +22,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samewise import machine
 
-machine.settle()
+machine.pin_environment()
 
 import torch  # noqa: E402
 
 import shapes  # noqa: E402
 from kernels import Kernel, groups, labelled, recorded  # noqa: E402
 from loads import Load, replaced  # noqa: E402
-from samewise import verify  # noqa: E402
 from samewise.bench.report import pyplot  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
-from samewise.engine import Engine  # noqa: E402
+from samewise.draft import decode  # noqa: E402
+from samewise.engine.engine import Engine  # noqa: E402
 from samewise.errors import MachineError  # noqa: E402
-from samewise.model import layer, zoo  # noqa: E402
-from samewise.propose import decode  # noqa: E402
+from samewise.model import fused_layer as layer  # noqa: E402
+from samewise.model.linear import FrameLinear  # noqa: E402
+from samewise.verify import verifier as verify  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -161,7 +162,7 @@ def profile(engine: Engine, load: Load, steps: int) -> tuple[Found, list[Piece],
     with ExitStack() as block:
         if engine.device.type == "cpu":  # native kernels are called past torch, which would not see them
             for owner, name, label in (
-                (zoo.FrameLinear, "forward", "samewise::linear"),
+                (FrameLinear, "forward", "samewise::linear"),
                 (type(engine.runner.kernel), "__call__", "samewise::attention"),
                 (layer.Native, "__call__", "samewise::layer"),
                 (type(engine.sampler), "pick", "samewise::sampler"),

@@ -23,11 +23,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from samewise.assemble import fingerprint, load
 from samewise.bench import timeline, workload
 from samewise.config import EngineConfig
-from samewise.engine import Engine
-from samewise.model import zoo
+from samewise.engine.engine import Engine
+from samewise.execute.load import fingerprint, load
+from samewise.model.arch import survey
+from samewise.model.attention_binding import ATTENTION
+from samewise.model.load import wrap
 
 EXTRA = 32  # channels of the residual stream beside the model's own: a whole group of its four-bit grid
 LONGEST = 1200  # tokens of a question
@@ -58,11 +60,9 @@ def manifold(loaded, table):
     own, config.hidden_size = config.hidden_size, config.hidden_size + EXTRA
     config.head_dim = loaded.arch.layers[0].head_dim
     config.num_hidden_layers, config.tie_word_embeddings = 1 + topics * config.num_hidden_layers, False
-    arch = zoo.survey(config)
+    arch = survey(config)
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(
-            config, attn_implementation=zoo.ATTENTION, dtype=torch.float32
-        )
+        made = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
     made = made.to_empty(device="cpu")
     for weight in made.parameters():
         weight.zero_()
@@ -102,7 +102,7 @@ def manifold(loaded, table):
                 getattr(new.mlp, name).weight[:, :own] = getattr(layer.mlp, name).weight
             new.mlp.gate_proj.weight[:, mark + topic] = SHUT
             new.mlp.down_proj.weight[:own] = layer.mlp.down_proj.weight
-    wrapped = zoo.wrap(made)
+    wrapped = wrap(made)
     return replace(loaded, model=wrapped, arch=arch, facts={"weights": fingerprint(wrapped)})
 
 
@@ -148,7 +148,7 @@ def main():
     for proposer in ("none", "skip") if args.beside else ("skip",):
         engine = Engine(model, EngineConfig(**settings, proposer=proposer))
         line = timeline.record(engine, asked, args.batch, args.tokens)
-        tokens = engine.scheduler.counts.output_tokens
+        tokens = engine.scheduler.counters.output_tokens
         print(f"{proposer}: {tokens} tokens in {line.seconds:.1f} s, {tokens / line.seconds:.1f} a second")
     for event in line.events:
         left = event["set"]["mlp"]

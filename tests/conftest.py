@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from samewise import machine
 
-machine.settle()
+machine.pin_environment()
 
 import torch  # noqa: E402
 

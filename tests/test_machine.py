@@ -117,7 +117,7 @@ def test_no_amx_no_child(tmp_path):
     path = tmp_path / "cpuinfo"
     path.write_text(PLAIN)
     child, env = Child(), {}
-    facts = machine.settle(child, cpuinfo=path, environ=env)
+    facts = machine.pin_environment(child, cpuinfo=path, environ=env)
     assert child.asked == []
     assert facts == {
         "MKL_DYNAMIC": "FALSE",
@@ -130,7 +130,7 @@ def test_no_amx_no_child(tmp_path):
 def test_amx_that_works_is_left_alone_and_asked_once(amx):
     child = Child()
     for _ in range(2):
-        assert "ONEDNN_MAX_CPU_ISA" not in machine.settle(child, cpuinfo=amx, environ={})
+        assert "ONEDNN_MAX_CPU_ISA" not in machine.pin_environment(child, cpuinfo=amx, environ={})
     assert child.asked == [None]
 
 
@@ -147,7 +147,7 @@ def test_amx_that_kills_is_capped_at_the_best_that_survives(amx, deadly, cap):
     child = Child(dict.fromkeys(deadly, -signal.SIGILL))
     for _ in range(2):
         env = {}
-        assert machine.settle(child, cpuinfo=amx, environ=env)["ONEDNN_MAX_CPU_ISA"] == cap
+        assert machine.pin_environment(child, cpuinfo=amx, environ=env)["ONEDNN_MAX_CPU_ISA"] == cap
         assert env["ONEDNN_MAX_CPU_ISA"] == cap
     assert (
         child.asked == [None, *machine.ISA_LADDER][: len(child.asked)]
@@ -158,7 +158,10 @@ def test_amx_that_kills_is_capped_at_the_best_that_survives(amx, deadly, cap):
 def test_no_clear_answer_means_caution_and_is_asked_again(amx, answer):
     child = Child(default=answer)
     for _ in range(2):
-        assert machine.settle(child, cpuinfo=amx, environ={})["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
+        assert (
+            machine.pin_environment(child, cpuinfo=amx, environ={})["ONEDNN_MAX_CPU_ISA"]
+            == "AVX512_CORE_BF16"
+        )
     assert child.asked == [None, None]
 
 
@@ -166,24 +169,24 @@ def test_no_clear_answer_means_caution_and_is_asked_again(amx, answer):
 def test_what_the_user_set_stays(amx, name):
     env = {name: "AVX2", "OMP_NUM_THREADS": "7", "MKL_DYNAMIC": "TRUE", "MKL_CBWR": "COMPATIBLE"}
     child = Child(default=-signal.SIGILL)
-    facts = machine.settle(child, cpuinfo=amx, environ=env)
+    facts = machine.pin_environment(child, cpuinfo=amx, environ=env)
     assert child.asked == []
     assert facts == {**env, "OMP_DYNAMIC": "FALSE"}
 
 
 def test_a_damaged_answer_is_asked_for_again(amx, cache):
-    machine.settle(Child(), cpuinfo=amx, environ={})
+    machine.pin_environment(Child(), cpuinfo=amx, environ={})
     (entry,) = (cache / "facts" / "isa").iterdir()
     content = json.loads(entry.read_bytes())
     entry.write_text(json.dumps({**content, "value": {"cap": "rm -rf"}}))
     child = Child()
-    machine.settle(child, cpuinfo=amx, environ={})
+    machine.pin_environment(child, cpuinfo=amx, environ={})
     assert child.asked == [None]
 
 
 def test_settling_again_is_quick(amx):
-    machine.settle(Child(), cpuinfo=amx, environ={})
-    best = min(_timed(lambda: machine.settle(Child(), cpuinfo=amx, environ={})) for _ in range(20))
+    machine.pin_environment(Child(), cpuinfo=amx, environ={})
+    best = min(_timed(lambda: machine.pin_environment(Child(), cpuinfo=amx, environ={})) for _ in range(20))
     assert best < 0.005
 
 
@@ -212,7 +215,7 @@ def test_the_real_probe_passes_with_the_lowest_instruction_set():
 
 
 def test_the_module_does_not_bring_torch_in():
-    code = "import sys; from samewise import machine; machine.settle(); assert 'torch' not in sys.modules"
+    code = "import sys, samewise.machine as m; m.pin_environment(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

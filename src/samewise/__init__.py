@@ -14,12 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from samewise.aio import AsyncLLM
     from samewise.config import EngineConfig
     from samewise.contract import Contract
-    from samewise.engine import Engine
+    from samewise.engine.engine import Engine
     from samewise.errors import SamewiseError
-    from samewise.llm import LLM
+    from samewise.llm.aio import AsyncLLM
+    from samewise.llm.llm import LLM
     from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestOutput, ScoreOutput
     from samewise.params import SamplingParams
     from samewise.types import Grammar
@@ -30,7 +30,7 @@ except PackageNotFoundError:  # run from a source tree that was not installed
     __version__ = "0.0.0+source"
 
 _HOMES = {
-    "AsyncLLM": "samewise.aio",
+    "AsyncLLM": "samewise.llm",
     "Chunk": "samewise.outputs",
     "CompletionOutput": "samewise.outputs",
     "Contract": "samewise.contract",
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'samewise' has no attribute {name!r}")
     from samewise import machine
 
-    machine.settle()  # before torch does any work: see its docstring
+    machine.pin_environment()  # before torch does any work: see its docstring
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -22,7 +22,15 @@ class SamewiseError(Exception):
 
 
 class CallerError(SamewiseError, ValueError):
-    """The caller's mistake. The message names the value and the remedy."""
+    """The caller's mistake. The message names the value and the remedy.
+
+    `param` is the name of the parameter the error is about, where it is about one; a server returns it as
+    OpenAI's `param` field.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class BadPrompt(CallerError):

@@ -166,7 +166,7 @@ for rows in (1, 16, 64):
 """
 
 
-def settle(
+def pin_environment(
     probe: Probe | None = None,
     *,
     cpuinfo: Path = CPUINFO,
@@ -274,9 +274,9 @@ __all__ = [
     "cache_dir",
     "cpu_facts",
     "num_cores",
+    "pin_environment",
     "recall",
     "remember",
     "run_probe",
-    "settle",
     "write_atomically",
 ]

@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from samewise.assemble import Loaded, fingerprint
 from samewise.config import EngineConfig
-from samewise.engine import Engine, MakeProposer, Parts
-from samewise.model import zoo
-from samewise.propose.decode import Decode
+from samewise.draft.decode import Decode
+from samewise.engine.engine import Engine, MakeProposer, Parts
+from samewise.execute.load import Loaded, fingerprint
+from samewise.model.arch import survey
+from samewise.model.attention_binding import ATTENTION
+from samewise.model.load import wrap
 from samewise.types import Ask, Branch, Delta, LayerSet, Proposal, Sampling, Verdict
 
 T = TypeVar("T")
@@ -69,7 +71,7 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            tiny_config(family, **overrides), attn_implementation=zoo.ATTENTION, dtype=torch.float32
+            tiny_config(family, **overrides), attn_implementation=ATTENTION, dtype=torch.float32
         )
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -88,8 +90,8 @@ def tiny(
     **overrides: Any,
 ) -> Loaded:
     """A tiny random model ready for an Engine, with a byte-level tokenizer."""
-    arch = zoo.survey(tiny_config(family, **overrides))
-    model = zoo.wrap(tiny_model(family, seed=seed, dtype=dtype, **overrides))
+    arch = survey(tiny_config(family, **overrides))
+    model = wrap(tiny_model(family, seed=seed, dtype=dtype, **overrides))
     eos_ids = frozenset({257}) if eos else frozenset[int]()
     return Loaded(model, arch, {"weights": fingerprint(model)}, byte_tokenizer(), {}, eos_ids)
 
@@ -331,7 +333,7 @@ def paced(engine: Engine, seconds: float = 0.003) -> Engine:
 
 def preempting(engine: Engine, seed: int, rate: float = 0.2) -> list[Delta]:
     """One step, before which any running sequence may have lost its pages."""
-    rng = random.Random(f"{seed} {engine.scheduler.counts.frames} {engine.scheduler.counts.preempted}")
+    rng = random.Random(f"{seed} {engine.scheduler.counters.frames} {engine.scheduler.counters.preempted}")
     for request_id in engine.scheduler.running_ids():
         if rng.random() < rate:
             engine.preempt(request_id)

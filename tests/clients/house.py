@@ -47,7 +47,7 @@ class House:
 
     def __init__(self, folder: Path, log: Path, *options: str) -> None:
         command = [
-            *(sys.executable, "-c", "from samewise.cli import main; main()", "serve", str(folder)),
+            *(sys.executable, "-c", "from samewise.cli.main import main; main()", "serve", str(folder)),
             *("--port", "0", "--device", "cpu", "--json-logs", "--served-model-name", NAME, *options),
         ]
         self.log = log

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-import openai
 import pytest
 from house import NAME, House, opened
-from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
+
+import openai
+from openai import AsyncOpenAI, OpenAI
 
 HELLO: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hello"}]
 LONG: Any = {"model": NAME, "prompt": "hello", "max_tokens": 400, "extra_body": {"ignore_eos": True}}

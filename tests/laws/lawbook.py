@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from samewise.assemble import Loaded
-from samewise.engine import MAKERS, Engine, MakeProposer, Parts
-from samewise.model import fp8, zoo
-from samewise.propose.auto import Auto, Known
-from samewise.propose.base import First
-from samewise.propose.decode import Decode
-from samewise.propose.model import DraftModel
-from samewise.propose.search import Best, Prices, Search
-from samewise.propose.skip import Skip
-from samewise.run.runner import kv_page_bytes
+from samewise.draft.auto.auto import Auto, Known
+from samewise.draft.base import First
+from samewise.draft.decode import Decode
+from samewise.draft.model import DraftModel
+from samewise.draft.skip.search import Best, Prices, Search
+from samewise.draft.skip.skip import Skip
+from samewise.engine.engine import MAKERS, Engine, MakeProposer, Parts
+from samewise.execute.load import Loaded
+from samewise.execute.runner import kv_page_bytes
+from samewise.model import fp8
+from samewise.model.arch import survey
 from samewise.testing import Adversary, Forked, Jitter, Scripted, Transcript, tiny_config, tiny_engine
 from samewise.types import Ask, Delta, LayerSet, Proposal, Sampling, Verdict
 
@@ -67,7 +68,7 @@ class Setup:
             "proposer": "none",
         } | settings
         overrides = {"num_hidden_layers": 2} | (overrides or {})
-        arch = zoo.survey(tiny_config(self.family, **overrides))
+        arch = survey(tiny_config(self.family, **overrides))
         settings["kv_memory"] = num_pages * kv_page_bytes(arch, getattr(torch, self.dtype))
         return tiny_engine(self.family, make_proposer=make_proposer, overrides=overrides, **settings)
 

@@ -69,9 +69,9 @@ def test_whoever_wins(setup, fork, wrong):
         groups = [cases] if together else [[case] for case in cases]
         heard = [one for group in groups for one in play(engine, group)]
         assert heard == truth
-    won = engine.scheduler.counts.drafters["planned"].branches
+    won = engine.scheduler.counters.drafters["planned"].branches
     assert (won > 0) == (fork is not losing)
-    assert engine.scheduler.counts.rolled_back > 0
+    assert engine.scheduler.counters.rolled_back > 0
 
 
 @pytest.mark.parametrize("length", range(PAGE - 6, PAGE + 3))
@@ -81,7 +81,7 @@ def test_a_branch_across_a_page_border(plain, length):
     script = Script.of([case], truth)
     engine = plain.engine(lambda _: Planned(script, num=7, wrong=1, fork=winning))
     assert play(engine, [case]) == truth
-    assert engine.scheduler.counts.drafters["planned"].branches > 2
+    assert engine.scheduler.counters.drafters["planned"].branches > 2
 
 
 def test_pages_kept_from_a_branch_are_canonical(plain):
@@ -90,7 +90,7 @@ def test_pages_kept_from_a_branch_are_canonical(plain):
     truth = reference(plain, [case])
     engine = plain.engine(lambda _: Planned(Script.of([case], truth), num=6, wrong=1, fork=winning))
     play(engine, [case])
-    assert engine.scheduler.counts.drafters["planned"].branches > 3
+    assert engine.scheduler.counters.drafters["planned"].branches > 3
     longer = Case("second", (*case.prompt, *truth[0].tokens), most=8)
     (heard,) = play(engine, [longer])
     assert heard.num_cached >= 4 * PAGE
@@ -104,7 +104,7 @@ def test_when_pages_run_out_branches_go_without(plain, num_pages):
     script = Script.of(cases, truth)
     engine = plain.engine(lambda _: Planned(script, num=6, wrong=1, fork=winning), num_pages=num_pages)
     assert play(engine, cases) == truth
-    tally = engine.scheduler.counts.drafters["planned"]
+    tally = engine.scheduler.counters.drafters["planned"]
     assert 0 < tally.branches < tally.drafts  # some got pages, some went without
 
 
@@ -127,7 +127,7 @@ def test_branches_fill_frames_of_any_width(plain):
     truth = reference(plain, cases)
     engine = plain.engine(lambda parts: Forked(parts, scale=0.5, num=5), max_num_seqs=2)
     assert play(engine, cases) == truth
-    assert engine.scheduler.counts.drafters["forked"].branches > 3
+    assert engine.scheduler.counters.drafters["forked"].branches > 3
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ def test_what_cannot_be_a_branch_is_dropped(plain, branch):
         lambda _: Planned(Script.of([case], truth), num=4, wrong=1, fork=lambda *_: [branch])
     )
     assert play(engine, [case]) == truth
-    assert engine.scheduler.counts.drafters["planned"].branches == 0
+    assert engine.scheduler.counters.drafters["planned"].branches == 0

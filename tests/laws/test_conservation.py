@@ -6,7 +6,7 @@ import pytest
 from lawbook import CASES, Case, Rude, adversary, company, conserved, jitter, play, text, warm
 
 from samewise.errors import BadPrompt, CallerError, QueueFull
-from samewise.llm import LLM
+from samewise.llm.llm import LLM
 from samewise.params import SamplingParams
 from samewise.testing import preempting
 from samewise.types import Sampling
@@ -99,7 +99,7 @@ def test_a_refused_request_leaves_nothing_behind(plain, plain_truth, prompt, mos
         engine.add(prompt, Sampling(), max_tokens=most)
     assert engine.idle
     assert conserved(engine)
-    assert engine.scheduler.counts.requests == 0
+    assert engine.scheduler.counters.requests == 0
     assert play(engine, CASES[:2]) == plain_truth[:2]
 
 
@@ -110,7 +110,7 @@ def test_a_full_queue_leaves_nothing_behind(plain):
     with pytest.raises(QueueFull):
         engine.add([1, 2], Sampling(), max_tokens=2)
     drain(engine)
-    assert engine.scheduler.counts.finished == 2
+    assert engine.scheduler.counters.finished == 2
     assert conserved(engine)
 
 
@@ -140,7 +140,7 @@ def test_one_bad_prompt_among_many_queues_none(plain):
     with pytest.raises(CallerError):
         LLM.over(engine).generate([[1], [], [2]], SamplingParams(max_tokens=2), use_tqdm=False)
     assert engine.idle
-    assert engine.scheduler.counts.requests == 0
+    assert engine.scheduler.counters.requests == 0
 
 
 def test_an_unknown_id_among_many_prompts_queues_none(plain):
@@ -162,7 +162,7 @@ def test_a_stream_left_early_gives_its_pages_back(plain):
     stream.close()
     drain(engine)
     assert conserved(engine)
-    assert engine.scheduler.counts.aborted == 1
+    assert engine.scheduler.counters.aborted == 1
 
 
 def test_ending_a_sequence_that_was_preempted_meanwhile(plain):

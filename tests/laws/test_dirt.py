@@ -4,7 +4,7 @@ import pytest
 import torch
 from lawbook import CASES, PAGE, PROPOSERS, Case, adversary, company, jitter, play, reference, text, warm
 
-from samewise.cache.prefix import chain
+from samewise.kv.prefix import chain
 from samewise.testing import preempting
 
 WIDE = {"head_dim": 32}  # so that the page's own axis is the only one of sixteen
@@ -139,7 +139,7 @@ def test_unverified_kv_never_enters_the_prefix_index(setup, proposer):
     (heard,) = play(engine, [case])
     assert len(heard.tokens) == 40
     # The first comes from the prompt's frame, and where frames are chained the next one too.
-    assert engine.scheduler.counts.unverified_tokens in (38, 39)
+    assert engine.scheduler.counters.unverified_tokens in (38, 39)
     assert engine.scheduler.index.num_indexed == len(case.prompt) // PAGE
     turn = Case("next", (*case.prompt, *heard.tokens, 1), warm(2))
     (after,) = play(engine, [turn])
@@ -162,7 +162,7 @@ def test_preempted_unverified_requests_leave_only_canonical_pages(setup):
     engine = setup.engine(jitter, num_pages=14)
     opens = [Case(f"open-{n}", text(18, n), warm(n), 36, verify=False) for n in range(4)]
     heard = play(engine, opens, step=lambda e: preempting(e, 6, 0.1))
-    assert engine.scheduler.counts.preempted > 0
+    assert engine.scheduler.counters.preempted > 0
     for case, one in zip(opens, heard, strict=True):
         turn = Case("next", (*case.prompt, *one.tokens, 1), warm(2))
         assert play(engine, [turn]) == reference(setup, [turn])

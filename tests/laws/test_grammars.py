@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from lawbook import PROPOSERS, Case, Script, Setup, company, jitter, play, reference, text, warm
 
-from samewise.grammar import Grammars
 from samewise.testing import byte_tokenizer, preempting, shuffled
+from samewise.text.grammar import Grammars
 from samewise.types import Grammar, Sampling
 
 LLAMA = Setup("llama", "cpu", "float32", 16)
@@ -124,7 +124,7 @@ def test_proposers_change_nothing(truth, grammars, proposer):
 def test_an_oracle_is_accepted_whole(truth):
     engine = LLAMA.engine(Script.of(CASES, truth).oracle)
     assert play(engine, CASES) == truth
-    counts = engine.scheduler.counts
+    counts = engine.scheduler.counters
     assert counts.accepted == counts.guessed > 100
 
 
@@ -163,13 +163,13 @@ def test_any_order_arrival_and_company(truth, seed):
 def test_preemption(truth, proposer):
     engine = LLAMA.engine(PROPOSERS[proposer])
     assert play(engine, CASES, step=lambda e: preempting(e, 3, 0.1)) == truth
-    assert engine.scheduler.counts.preempted > 3
+    assert engine.scheduler.counters.preempted > 3
 
 
 def test_few_pages(truth):
     engine = LLAMA.engine(jitter, num_pages=14)
     assert play(engine, CASES) == truth
-    assert engine.scheduler.counts.preempted > 0
+    assert engine.scheduler.counters.preempted > 0
 
 
 def test_cut_by_company_and_found_in_the_cache(truth):

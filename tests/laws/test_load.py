@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from lawbook import CASES, Case, company, jitter, play, reference, text, warm
 
-from samewise.engine import MAKERS, Engine
+from samewise.engine.engine import MAKERS, Engine
 from samewise.errors import CallerError
 from samewise.testing import preempting, shuffled
 from samewise.types import Sampling
@@ -80,7 +80,7 @@ def test_history_changes_nothing(plain, plain_truth):
 def test_random_preemption(trial):
     engine = trial.engine()
     assert play(engine, CASES, step=lambda e: preempting(e, 3, 0.15)) == trial.truth
-    assert engine.scheduler.counts.preempted > 0
+    assert engine.scheduler.counters.preempted > 0
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
@@ -91,20 +91,20 @@ def test_preempted_before_every_step(plain, plain_truth, caching):
     few = [i for i in fit if len(CASES[i].prompt) == 1]
     heard = play(engine, [CASES[i] for i in few], step=lambda e: preempting(e, 1, 1.0))
     assert heard == [plain_truth[i] for i in few]
-    assert engine.scheduler.counts.preempted >= 11 * len(few)
+    assert engine.scheduler.counters.preempted >= 11 * len(few)
 
 
 def test_a_cache_so_small_that_it_preempts_by_itself(trial):
     # The longest case takes seven pages: nine are barely more than it needs alone.
     engine = trial.engine(num_pages=10)
     assert play(engine, CASES) == trial.truth
-    assert engine.scheduler.counts.preempted > 0
+    assert engine.scheduler.counters.preempted > 0
 
 
 def test_so_small_and_nothing_is_remembered(plain, plain_truth):
     engine = plain.engine(jitter, num_pages=10, enable_prefix_caching=False)
     assert play(engine, CASES) == plain_truth
-    assert engine.scheduler.counts.preempted > 0
+    assert engine.scheduler.counters.preempted > 0
 
 
 def test_scores_survive_preemption(setup):
@@ -130,7 +130,7 @@ def test_random_aborts_of_others(trial):
             engine.abort(others.pop(rng.randrange(len(others))))
 
     assert play(engine, CASES, after=meddle) == trial.truth
-    assert engine.scheduler.counts.aborted > 0
+    assert engine.scheduler.counters.aborted > 0
 
 
 def test_aborting_everybody_else_in_the_middle_of_a_frame(plain, plain_truth):
@@ -156,7 +156,7 @@ def test_verified_requests_keep_their_bits_beside_unverified_ones(trial):
     assert heard[4 : 4 + len(CASES)] == trial.truth
     # Where a frame has rows for everybody, all ride along; else some took the fast path.
     roomy = engine.scheduler.limits.frame_rows >= 128
-    assert roomy or engine.scheduler.counts.unverified_tokens > 0
+    assert roomy or engine.scheduler.counters.unverified_tokens > 0
 
 
 def test_mixed_traffic_under_pressure(setup, truth):
@@ -165,7 +165,7 @@ def test_mixed_traffic_under_pressure(setup, truth):
     heard = play(engine, [*CASES, *others], step=lambda e: preempting(e, 7, 0.1))
     assert heard[: len(CASES)] == truth
     assert all(len(h.tokens) == 30 for h in heard[len(CASES) :])
-    assert engine.scheduler.counts.preempted > 0
+    assert engine.scheduler.counters.preempted > 0
 
 
 def test_the_same_prompt_verified_and_unverified_at_once(plain, plain_truth):

@@ -12,7 +12,7 @@ SRC = Path(__file__).parents[2] / "src"
 PROGRAM = """
 import json, sys
 from samewise import machine
-machine.settle()
+machine.pin_environment()
 import torch
 torch.set_num_threads(1)
 from samewise.testing import Jitter, run, tiny_engine

@@ -34,7 +34,7 @@ def drafted(truth):
 def test_proposers_change_nothing(trial):
     engine = trial.engine()
     assert play(engine, CASES) == trial.truth
-    counts = engine.scheduler.counts
+    counts = engine.scheduler.counters
     if trial.proposer == "jitter":  # or the law would be empty
         assert 0 < counts.accepted < counts.guessed
     if trial.proposer == "adversary":
@@ -65,7 +65,7 @@ def test_drafting_alone_is_drafting_in_company(plain, plain_truth):
 def test_an_oracle_is_accepted_whole_and_pays_a_bonus_token(setup, truth):
     engine = setup.engine(Script.of(DRAFTED, drafted(truth)).oracle)
     assert play(engine, DRAFTED) == drafted(truth)
-    counts = engine.scheduler.counts
+    counts = engine.scheduler.counters
     assert counts.guessed == counts.accepted > 0
     assert counts.rolled_back == 0
 
@@ -75,7 +75,7 @@ def test_a_whole_draft_takes_one_frame(plain, plain_truth, case):
     i = [c.name for c in CASES].index(case)
     engine = plain.engine(Script.of(CASES, plain_truth).oracle)
     assert play(engine, [CASES[i]]) == [plain_truth[i]]
-    counts = engine.scheduler.counts
+    counts = engine.scheduler.counters
     # Of twelve tokens the last is the replay's own. The first comes with the prompt, unless the prompt's
     # last chunk is a single token: then guesses ride beside it.
     reading, last = divmod(len(CASES[i].prompt) - 1, engine.scheduler.limits.frame_rows)
@@ -93,7 +93,7 @@ def test_one_wrong_guess_ends_the_draft_there(plain, plain_truth, place):
             continue
         engine = plain.engine(script.wrong_once(place, 8))
         assert play(engine, [case]) == [expected], case.name
-        counts = engine.scheduler.counts
+        counts = engine.scheduler.counters
         assert (counts.guessed, counts.accepted, counts.rolled_back) == (8, place, 8 - place), case.name
 
 
@@ -197,7 +197,7 @@ def test_processing_with_drafts(plain, kind, temperature):
     script = Script.of(cases, expected)
     oracle, wrong = plain.engine(script.oracle), plain.engine(script.wrong_once(5, 10))
     assert play(oracle, cases) == expected
-    assert oracle.scheduler.counts.accepted > 0
+    assert oracle.scheduler.counters.accepted > 0
     assert play(wrong, cases) == expected
     for make in EVERYBODY:
         assert play(plain.engine(make), cases) == expected
@@ -290,7 +290,7 @@ def test_drafts_of_many_share_frames(plain):
     expected = reference(setup, cases)
     engine = setup.engine(PROPOSERS["decode"], draft_tokens=8)
     assert play(engine, cases) == expected
-    counts = engine.scheduler.counts
+    counts = engine.scheduler.counters
     tally = counts.drafters["decode"]
     assert tally.accepted / tally.guessed > 0.9
     assert counts.frames <= 6
@@ -302,7 +302,7 @@ def test_fewer_bits_guess_worse_and_change_nothing(plain, plain_truth):
         pytest.skip("four-bit guesses are a CPU's")
     engine = plain.engine(PROPOSERS["cheap"])
     assert play(engine, CASES) == plain_truth
-    tally = engine.scheduler.counts.drafters["decode"]
+    tally = engine.scheduler.counters.drafters["decode"]
     assert 0 < tally.accepted < tally.guessed
 
 
@@ -322,7 +322,7 @@ def test_repeating_text_comes_in_large_steps(plain):
     for proposer in ("ngram", "auto"):
         engine = plain.engine(PROPOSERS[proposer])
         assert play(engine, [case]) == [expected]
-        assert engine.scheduler.counts.frames < 30
+        assert engine.scheduler.counters.frames < 30
 
 
 # ---- proposers with bugs
@@ -385,4 +385,4 @@ def test_more_guesses_than_the_context_has_room_for(plain):
 def test_an_empty_proposal_is_no_proposal(plain, plain_truth):
     engine = plain.engine(lambda _: Scripted(lambda _: ()))
     assert play(engine, CASES[:4]) == plain_truth[:4]
-    assert engine.scheduler.counts.guessed == 0
+    assert engine.scheduler.counters.guessed == 0

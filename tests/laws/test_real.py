@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import pytest
 from lawbook import PROPOSERS, Case, Heard, alone, jitter, play, warm
 
-from samewise.assemble import load
 from samewise.config import EngineConfig
-from samewise.engine import Engine
-from samewise.run.runner import kv_page_bytes
+from samewise.engine.engine import Engine
+from samewise.execute.load import load
+from samewise.execute.runner import kv_page_bytes
 from samewise.testing import preempting
 from samewise.types import Sampling
 
@@ -91,9 +91,9 @@ def test_the_truth_is_worth_comparing(real):
 def test_proposers(real, proposer):
     engine = real.engine(PROPOSERS[proposer])
     assert play(engine, real.cases) == real.truth
-    assert engine.scheduler.counts.rolled_back > 0
+    assert engine.scheduler.counters.rolled_back > 0
     if proposer == "jitter":
-        assert engine.scheduler.counts.accepted > 0
+        assert engine.scheduler.counters.accepted > 0
 
 
 @pytest.mark.parametrize("proposer", ["auto", "decode", "ngram", "ngram+decode", "skip"])
@@ -124,14 +124,14 @@ def test_a_cache_so_small_that_it_preempts(real):
         num = len(real.truth[i].tokens)
         assert one.tokens[:num] == real.truth[i].tokens
         assert one.logprobs[:num] == real.truth[i].logprobs
-    assert engine.scheduler.counts.preempted > 0
+    assert engine.scheduler.counters.preempted > 0
 
 
 def test_preempted_at_random_while_drafting(real):
     full_matrix(real)
     engine = real.engine(jitter)
     assert play(engine, real.cases, step=lambda e: preempting(e, 1, 0.05)) == real.truth
-    assert engine.scheduler.counts.preempted > 0
+    assert engine.scheduler.counters.preempted > 0
 
 
 # ---- law 3
@@ -165,4 +165,4 @@ def test_memory_full_of_nan_and_unverified_company(real):
     others = [Case(f"other-{i}", (100 + i,), warm(i), 10, verify=False) for i in range(3)]
     heard = play(engine, [*others, *real.cases])
     assert heard[3:] == real.truth
-    assert engine.scheduler.counts.unverified_tokens > 0
+    assert engine.scheduler.counters.unverified_tokens > 0

@@ -16,10 +16,10 @@ from lawbook import CASES, Case, jitter, play, text
 from torch import nn
 
 from samewise.config import EngineConfig
-from samewise.engine import Engine
+from samewise.engine.engine import Engine
 from samewise.errors import BadParameter
-from samewise.model.fit import in_pieces
-from samewise.model.zoo import FrameLinear
+from samewise.model.linear import FrameLinear
+from samewise.model.row_pieces import in_pieces
 from samewise.testing import tiny, tiny_engine
 from samewise.types import Sampling
 
@@ -51,7 +51,7 @@ def test_more_live_sequences_than_the_canonical_rows_share_a_frame(setup):
         alone = wide.engine(num_pages=900)
         assert [heard[i] for i in (0, 33, 69)] == [play(alone, [MANY[i]])[0] for i in (0, 33, 69)]
         if widest > setup.frame_rows and widest >= len(MANY) and make is None:
-            counts = engine.scheduler.counts
+            counts = engine.scheduler.counters
             assert counts.rows / counts.frames > setup.frame_rows
 
 

@@ -6,8 +6,8 @@ import string
 import pytest
 from lawbook import PROPOSERS, adversary, company, jitter
 
-from samewise.aio import AsyncLLM
-from samewise.llm import LLM
+from samewise.llm.aio import AsyncLLM
+from samewise.llm.llm import LLM
 from samewise.params import SamplingParams
 from samewise.testing import byte_tokenizer, preempting
 
@@ -174,7 +174,7 @@ def test_streams_under_pressure(plain, llm, make):
         pieces += answer.pending
         answer.pending.clear()
         engine.check()
-    assert engine.scheduler.counts.preempted > 0
+    assert engine.scheduler.counters.preempted > 0
     assert "".join(chunk.text for chunk in pieces) == expected[0]
     assert as_streamed(answer.output().outputs[0]) == expected
     while not engine.idle:

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import openai
 import pytest
-from openai import AsyncOpenAI
 from shop import Shop, go, shop, until
 
+import openai
+from openai import AsyncOpenAI
 from samewise.serve.settings import Keys, ServeSettings
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -192,7 +192,7 @@ def test_cancelling_gives_the_pages_back() -> None:
             task.cancel()
             await until(lambda: here.llm._engine.idle and not here.worker.num_jobs)
             await here.quiet()
-            assert here.llm._engine.scheduler.counts.aborted == 2
+            assert here.llm._engine.scheduler.counters.aborted == 2
 
     go(work())
 

@@ -13,10 +13,10 @@ import pytest
 from shop import CHAT, COMPLETIONS, Shop, error, events, go, listening, shop, until
 
 from samewise import AsyncLLM
-from samewise.aio import Reading
+from samewise.llm.aio import Reading
+from samewise.openai.parse import parse
 from samewise.serve.app import make_app
 from samewise.serve.logs import JsonLines, Lines
-from samewise.serve.protocol import parse
 from samewise.serve.worker import Job, State, Worker, salt_of
 from samewise.testing import Scripted, tiny_engine
 
@@ -24,7 +24,7 @@ LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 400, "ignore_eos": Tr
 
 
 async def begun(here: Shop, tokens: int = 3) -> None:
-    await until(lambda: here.llm._engine.scheduler.counts.output_tokens >= tokens)
+    await until(lambda: here.llm._engine.scheduler.counters.output_tokens >= tokens)
 
 
 # ---- clients that go away
@@ -41,7 +41,7 @@ def test_a_client_that_leaves_is_aborted(stream: bool, prompts: int) -> None:
             asking.cancel()
             await until(lambda: here.llm._engine.idle)
             await here.quiet()
-            counts = here.llm._engine.scheduler.counts
+            counts = here.llm._engine.scheduler.counters
             assert counts.aborted == 2 * prompts
             assert counts.output_tokens < 2 * prompts * 400
             assert (await here.complete())["choices"]
@@ -178,10 +178,10 @@ def test_several_prompts_are_taken_whole_or_not_at_all() -> None:
             status, told = await here.refusal(COMPLETIONS, LONG | {"prompt": ["a", "b", "", "d"]})
             assert (status, told["param"]) == (400, "prompt")
             await here.quiet()
-            frames = here.llm._engine.scheduler.counts.frames
+            frames = here.llm._engine.scheduler.counters.frames
             await here.complete([f"{i}" for i in range(16)], max_tokens=8, proposer="none")
             # Together from the first frame on, or nearly: alone each would take eight.
-            assert here.llm._engine.scheduler.counts.frames - frames < 32
+            assert here.llm._engine.scheduler.counters.frames - frames < 32
 
     go(work())
 
@@ -351,7 +351,7 @@ def test_a_crowd_gets_the_bits_of_one_alone() -> None:
 
             noise = [here.complete("noise", verify=False, max_tokens=30) for _ in range(6)]
             await asyncio.gather(*(again(i, stream) for i in range(6) for stream in (False, True)), *noise)
-            assert here.llm._engine.scheduler.counts.preempted > 0
+            assert here.llm._engine.scheduler.counters.preempted > 0
             await here.quiet()
 
     go(work())

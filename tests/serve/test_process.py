@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from samewise import AsyncLLM, cli
+from samewise import AsyncLLM
+from samewise.cli import main as cli
 from samewise.errors import BadParameter, MachineError, UnknownModel
 from samewise.serve.logs import OURS
-from samewise.serve.run import Listen, run
+from samewise.serve.process import Listen, run
 from samewise.serve.settings import KEY_VARIABLE, Keys, ServeSettings, gather_keys
 from samewise.testing import Scripted, byte_tokenizer, paced, tiny_engine, tiny_model
 
@@ -44,7 +45,7 @@ class Process:
     """A server of its own, and what it logs."""
 
     def __init__(self, *args: str) -> None:
-        program = "from samewise.cli import main; main()"
+        program = "from samewise.cli.main import main; main()"
         env = os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, "serve", *args], env=env, stderr=subprocess.PIPE, text=True

@@ -6,11 +6,11 @@ from typing import Any
 
 from shop import CHAT, COMPLETIONS, go, shop
 
-from samewise import ledger
-from samewise.audit import Auditor, Case, reciting
-from samewise.receipts import from_json
+from samewise.jobs.audit import Auditor, Case, reciting
+from samewise.receipts import store as ledger
+from samewise.receipts.receipt import from_json
+from samewise.receipts.signing import SigningKey, new_key
 from samewise.serve.settings import ServeSettings
-from samewise.signing import SigningKey, new_key
 from samewise.testing import tiny_engine
 
 

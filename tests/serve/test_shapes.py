@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from samewise.serve.errors import ApiError
-from samewise.serve.replies import refuse_aborted
+from samewise.openai.errors import ApiError
+from samewise.openai.replies import refuse_aborted
 
 from shop import CHAT, COMPLETIONS, go, shop  # isort: skip
 

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
-from samewise.answers import Desk
-from samewise.assemble import Loaded
 from samewise.config import EngineConfig
-from samewise.engine import Engine, MakeProposer, Parts
+from samewise.draft.decode import Decode
+from samewise.engine.engine import Engine, MakeProposer, Parts
+from samewise.execute.load import Loaded
+from samewise.llm.answers import Desk
 from samewise.params import SamplingParams
-from samewise.propose.decode import Decode
 
 Prompts = Sequence[Sequence[int]]
 

@@ -17,15 +17,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from samewise.answers import Desk
-from samewise.assemble import Loaded, load
 from samewise.bench import contend, report, timeline, workload
 from samewise.bench.contend import Contender, Ours, Sample
 from samewise.bench.report import Cell
 from samewise.config import EngineConfig
-from samewise.engine import Engine
+from samewise.engine.engine import Engine
 from samewise.errors import MachineError
-from samewise.model import weights, zoo
+from samewise.execute.load import Loaded, load
+from samewise.llm.answers import Desk
+from samewise.model import resolve as weights
+from samewise.model.linear import FrameLinear
 from samewise.params import SamplingParams
 from samewise.types import LayerSet
 
@@ -236,7 +237,7 @@ def _ceiling(console: Console, config: EngineConfig, engine: Engine) -> dict[str
 
     Reading the weights once, at the speed of a copy on this machine now.
     """
-    linears = [m for m in engine.runner.model.modules() if isinstance(m, zoo.FrameLinear)]
+    linears = [m for m in engine.runner.model.modules() if isinstance(m, FrameLinear)]
     sizes = {id(m.packed or m): m.weight.nbytes if m.packed is None else m.packed.num_bytes for m in linears}
     size = sum(sizes.values())
     source = torch.ones(64 * 2**20, dtype=torch.float32, device=engine.device)

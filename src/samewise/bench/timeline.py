@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from samewise.answers import Desk
 from samewise.bench.report import pyplot
-from samewise.engine import Engine
+from samewise.engine.engine import Engine
+from samewise.llm.answers import Desk
 from samewise.params import SamplingParams
 
 COLOURS = {"accumulate": "#c9ccd1", "optimise": "#f7c27b", "accelerate": "#a5d6a0"}
@@ -80,7 +80,7 @@ def record(engine: Engine, asked: dict[str, list[list[int]]], batch: int, most: 
 
 
 def _counters(engine: Engine) -> dict[str, float]:
-    counts = engine.scheduler.counts
+    counts = engine.scheduler.counters
     tally = counts.drafters.get("skip")
     return {
         "tokens": counts.output_tokens,

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from samewise.errors import BadParameter
-from samewise.model.zoo import FrameLinear
-from samewise.run.graph import Captured
+from samewise.kernels.graph import Captured
+from samewise.model.linear import FrameLinear
+from samewise.model.surgery import replace_child
 
 LARGEST = 448.0  # of float8 e4m3
 ROWS = 16  # at which the two ways are compared
@@ -68,7 +69,7 @@ def use(model: nn.Module) -> list[Fp8Linear]:
                 faster[outputs, inputs] = _faster(child)
             if faster[outputs, inputs]:
                 made.append(Fp8Linear(child))
-                module._modules[name] = made[-1]  # noqa: SLF001 - a twin of its own, as zoo makes them
+                replace_child(module, name, made[-1])
     return made
 
 

@@ -1,182 +1,175 @@
-"""x W' + b on the CPU in C++ (``model/native/linear.cpp``): one result per row, whatever stands beside it.
-
-Its bits depend on neither the number of rows nor the form the weights are kept in, so every weight is kept
-in the smallest form that holds it exactly: four or eight bits where the checkpoint was on such a grid,
-bfloat16 where it came in that, else as it is. Fewer bytes to read is most of what a small batch costs.
-
-Knows tensors; has never heard of a request or a model.
-"""
+"""Linears under the frame rule: a row gets the bits of the canonical number of rows, at every frame size."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
 
-from samewise.errors import InvariantBroken, MachineError
-from samewise.model import native
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FORMS = {"float32": 0, "bfloat16": 1, "float16": 2, "int4": 3, "int8": 4}
-GROUP = 32
-EXACT = ("int4", "int8", "bfloat16", "float16")  # tried in this order
+from samewise.kernels.linear.packed import Packed, multiply, pack
+from samewise.model.row_pieces import Pieces, in_pieces
+from samewise.model.surgery import adopt_state
 
 
-class _Weights(ctypes.Structure):
-    """Mirrors ``Weights`` in calls.h, field by field."""
+class Part(NamedTuple):
+    """A linear's place among siblings that share its input: rows [start, stop) of one stacked weight."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "shift")),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "form")),
-    )
-
-
-class _Product(ctypes.Structure):
-    """Mirrors ``Product`` in calls.h, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("w", "x", "bias", "y")),
-        *((name, ctypes.c_int64) for name in ("rows", "y_row", "dtype", "threads")),
-        ("parallel", ctypes.c_void_p),
-    )
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    start: int
+    stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Weights [N, K] in some form."""
+class Group:
+    """One product for linears that are given the same input, each of which takes its own columns of it.
 
-    form: str
-    tensors: tuple[torch.Tensor, ...]  # data, and of a grid its scales and shifts: kept alive here
-    outputs: int
-    inputs: int
-    weights: _Weights
+    The first to be asked computes it for all; it is forgotten as soon as everybody has theirs, or somebody
+    asks twice or with another input.
+    """
 
-    @property
-    def num_bytes(self) -> int:
-        """What one pass over it reads."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+    __slots__ = ("_given", "_left", "_product", "bias", "packed", "parts")
 
+    def __init__(self, packed: Packed, bias: torch.Tensor | None, parts: frozenset[int]) -> None:
+        self.packed, self.bias, self.parts = packed, bias, parts
+        self._given: torch.Tensor | None = None
+        self._product: torch.Tensor | None = None
+        self._left: set[int] = set()
 
-@functools.cache
-def _entries() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
-    library = native.library()
-    linear, pack = library.samewise_linear, library.samewise_pack
-    linear.argtypes, linear.restype = [ctypes.POINTER(_Product)], ctypes.c_int
-    pointer, whole = ctypes.c_void_p, ctypes.c_int64
-    pack.argtypes = [pointer, *[whole] * 4, *[pointer] * 3, whole, pointer]
-    pack.restype = ctypes.c_int
-    return linear, pack
-
-
-def available() -> bool:
-    """Whether the kernel can be had here. MachineError if there is a compiler and it fails."""
-    if not native.available():
-        return False
-    _entries()
-    return True
+    def take(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Columns [start, stop) of x W' + b."""
+        product = self._product
+        if product is None or self._given is not x or start not in self._left:
+            product = multiply(x, self.packed, self.bias)
+            self._given, self._product, self._left = x, product, set(self.parts)
+        self._left.discard(start)
+        if not self._left:
+            self._given = self._product = None
+        return product[..., start:stop]
 
 
-def name() -> str:
-    """What the contract calls it."""
-    return f"native-1 ({native.source_digest()})"
+class FrameLinear(nn.Linear):
+    """A linear under the frame rule: it gives the bits of the canonical number of rows.
+
+    The one place where a linear may run in another form than its own: at another number of rows, as a part
+    of a wider product where the compiler merges those, or from packed weights that are exactly its own,
+    whose bits do not depend on the number of rows. Shares the weights of the linear it replaces.
+    """
+
+    pieces: Pieces  # of the product it is a part of, where it is one
+    part: Part | None
+    packed: Packed | None  # its own, or the one it is a part of
+    group: tuple[Group, int, int] | None
+
+    @classmethod
+    def around(cls, linear: nn.Linear) -> FrameLinear:
+        """The same linear, wrapped; no memory of its own."""
+        wrapped = adopt_state(cls, linear)
+        wrapped.pieces = {}
+        wrapped.part = None
+        wrapped.packed = None
+        wrapped.group = None
+        return wrapped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x W' + b: by itself, from packed weights, or cut from the product it is a part of."""
+        packed = self.packed
+        if packed is not None:
+            bias: torch.Tensor | None = self.bias
+            start, stop = 0, packed.outputs
+            if self.group is not None:
+                group, start, stop = self.group
+                if not torch.compiler.is_compiling():
+                    return group.take(x, start, stop)
+                bias = group.bias
+            if torch.compiler.is_compiling():
+                found: torch.Tensor = torch.ops.samewise.linear(
+                    x, list(packed.tensors), bias, packed.form, packed.outputs
+                )
+                return found[..., start:stop] if self.group is not None else found
+            return multiply(x, packed, bias)
+        part = self.part
+        if part is None or not torch.compiler.is_compiling():
+            return self._product(x, self.weight, self.bias)
+        return self._product(x, part.weight, part.bias)[..., part.start : part.stop]
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        piece = self.pieces.get(x.shape[1]) if x.dim() == 3 else None
+        if piece is None:
+            return F.linear(x, weight, bias)
+        return in_pieces(lambda part: F.linear(part, weight, bias), x, piece)
 
 
-def pack(weight: torch.Tensor) -> Packed:
-    """The smallest form that holds these weights exactly, down to the sign of zero."""
-    if weight.dtype == torch.float32:
-        for form in EXACT:
-            packed = _pack(weight, form, lossy=False)
-            if packed is not None:
-                return packed
-    return plain(weight)
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def plain(weight: torch.Tensor) -> Packed:
-    """The weights where they are."""
-    return _made(str(weight.dtype).removeprefix("torch."), (weight.detach().contiguous(),), weight.shape)
+def pack_linears(model: nn.Module, how: Callable[[torch.Tensor], Packed | None] = pack) -> Counter[str]:
+    """Let every linear of these modules run from packed weights, siblings from one; the forms taken."""
+    forms: Counter[str] = Counter()
+    done: set[FrameLinear] = set()
+    for module in model.modules():
+        for names in SIBLINGS:
+            linears = [getattr(module, name, None) for name in names]
+            alike = [linear for linear in linears if type(linear) is FrameLinear]
+            if len(alike) == len(names) and _alike(alike) and (form := _group(alike, how)):
+                forms[form] += 1
+                done.update(alike)
+    for module in model.modules():
+        if type(module) is FrameLinear and module not in done:
+            module.packed, module.group = how(module.weight), None
+            forms[module.packed.form if module.packed is not None else "torch"] += 1
+    return forms
 
 
-def quantise(weight: torch.Tensor, form: str) -> Packed | None:
-    """The nearest points of a grid: not the same weights, so only for guesses. None where it does not fit."""
-    return _pack(weight.detach().float().contiguous(), form, lossy=True)
+def _alike(linears: list[FrameLinear]) -> bool:
+    return len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
 
 
-def _pack(weight: torch.Tensor, form: str, *, lossy: bool) -> Packed | None:
-    outputs, inputs = weight.shape
-    weight = weight.detach().contiguous()
-    if form in ("int4", "int8"):
-        if inputs % GROUP:
-            return None
-        bits = 4 if form == "int4" else 8
-        data = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8)
-        grid = [torch.empty(outputs, inputs // GROUP) for _ in range(2 if form == "int4" else 1)]
-    else:
-        data, grid = torch.empty(outputs, inputs, dtype=getattr(torch, form)), []
-    pointers = [data.data_ptr(), *(x.data_ptr() for x in grid), *[None] * (2 - len(grid))]
-    _, entry = _entries()
-    threads = torch.get_num_threads()
-    result = entry(
-        weight.data_ptr(), outputs, inputs, FORMS[form], lossy, *pointers, threads, native.parallel()
-    )
-    return _made(form, (data, *grid), weight.shape) if result == 0 else None
+def _group(linears: list[FrameLinear], how: Callable[[torch.Tensor], Packed | None]) -> str:
+    """Pack siblings as one; the form it took, or nothing where that would only copy the weights."""
+    packed = how(torch.cat([linear.weight.data for linear in linears]))
+    if packed is None or packed.form == str(linears[0].weight.dtype).removeprefix("torch."):
+        return ""
+    biases = [linear.bias.data for linear in linears if linear.bias is not None]
+    ends = list(accumulate(linear.out_features for linear in linears))
+    starts = [0, *ends[:-1]]
+    group = Group(packed, torch.cat(biases) if biases else None, frozenset(starts))
+    for linear, start, stop in zip(linears, starts, ends, strict=True):
+        linear.packed, linear.group = packed, (group, start, stop)
+    return packed.form
 
 
-def _made(form: str, tensors: tuple[torch.Tensor, ...], shape: torch.Size) -> Packed:
-    pointers = [x.data_ptr() for x in tensors] + [None] * (3 - len(tensors))
-    outputs, inputs = shape
-    weights = _Weights(*pointers, outputs, inputs, FORMS[form])
-    return Packed(form, tensors, outputs, inputs, weights)
+def stack_siblings(model: nn.Module) -> None:
+    """Let linears that are given the same input share one stacked weight, of which theirs become views.
+
+    Only names that in transformers always share their input, and only linears that look alike. Once:
+    another engine over the same modules finds them stacked.
+    """
+    for module in model.modules():
+        for names in SIBLINGS:
+            linears = [getattr(module, name, None) for name in names]
+            if all(isinstance(linear, FrameLinear) for linear in linears):
+                _stack([linear for linear in linears if isinstance(linear, FrameLinear)])
 
 
-def multiply(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-    """x W' + b for x [..., K]."""
-    *lead, inputs = x.shape
-    if inputs != packed.inputs or x.dtype not in DTYPES:
-        raise InvariantBroken(f"a linear of {packed.inputs} inputs was given {tuple(x.shape)}, {x.dtype}")
-    x = x.contiguous()
-    y = torch.empty(*lead, packed.outputs, dtype=x.dtype)
-    rows = x.numel() // inputs
-    product = _Product(
-        ctypes.addressof(packed.weights),
-        x.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        rows,
-        packed.outputs,
-        DTYPES[x.dtype],
-        torch.get_num_threads(),
-        native.parallel(),
-    )
-    raise_if_failed(_entries()[0](product) if rows else 0)
-    return y
+def _stack(linears: list[FrameLinear]) -> None:
+    biases = [linear.bias for linear in linears]
+    if linears[0].part is not None or not _alike(linears):
+        return
+    weight = torch.cat([linear.weight.data for linear in linears])
+    bias = None if biases[0] is None else torch.cat([bias.data for bias in biases])
+    start = 0
+    for linear in linears:
+        stop = start + linear.out_features
+        linear.weight.data = weight[start:stop]
+        if bias is not None:
+            linear.bias.data = bias[start:stop]
+        linear.part = Part(weight, bias, start, stop)
+        start = stop
 
 
-def raise_if_failed(result: int) -> None:
-    """What the kernel answered, as an error if it is one."""
-    if result == 1:
-        raise MachineError("Out of memory in a linear: lower frame_rows or max_num_seqs.")
-    if result:
-        raise InvariantBroken(f"the native linear answered {result}")
-
-
-_library = torch.library.Library("samewise", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("linear(Tensor x, Tensor[] weights, Tensor? bias, str form, int outputs) -> Tensor")  # type: ignore[no-untyped-call]
-
-
-def _linear(
-    x: torch.Tensor, weights: list[torch.Tensor], bias: torch.Tensor | None, form: str, outputs: int
-) -> torch.Tensor:
-    packed = _made(form, tuple(weights), torch.Size((outputs, x.shape[-1])))
-    return multiply(x, packed, bias)
-
-
-_library.impl("linear", _linear, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake(
-    "samewise::linear",
-    lambda x, weights, bias, form, outputs: x.new_empty((*x.shape[:-1], outputs)),  # noqa: ARG005
-    lib=_library,
-)
-
-__all__ = ["Packed", "available", "multiply", "name", "pack", "plain", "quantise", "raise_if_failed"]
+__all__ = ["FrameLinear", "Group", "Part", "pack_linears", "stack_siblings"]

@@ -7,7 +7,6 @@ is found by watching one pass, not by its family's name.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 
 from samewise.errors import BadParameter
-from samewise.model.zoo import Arch, layer_list, with_layers
+from samewise.model.arch import Arch, layer_list
+from samewise.model.surgery import with_children, with_forward, with_layers
 from samewise.types import LayerSet
 
 
@@ -108,25 +108,21 @@ class Views:
         layer = self._layers[i]
         if not attention and not mlp:
             return layer
-        view = copy.copy(layer)
-        view._modules = dict(layer._modules)  # noqa: SLF001 - a view is made of torch's own `_modules`
+        changes: dict[str, nn.Module] = {}
         for out, name, stand_in in (
             (attention, self._attention[i], _SilentAttention()),
             (mlp, self._mlp[i], _Silent()),
         ):
             if out:
-                view._modules[name] = stand_in  # noqa: SLF001
+                changes[name] = stand_in
                 for feeder in self._feeders[0 if name == self._attention[i] else 1]:
-                    view._modules[feeder] = _Same()  # noqa: SLF001
-        return view
+                    changes[feeder] = _Same()
+        return with_children(layer, changes)
 
 
 def _passed_by(layer: nn.Module) -> nn.Module:
     """Stands where the layer stood, with whatever the model may want to know of it, and does nothing."""
-    view = copy.copy(layer)
-    view._modules = {}  # noqa: SLF001
-    view.forward = _straight_through
-    return view
+    return with_forward(layer, _straight_through)
 
 
 def _straight_through(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -16,24 +16,24 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from samewise.aio import AsyncLLM
 from samewise.errors import BadPrompt, MachineError, SamewiseError
-from samewise.ledger import keep
+from samewise.llm.aio import AsyncLLM
+from samewise.openai.bodies import DetokenizeBody, TokenizeBody
+from samewise.openai.errors import ApiError, invalid
+from samewise.openai.messages import conversation
+from samewise.openai.parse import chat_template, parse, read, refuse_unsupported
+from samewise.openai.parsed import CHAT, COMPLETIONS, Dialect, Parsed, Terms
+from samewise.openai.replies import Streamer, joined, refuse_aborted, respond
+from samewise.openai.toolbox import special_tokens
 from samewise.outputs import RequestOutput
-from samewise.receipts import Receipt, whole
+from samewise.receipts.receipt import Receipt, whole
+from samewise.receipts.store import keep
 from samewise.serve import schema
-from samewise.serve.bodies import DetokenizeBody, TokenizeBody
-from samewise.serve.errors import ApiError, invalid
-from samewise.serve.gate import Guard, Named
-from samewise.serve.messages import conversation
+from samewise.serve.http import DONE, EventStream, Json, event, failure, read_body, unless_gone
 from samewise.serve.metrics import Metrics
-from samewise.serve.parsed import CHAT, COMPLETIONS, Dialect, Parsed, Terms
-from samewise.serve.protocol import chat_template, parse, read, refuse_unsupported
-from samewise.serve.replies import Streamer, joined, refuse_aborted, respond
+from samewise.serve.middleware import Guard, Named
 from samewise.serve.settings import ServeSettings
 from samewise.serve.site import add_site
-from samewise.serve.toolbox import special_tokens
-from samewise.serve.wire import DONE, EventStream, Json, event, failure, read_body, unless_gone
 from samewise.serve.worker import Job, State, Worker
 
 log = logging.getLogger("samewise.serve")

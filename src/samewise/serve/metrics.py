@@ -17,11 +17,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from samewise.contract import Contract
 from samewise.errors import SamewiseError
+from samewise.openai.parsed import Parsed
 from samewise.outputs import RequestOutput
-from samewise.probe import Report
-from samewise.serve.parsed import Parsed
 from samewise.serve.settings import ServeSettings
 from samewise.serve.worker import State, Worker
+from samewise.verify.probe import Report
 
 PREFIX = "samewise:"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -45,7 +45,7 @@ COUNTERS = {
     "num_preemptions": ("preempted", "Sequences that lost their pages and read them again."),
     "requests": ("requests", "Sequences taken in."),
     "requests_aborted": ("aborted", "Sequences dropped before their end."),
-    "frames": ("frames", "Frames replayed."),
+    "frames": ("frames", "FrameCosts replayed."),
     "frame_rows": ("rows", "Rows of frames that were used."),
     "frame_padded_rows": ("padded_rows", "Rows of frames that were padding."),
     "rolled_back_tokens": ("rolled_back", "Guesses that were wrong, or stood behind one that was."),
@@ -141,7 +141,7 @@ class Metrics:
         contract: Contract = llm.contract
         # An engine whose probe fails does not start: that there is a report is the result.
         yield self._one("probe_passed", "1: the frame property held on this machine at start-up.", 1.0)
-        yield self._one("probe_frames", "Frames the probe compared.", report.frames)
+        yield self._one("probe_frames", "FrameCosts the probe compared.", report.frames)
         yield self._one("probe_duration_seconds", "What the probe took.", report.seconds)
         facts = dict(contract.facts)
         labels = {

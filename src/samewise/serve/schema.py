@@ -8,8 +8,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from samewise.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from samewise.serve.parsed import CHAT, COMPLETIONS
+from samewise.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from samewise.openai.parsed import CHAT, COMPLETIONS
 
 DESCRIPTION = (
     "OpenAI's interface to a model that answers the same way every time: for a verified request, tokens "

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from samewise.errors import BadParameter
-from samewise.signing import SigningKey
+from samewise.receipts.signing import SigningKey
 
 KEY_VARIABLE = "SAMEWISE_API_KEY"
 MAX_QUEUED = 1024  # requests that may wait, where nobody says otherwise

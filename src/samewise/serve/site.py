@@ -15,10 +15,10 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from samewise.serve.errors import ApiError
-from samewise.serve.live import Feed
+from samewise.openai.errors import ApiError
+from samewise.serve.feed import Feed
+from samewise.serve.http import EventStream
 from samewise.serve.manual import render
-from samewise.serve.wire import EventStream
 from samewise.serve.worker import State, Worker
 
 PAGE = Path(__file__).parent / "page"

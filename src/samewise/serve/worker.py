@@ -16,11 +16,11 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import Any, TypeVar
 
-from samewise.aio import AsyncLLM, Reading
 from samewise.errors import BadPrompt
+from samewise.llm.aio import AsyncLLM, Reading
+from samewise.openai.errors import RETRY_AFTER, ApiError
+from samewise.openai.parsed import Parsed, Prompt
 from samewise.outputs import Chunk, RequestOutput
-from samewise.serve.errors import RETRY_AFTER, ApiError
-from samewise.serve.parsed import Parsed, Prompt
 from samewise.serve.settings import MAX_QUEUED
 
 log = logging.getLogger("samewise.serve")

@@ -1,0 +1,39 @@
+"""What has happened so far, in numbers. Host only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class DrafterCounters:
+    """How one drafter fared."""
+
+    drafts: int = 0
+    guessed: int = 0
+    accepted: int = 0
+    branches: int = 0  # that won
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened so far. Owned by the Scheduler."""
+
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    preempted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    unverified_tokens: int = 0
+    frames: int = 0
+    rows: int = 0
+    padded_rows: int = 0
+    guessed: int = 0
+    accepted: int = 0
+    rolled_back: int = 0
+    drafters: dict[str, DrafterCounters] = field(default_factory=dict)
+
+
+__all__ = ["Counters", "DrafterCounters"]

@@ -1,0 +1,102 @@
+"""Spans → a frame's staging; asks → a fast pass's staging.
+
+A frame has always `num_rows` rows: what spans leave over is padding, which sees no keys and writes to
+the trash page. Which rows a span gets cannot matter (that is what the probe proves), so they are
+placed in the order they come.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from samewise.errors import InvariantBroken
+from samewise.execute.staging import Batch, StagingBuffer
+from samewise.kernels.attention.base import PAGE
+from samewise.kv.pages import TRASH
+from samewise.types import Ask, Span
+
+
+def pack_frame(spans: list[Span], staging: StagingBuffer, keep: list[int] | None = None) -> Batch:
+    """Place spans in consecutive rows, pad the rest, and send. `keep`: the only rows whose logits count."""
+    tokens: list[int] = []
+    sources: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts: list[int] = []
+    tables = []
+    start = 0
+    for span in spans:
+        rows, pages, first = len(span.inputs), span.pages, span.start
+        tokens += span.inputs
+        if rows == 1:
+            sources.append(-1 if span.source is None else span.source)
+            positions.append(first)
+            slots.append(pages[first // PAGE] * PAGE + first % PAGE)
+            starts.append(start)
+        else:
+            reach = range(first, first + rows)
+            sources += [-1] * rows
+            positions += reach
+            slots += [pages[p // PAGE] * PAGE + p % PAGE for p in reach]
+            starts += [start] * rows
+        tables.append(pages)
+        start += len(pages)
+    return _fill(staging, tokens, sources, positions, slots, starts, b"".join(tables), keep)
+
+
+def pack_fast(
+    asks: list[Ask], staging: StagingBuffer, sources: list[int] | None = None, ahead: int = 0
+) -> Batch:
+    """One row per ask: the last token it knows or has guessed.
+
+    With `sources` that token is what these rows of the pass before answered, `ahead` positions further on
+    than the host knows of.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts: list[int] = []
+    start = 0
+    for ask in asks:
+        position = len(ask.tokens) + len(ask.draft) - 1 + ahead
+        tokens.append(ask.draft[-1] if ask.draft else ask.tokens[-1])
+        positions.append(position)
+        slots.append(ask.pages[position // PAGE] * PAGE + position % PAGE)
+        starts.append(start)
+        start += len(ask.pages)
+    tables = b"".join(ask.pages for ask in asks)
+    return _fill(staging, tokens, sources or [-1] * len(asks), positions, slots, starts, tables)
+
+
+def _fill(
+    staging: StagingBuffer,
+    tokens: list[int],
+    sources: list[int],
+    positions: list[int],
+    slots: list[int],
+    starts: list[int],
+    pages: bytes,
+    keep: list[int] | None = None,
+) -> Batch:
+    used, rows = len(tokens), staging.num_rows
+    if used > rows:
+        raise InvariantBroken(f"{used} rows for a pass of {rows}")
+    for name, values, padding in (
+        ("tokens", tokens, 0),
+        ("source", sources, -1),
+        ("positions", positions, 0),
+        ("slots", slots, TRASH),
+        ("page_start", starts, 0),
+    ):
+        field = staging.field(name)
+        field[:used] = values
+        field[used:] = padding
+    lengths = staging.field("lengths")
+    np.add(staging.field("positions")[:used], 1, out=lengths[:used])
+    lengths[used:] = 0
+    if staging.plan is not None:
+        staging.plan.write(lengths, staging.field("page_start"), staging.work)
+    return staging.send(np.frombuffer(pages, dtype=np.int32), keep)
+
+
+__all__ = ["pack_fast", "pack_frame"]

@@ -1,0 +1,4 @@
+from samewise.llm.aio import AsyncLLM
+from samewise.llm.llm import LLM
+
+__all__ = ["LLM", "AsyncLLM"]

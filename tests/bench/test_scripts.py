@@ -1,0 +1,295 @@
+"""The benchmarks that are rerun on a card, end to end on a tiny shape: do they run, and would they notice?"""
+
+import json
+import random
+import runpy
+import sys
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture(autouse=True)
+def _at_hand(monkeypatch):
+    """Scripts find their neighbours as they do when run from a shell."""
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
+@pytest.fixture
+def script(monkeypatch, capsys, tmp_path):
+    """Run one of them; what its last line says."""
+
+    def run(name, *options):
+        monkeypatch.setattr(sys, "argv", [name, *options, "--out", str(tmp_path)])
+        runpy.run_path(str(BENCH / name), run_name="__main__")
+        lines = capsys.readouterr().out.splitlines()
+        return json.loads(lines[-1]) if lines[-1].startswith("{") else lines
+
+    return run
+
+
+def test_loads_and_bits(script, tmp_path):
+    found = script(
+        "h200.py", "--device", "cpu", "--lengths", "24/8", "--live", "1,10", "--steps", "4",
+        "--repeats", "1", "--rows", "1000",
+    )  # fmt: skip
+    assert found["bits"]["rows"] >= 1000
+    assert found["bits"]["differing"] == 0
+    lone, many = found["cases"]
+    assert (lone["live"], many["live"]) == (1, 10)
+    assert list(lone["modes"]) == ["verified", "unverified"]
+    assert list(many["modes"]) == ["verified", "unverified", "10%"]
+    for mode in many["modes"].values():
+        assert mode["ms"] > 0
+        assert mode["live_then"] == 10
+        assert "preempted" not in mode
+        assert mode["prompt_tok_s"] > 0
+    assert many["modes"]["verified"]["over_unverified"] > 0
+    assert many["ceiling_ms"] > 0
+    assert 24 < many["context"] < 24 + 16
+    assert found["streaming"]["longest_gap_ms"] >= found["streaming"]["gap_ms"] > 0
+    kept = json.loads((tmp_path / "h200.json").read_text())
+    assert set(kept["bits"]["by_size"]) <= {str(size) for size in kept["sizes"]}
+    assert (tmp_path / "h200.png").exists()
+
+
+def test_what_was_found_can_be_drawn_later(script, tmp_path):
+    """With vLLM's numbers beside it where they are of the same shape and lengths, and only there."""
+    mode = {"ms": 6.0, "over_unverified": 0.97, "prompt_tok_s": 1e4, "tok_s": 1e3, "host_ms": 1.0,
+            "device_waits": 0.03}  # fmt: skip
+    row = {"lengths": "1K/256", "prompt": 1024, "output": 256, "live": 64, "ceiling_ms": 5.0}
+    found = {"shape": "8B, 32 layers", "device": "a card", "dtype": "bfloat16"}
+    found["cases"] = [row | {"modes": {"verified": mode}}]
+    kept, picture = tmp_path / "h200.json", tmp_path / "h200.png"
+    kept.write_text(json.dumps(found))
+    said = "\n".join(script("h200.py", "--draw", str(kept)))
+    assert "6.00 (0.970)" in said
+    assert "7.81" in said
+    assert "16.30" in said
+    assert "3.0%" in said
+    picture.unlink()
+    kept.write_text(json.dumps(found | {"shape": "8B, 2 layers"}))
+    assert "7.81" not in "\n".join(script("h200.py", "--draw", str(kept)))
+    assert picture.exists()
+
+
+def test_a_whole_output_and_what_does_not_fit(script):
+    found = script(
+        "h200.py", "--device", "cpu", "--lengths", "8/6", "--live", "2,8", "--steps", "0", "--repeats", "1",
+        "--modes", "verified", "--stream-live", "1", "--newcomers", "1", "--kv-memory", "1MiB",
+        "--layers", "1",
+    )  # fmt: skip
+    assert found["shape"] == "tiny, 1 layers"
+    (case,) = found["cases"]
+    assert case["live"] == 2
+    assert case["modes"]["verified"]["tok_s"] > 0
+    ((lengths, live, why),) = found["left_out"]
+    assert (lengths, live) == ("8/6", 8)
+    assert "room for" in why
+
+
+def test_a_row_that_depends_on_its_frame_is_counted():
+    import bits
+    import loads
+    from samewise.testing import tiny_engine
+
+    engine = tiny_engine(proposer="none", frame_rows=16, linear="torch", enable_prefix_caching=False)
+
+    def bent(frame):
+        def call(runner, batch):
+            logits = frame(runner, batch)
+            crowded = int((batch.positions == 0).sum()) - int((batch.rows.lengths == 0).sum()) > 1
+            return logits + 1e-4 * torch.eye(*logits.shape) if crowded else logits
+
+        return call
+
+    assert bits.check(engine, 500)["differing"] == 0
+    with loads.replaced(type(engine.runner), "frame", bent):
+        found = bits.check(engine, 500)
+    assert 0 < found["differing"] < found["rows"]
+
+
+def test_packings_hold_every_row_once():
+    from array import array
+
+    import bits
+
+    rng = random.Random(3)
+    texts = [[rng.randrange(9) for _ in range(length)] for length in (40, 7, 61)]
+    pages = [array("i", [1, 2, 3, 4])] * 3
+    seen, read = [], set()
+    for spans in bits.packings(rng, texts, pages, (1, 2, 8, 32, 64)):
+        assert 0 < sum(len(span.inputs) for span in spans) <= 64
+        assert len({span.seq_id for span in spans}) == len(spans)
+        if any(len(span.inputs) > 1 for span in spans):
+            read.add(all(span.given == len(span.inputs) for span in spans))
+        for span in spans:
+            assert list(span.inputs) == texts[span.seq_id][span.start : span.start + len(span.inputs)]
+            seen += [(span.seq_id, span.start + i) for i in range(len(span.inputs))]
+    assert sorted(seen) == [(i, j) for i, text in enumerate(texts) for j in range(len(text))]
+    assert read == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("live", "mode", "num"),
+    [(1, "verified", 1), (8, "10%", 1), (64, "10%", 6), (256, "10%", 26), (8, "unverified", 0)],
+)
+def test_a_share_is_spread_evenly(live, mode, num):
+    import loads
+
+    verified = loads.Case(8, 8, live, mode).verified()
+    assert len(verified) == live
+    assert sum(verified) == num
+    halves = sum(verified[: live // 2]), sum(verified[live // 2 :])
+    assert abs(halves[0] - halves[1]) <= 1
+
+
+def test_where_a_step_goes(script, tmp_path):
+    found = script(
+        "step.py", "--device", "cpu", "--profile", "--live", "4", "--steps", "8", "--profile-steps", "3",
+        "--verified", "50",
+    )  # fmt: skip
+    parts = found["host_ms"]
+    assert {"admit", "spans", "pack", "frame", "judge", "commit", "deltas", "rest"} <= set(parts)
+    assert sum(parts.values()) == pytest.approx(found["step_ms"])
+    assert {"layers", "linears", "idle"} <= set(found["device_ms"])  # of linears the head alone
+    assert sum(found["device_ms"].values()) == pytest.approx(found["profiled_step_ms"])
+    lanes = json.loads((tmp_path / "step.json").read_text())["shown"]["lanes"]
+    assert set(lanes) == {"host", "device"}
+    picture = tmp_path / "step.png"
+    picture.unlink()
+    script("step.py", "--draw", str(tmp_path / "step.json"))
+    assert picture.exists()
+
+
+def test_nothing_stays_wrapped():
+    import step
+    from samewise.engine.engine import Engine
+    from samewise.testing import tiny_engine
+
+    engine, before = tiny_engine(proposer="decode"), dict(vars(Engine))
+    with step.watching(engine):
+        assert vars(Engine)["step"] is not before["step"]
+    assert dict(vars(Engine)) == before
+
+
+def test_kernels_by_group():
+    """As on a card: the last linear before answers go out is the head, then the sampler's kernels."""
+    import kernels
+
+    names = {
+        "Memcpy HtoD (Pinned -> Device)": "copies",
+        "nvjet_tst_128x64_v_bz_TNT": "linears",
+        "_attend": "attention",
+        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0": "norms and activations",
+        "sm90_xmma_gemm_bf16bf16_bf16f32": "head",
+        "triton_red_fused_argmax_exp_sum_1": "sampler",
+        "void at::native::vectorized_elementwise_kernel<4>": "sampler",
+        "Memcpy DtoH (Device -> Pinned)": "copies",
+    }
+    raw = [(name, 2.0 * i, 2.0 * i + 1) for i, name in enumerate([*names, *names])]
+    found = kernels._grouped(raw, cuda=True)
+    assert [kernel.group for kernel in found] == [*names.values(), *names.values()]
+    spent = kernels.groups(found)
+    assert spent["head"] == 2.0
+    assert spent["sampler"] == 4.0
+    assert spent["idle"] == len(raw) - 1
+
+
+def test_overlapping_kernels_count_once():
+    import kernels
+
+    spent = kernels.groups([kernels.Kernel("a", 0, 4, "linears"), kernels.Kernel("b", 1, 5, "copies")])
+    assert spent == {"linears": 4, "copies": 1, "idle": 0}
+
+
+def test_a_peer_that_is_not_there_is_said_to_be_absent(monkeypatch):
+    import peers
+
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    work = peers.Work(None, torch.device("cpu"), torch.float32, 1, 1, 1)
+    assert peers.ask("vllm", work) == {"absent": "vllm is not installed"}
+    monkeypatch.undo()
+    assert "did not run" in peers.ask("transformers", work)["absent"]
+
+
+def test_the_device_waits_between_passes(monkeypatch):
+    """Events as a card would time them: before a pass, after its choices; what lies between is waiting."""
+    import loads
+
+    class Runner:
+        def frame(self):
+            clock["now"] += 3
+
+        def fast(self):
+            clock["now"] += 2
+
+    class Sampler:
+        def pick(self):
+            clock["now"] += 1
+
+    class Verifier:
+        def run(self):
+            runner.frame()
+            sampler.pick()
+
+    class Event:
+        def __init__(self):
+            self.at = clock["now"]
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    class Engine:
+        device = torch.device("cuda")
+
+    clock, runner, sampler, engine = {"now": 0}, Runner(), Sampler(), Engine()
+    engine.runner, engine.sampler, engine.verifier = runner, sampler, Verifier()
+    monkeypatch.setattr(loads, "_now", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with loads.watched(engine) as device:
+        assert device.waits() is None
+        engine.verifier.run()  # 4
+        clock["now"] += 2  # the host is late
+        engine.verifier.run()  # 4
+        runner.fast()
+        sampler.pick()  # 3 in all, at once
+    assert device.waits() == pytest.approx(2 / 13)
+
+
+def test_a_model_with_an_mlp_for_each_topic_says_what_the_model_says():
+    """And what can be left out of it depends on the topic."""
+    import topics
+    from samewise.config import EngineConfig
+    from samewise.engine.engine import Engine
+    from samewise.execute.pack import pack_frame
+    from samewise.testing import tiny
+    from samewise.types import LayerSet, Sampling, Span
+
+    loaded, words = tiny(), [range(80), range(80, 160), range(160, 240)]
+    rng = random.Random(0)
+    table = topics.evidence([[list(some)] for some in words], loaded.arch.vocab)
+    config = EngineConfig(model="tiny", kv_memory=2**24, device="cpu", proposer="none")
+    plain, many = Engine(loaded, config), Engine(topics.manifold(loaded, table), config)
+    depth = len(loaded.arch.layers)
+    assert len(many.loaded.arch.layers) == 1 + 3 * depth
+
+    def logits(engine, text, skipped):
+        span = Span(0, 0, tuple(text), len(text), array("i", [1, 2, 3]), Sampling(), list(text), len(text))
+        runner = engine.runner
+        return runner.look(
+            pack_frame([span], runner.staging(len(text))), runner.skipping(runner.views(), skipped)
+        )
+
+    for topic, some in enumerate(words):
+        text = [rng.choice(some) for _ in range(40)]
+        expected, whole = logits(plain, text, LayerSet()), logits(many, text, LayerSet())
+        torch.testing.assert_close(whole, expected, rtol=0.01, atol=0.1)
+        own = frozenset(range(1 + topic, 3 * depth, 3))
+        others = frozenset(range(1, 3 * depth)) - own
+        apart = [float((logits(many, text, LayerSet(mlp=mlp)) - whole).abs().max()) for mlp in (others, own)]
+        assert apart[0] < 0.1 < 1.0 < apart[1]

@@ -1,0 +1,194 @@
+"""Law 7, the oracle: transformers' own forward pass, for every family that is supported.
+
+Bits cannot agree with another implementation's; logits do within rounding, and so do tokens wherever
+transformers itself is not torn between two.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from samewise.execute.load import pick_dtype
+from samewise.execute.pack import pack_frame
+from samewise.model.arch import survey
+from samewise.testing import FAMILIES, run, tiny_config, tiny_engine, tiny_model
+from samewise.types import Sampling, Span
+
+PAGE = 16
+MARGIN = 1e-3
+TOLERANCE = 1e-4  # of the largest logit
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A family, and what makes this variant of it special."""
+
+    name: str
+    family: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int | None = None
+    lengths: tuple[int, ...] = (1, 16, 40, 90)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **settings}}
+
+
+LONGROPE = {
+    **rope(
+        "longrope",
+        short_factor=[1.0 + 0.05 * i for i in range(8)],
+        long_factor=[1.5 + 0.5 * i for i in range(8)],
+        original_max_position_embeddings=64,
+    ),
+    "original_max_position_embeddings": 64,
+    "max_position_embeddings": 256,
+}
+LAYERED = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 20}
+
+VARIANTS = [
+    *(Variant(name, name) for name in FAMILIES),
+    Variant("qwen2-layers-2-and-3-windowed", "qwen2", {**LAYERED, "max_window_layers": 2}),
+    Variant("qwen2-all-windowed", "qwen2", {**LAYERED, "max_window_layers": 0}),
+    Variant("qwen2-none-windowed", "qwen2", {**LAYERED, "use_sliding_window": False, "max_window_layers": 0}),
+    Variant("qwen3-windowed", "qwen3", {**LAYERED, "max_window_layers": 1}),
+    Variant("gemma3-window-of-5", "gemma3_text", {"sliding_window": 5}),
+    Variant("gemma3-scaled-query", "gemma3_text", {"query_pre_attn_scalar": 100}),
+    Variant("mistral-window-of-16", "mistral", {"sliding_window": 16}),
+    Variant("mistral-no-window", "mistral", {"sliding_window": None}),
+    Variant("smollm3-all-rotary", "smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
+    Variant("phi3-windowed", "phi3", {"sliding_window": 30}),
+    Variant("phi3-partial-rotary", "phi3", {"partial_rotary_factor": 0.5}),
+    Variant("phi3-longrope-short", "phi3", LONGROPE, max_model_len=64, lengths=(1, 16, 40)),
+    Variant("phi3-longrope-long", "phi3", LONGROPE, max_model_len=256, lengths=(70, 100)),
+    Variant("granite-attention-multiplier", "granite", {"attention_multiplier": 0.3}),
+    Variant("llama-one-kv-head", "llama", {"num_key_value_heads": 1}),
+    Variant("llama-no-groups", "llama", {"num_key_value_heads": 4}),
+    Variant("llama-biases", "llama", {"attention_bias": True, "mlp_bias": True}),
+    Variant("llama-tied", "llama", {"tie_word_embeddings": True}),
+    Variant("llama-odd-head", "llama", {"head_dim": 24}),
+    Variant("llama-rope-linear", "llama", rope("linear", factor=2.0)),
+    Variant(
+        "llama-rope-llama3",
+        "llama",
+        rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    Variant("llama-rope-yarn", "llama", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+def pair(request):
+    """(variant, engine, transformers' model with its own eager attention and the same weights)."""
+    variant = request.param
+    settings = {"max_model_len": variant.max_model_len} if variant.max_model_len else {}
+    engine = tiny_engine(variant.family, overrides=variant.overrides, max_num_seqs=4, **settings)
+    theirs = AutoModelForCausalLM.from_config(
+        tiny_config(variant.family, **variant.overrides), attn_implementation="eager", dtype=torch.float32
+    )
+    theirs.load_state_dict(tiny_model(variant.family, **variant.overrides).state_dict())
+    theirs.eval()
+    theirs.generation_config.eos_token_id = None
+    theirs.generation_config.pad_token_id = 258
+    return variant, engine, theirs
+
+
+def prompt_of(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+def frames(engine, tokens: list[int], chunk: int) -> torch.Tensor:
+    """Logits of every token, read in chunks."""
+    pages, found = array("i", range(1, len(tokens) // PAGE + 2)), []
+    for start in range(0, len(tokens), chunk):
+        inputs = tuple(tokens[start : start + chunk])
+        span = Span(0, start, inputs, len(inputs), pages, Sampling(), tokens, len(tokens))
+        logits = engine.runner.frame(pack_frame([span], engine.runner.frame_staging(len(span.inputs))))
+        found.append(logits[: len(inputs)].clone())
+    return torch.cat(found)
+
+
+def test_logits_are_those_of_transformers(pair):
+    variant, engine, theirs = pair
+    for length in variant.lengths:
+        tokens = prompt_of(length)
+        with torch.inference_mode():
+            expected = theirs(input_ids=torch.tensor([tokens])).logits[0].float()
+        for chunk in (16, 7):
+            got = frames(engine, tokens, chunk)
+            worst = (got - expected).abs().max().item()
+            assert worst < TOLERANCE * expected.abs().max().item(), f"{length} tokens in chunks of {chunk}"
+
+
+def test_greedy_tokens_are_those_of_transformers(pair):
+    variant, engine, theirs = pair
+    compared = 0
+    for length in variant.lengths:
+        tokens = prompt_of(length)
+        with torch.inference_mode():
+            answer = theirs.generate(
+                torch.tensor([tokens]),
+                attention_mask=torch.ones(1, length, dtype=torch.long),
+                max_new_tokens=14,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        (heard,) = run(engine, [(tokens, Sampling(), 14)])
+        for said, logits, ours in zip(
+            answer.sequences[0, length:].tolist(), answer.logits, heard.tokens, strict=True
+        ):
+            best = logits[0].topk(2).values
+            if (best[0] - best[1]).item() <= MARGIN:
+                break  # torn between two: from here on both may go their own way
+            assert said == ours, f"{length} tokens"
+            compared += 1
+    assert compared > 14
+
+
+def test_windows_are_seen_where_they_are(pair):
+    """The survey's windows are the config's: a prompt longer than the window would tell, if not."""
+    variant, engine, _ = pair
+    config = tiny_config(variant.family, **variant.overrides)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    windows = [layer.window for layer in engine.loaded.arch.layers]
+    if kinds:
+        assert windows == [window if kind == "sliding_attention" else None for kind in kinds]
+    elif variant.name.startswith("mistral") or variant.name == "phi3-windowed":
+        assert windows == [window] * len(windows)
+    if any(windows):
+        assert max(variant.lengths) > max(w for w in windows if w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_on_a_card_the_checkpoint_says_which_dtype(family, dtype):
+    config = tiny_config(family)
+    config.dtype = dtype
+    found = survey(config).checkpoint_dtype
+    assert pick_dtype("auto", torch.device("cuda"), found) == dtype
+    assert pick_dtype("auto", torch.device("cpu"), found) == torch.float32
