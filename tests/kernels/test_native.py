@@ -16,7 +16,8 @@ import torch
 
 from samewise.errors import BadParameter, InvariantBroken, MachineError
 from samewise.kernels import native as toolchain
-from samewise.kernels.attention.base import PAGE, Kernel, LayerKV, Rows, native
+from samewise.kernels.attention import native
+from samewise.kernels.attention.base import PAGE, Kernel, LayerKV, Rows
 from samewise.kernels.attention.cpu import TorchKernel, pick
 
 needs_compiler = pytest.mark.skipif(not toolchain.available(), reason="no C++ compiler")
@@ -463,7 +464,7 @@ def test_one_openmp_runtime_and_concurrent_builds(tmp_path):
     script = (
         "import torch, pathlib\n"
         "from samewise.kernels import native as toolchain\n"
-        "from samewise.kernels.attention.base import native\n"
+        "from samewise.kernels.attention import native\n"
         "kernel = native.NativeKernel()\n"
         "words = pathlib.Path('/proc/self/maps').read_text().split()\n"
         "names = ('libgomp', 'libomp', 'libiomp')\n"
