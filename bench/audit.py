@@ -29,7 +29,7 @@ import torch  # noqa: E402
 
 from samewise import LLM, SamplingParams  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
-from samewise.engine.engine import Engine  # noqa: E402
+from samewise.engine import Engine  # noqa: E402
 from samewise.execute.load import load  # noqa: E402
 from samewise.jobs.audit import TOGETHER, Auditor, Case, reciting  # noqa: E402
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from loads import after
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.kernels.attention.base import PAGE
 from samewise.types import Sampling, Span
 

@@ -24,7 +24,7 @@ machine.pin_environment()
 import torch  # noqa: E402
 
 from samewise.config import EngineConfig  # noqa: E402
-from samewise.engine.engine import Engine  # noqa: E402
+from samewise.engine import Engine  # noqa: E402
 from samewise.execute.load import load, pick_kernel, pick_linear  # noqa: E402
 from samewise.execute.pack import pack_frame  # noqa: E402
 from samewise.execute.runner import Runner  # noqa: E402

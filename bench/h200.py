@@ -37,7 +37,7 @@ import peers  # noqa: E402
 import shapes  # noqa: E402
 from loads import MODES, Case, measure, streaming  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
-from samewise.engine.engine import Engine  # noqa: E402
+from samewise.engine import Engine  # noqa: E402
 from samewise.kernels.attention.base import PAGE  # noqa: E402
 from telling import few, line, middle, picture, short, table  # noqa: E402
 

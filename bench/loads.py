@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.types import Sampling
 
 MODES = {"verified": 1.0, "unverified": 0.0, "10%": 0.1}

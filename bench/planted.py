@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from samewise.config import EngineConfig
-from samewise.engine.engine import MAKERS, Engine
+from samewise.draft.build import MAKERS
+from samewise.engine import Engine
 from samewise.testing import planted, planted_best
 from samewise.types import Sampling
 

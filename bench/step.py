@@ -32,7 +32,7 @@ from loads import Load, replaced  # noqa: E402
 from samewise.bench.report import pyplot  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
 from samewise.draft import decode  # noqa: E402
-from samewise.engine.engine import Engine  # noqa: E402
+from samewise.engine import Engine  # noqa: E402
 from samewise.errors import MachineError  # noqa: E402
 from samewise.model import fused_layer as layer  # noqa: E402
 from samewise.model.linear import FrameLinear  # noqa: E402

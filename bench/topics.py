@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from samewise.bench import timeline, workload
 from samewise.config import EngineConfig
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.execute.load import fingerprint, load
 from samewise.model.arch import survey
 from samewise.model.attention_binding import ATTENTION

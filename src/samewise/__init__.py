@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from samewise.config import EngineConfig
     from samewise.contract import Contract
-    from samewise.engine.engine import Engine
+    from samewise.engine import Engine
     from samewise.errors import SamewiseError
     from samewise.llm.aio import AsyncLLM
     from samewise.llm.llm import LLM

@@ -15,8 +15,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from samewise.config import EngineConfig
+from samewise.draft.build import MakeProposer, Parts
 from samewise.draft.decode import Decode
-from samewise.engine.engine import Engine, MakeProposer, Parts
+from samewise.engine import Engine
 from samewise.execute.load import Loaded, fingerprint
 from samewise.model.arch import survey
 from samewise.model.attention_binding import ATTENTION

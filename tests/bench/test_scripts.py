@@ -168,7 +168,7 @@ def test_where_a_step_goes(script, tmp_path):
 
 def test_nothing_stays_wrapped():
     import step
-    from samewise.engine.engine import Engine
+    from samewise.engine import Engine
     from samewise.testing import tiny_engine
 
     engine, before = tiny_engine(proposer="decode"), dict(vars(Engine))
@@ -265,7 +265,7 @@ def test_a_model_with_an_mlp_for_each_topic_says_what_the_model_says():
     """And what can be left out of it depends on the topic."""
     import topics
     from samewise.config import EngineConfig
-    from samewise.engine.engine import Engine
+    from samewise.engine import Engine
     from samewise.execute.pack import pack_frame
     from samewise.testing import tiny
     from samewise.types import LayerSet, Sampling, Span

@@ -10,9 +10,10 @@ import torch
 from samewise import machine
 from samewise.bench import timeline
 from samewise.config import EngineConfig
+from samewise.draft.build import MAKERS
 from samewise.draft.decode import Decode
 from samewise.draft.skip.skip import Skip
-from samewise.engine.engine import MAKERS, Engine
+from samewise.engine import Engine
 from samewise.errors import BadParameter
 from samewise.execute.pack import pack_frame
 from samewise.model import fused_layer as layers

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.errors import BadParameter, BadPrompt, CallerError
 from samewise.testing import Adversary, Jitter, Scripted, Transcript, preempting, run, tiny_engine
 from samewise.types import Ask, Delta, Finish, Proposal, Sampling

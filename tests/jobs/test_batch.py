@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from samewise import LLM, SamplingParams
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.errors import BadParameter, MachineError
 from samewise.jobs.audit import Auditor, Case, reciting
 from samewise.jobs.batch import Tally, run

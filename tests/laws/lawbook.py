@@ -16,11 +16,12 @@ import torch
 
 from samewise.draft.auto.auto import Auto, Known
 from samewise.draft.base import First
+from samewise.draft.build import MAKERS, MakeProposer, Parts
 from samewise.draft.decode import Decode
 from samewise.draft.model import DraftModel
 from samewise.draft.skip.search import Best, Prices, Search
 from samewise.draft.skip.skip import Skip
-from samewise.engine.engine import MAKERS, Engine, MakeProposer, Parts
+from samewise.engine import Engine
 from samewise.execute.load import Loaded
 from samewise.execute.runner import kv_page_bytes
 from samewise.model import fp8

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from lawbook import CASES, Case, company, jitter, play, reference, text, warm
 
-from samewise.engine.engine import MAKERS, Engine
+from samewise.draft.build import MAKERS
+from samewise.engine import Engine
 from samewise.errors import CallerError
 from samewise.testing import preempting, shuffled
 from samewise.types import Sampling

@@ -10,7 +10,7 @@ import pytest
 from lawbook import PROPOSERS, Case, Heard, alone, jitter, play, warm
 
 from samewise.config import EngineConfig
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.execute.load import load
 from samewise.execute.runner import kv_page_bytes
 from samewise.testing import preempting

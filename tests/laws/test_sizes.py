@@ -16,7 +16,7 @@ from lawbook import CASES, Case, jitter, play, text
 from torch import nn
 
 from samewise.config import EngineConfig
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.errors import BadParameter
 from samewise.model.linear import FrameLinear
 from samewise.model.row_pieces import in_pieces

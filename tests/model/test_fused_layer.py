@@ -8,7 +8,7 @@ from test_linear import bits, random, stated
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.errors import GuaranteeLost, InvariantBroken
 from samewise.execute.runner import kv_shapes
 from samewise.kernels import native

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from samewise.config import EngineConfig
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.errors import BadParameter
 from samewise.llm.llm import LLM
 from samewise.openai.toolbox import MOST, special_tokens, toolbox_of

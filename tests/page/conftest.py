@@ -20,7 +20,7 @@ import uvicorn
 
 from samewise import AsyncLLM
 from samewise.config import EngineConfig
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.serve.app import make_app
 from samewise.serve.settings import ServeSettings
 from samewise.serve.worker import Worker

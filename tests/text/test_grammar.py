@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samewise import LLM, SamplingParams
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.errors import BadParameter
 from samewise.execute.sampling import Draw, Sampler
 from samewise.testing import byte_tokenizer, run, tiny_engine

@@ -9,8 +9,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from samewise.config import EngineConfig
+from samewise.engine import Engine
 from samewise.engine import engine as engine_module
-from samewise.engine.engine import Engine
 from samewise.errors import GuaranteeLost
 from samewise.execute.load import Loaded, pick_kernel
 from samewise.kernels.attention.base import LayerKV, Rows

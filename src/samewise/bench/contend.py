@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import torch
 
 from samewise.config import EngineConfig
+from samewise.draft.build import MakeProposer, Parts
 from samewise.draft.decode import Decode
-from samewise.engine.engine import Engine, MakeProposer, Parts
+from samewise.engine import Engine
 from samewise.execute.load import Loaded
 from samewise.llm.answers import Desk
 from samewise.params import SamplingParams

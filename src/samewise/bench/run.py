@@ -21,7 +21,7 @@ from samewise.bench import contend, report, timeline, workload
 from samewise.bench.contend import Contender, Ours, Sample
 from samewise.bench.report import Cell
 from samewise.config import EngineConfig
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.errors import MachineError
 from samewise.execute.load import Loaded, load
 from samewise.llm.answers import Desk

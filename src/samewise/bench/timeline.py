@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from samewise.bench.report import pyplot
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.llm.answers import Desk
 from samewise.params import SamplingParams
 

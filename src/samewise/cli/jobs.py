@@ -14,7 +14,7 @@ import typer
 from samewise.errors import MachineError
 
 if TYPE_CHECKING:
-    from samewise.engine.engine import Engine
+    from samewise.engine import Engine
     from samewise.jobs.batch import Tally
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def _engine(model: str, settings: dict[str, Any]) -> Engine:
     gc.disable()
     try:
         from samewise.config import EngineConfig
-        from samewise.engine.engine import build
+        from samewise.engine import build
 
         given = {name: value for name, value in settings.items() if value is not None}
         engine = build(EngineConfig.of(model=model, **given))

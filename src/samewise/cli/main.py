@@ -24,7 +24,7 @@ from samewise.cli.serve import serve
 from samewise.errors import CallerError, SamewiseError
 
 if TYPE_CHECKING:
-    from samewise.engine.engine import Engine
+    from samewise.engine import Engine
     from samewise.llm.llm import LLM
     from samewise.params import SamplingParams
 

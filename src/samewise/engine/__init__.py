@@ -1,3 +1,3 @@
-from samewise.engine.engine import MAKERS, Engine, MakeProposer, Parts, build
+from samewise.engine.engine import Engine, build
 
-__all__ = ["MAKERS", "Engine", "MakeProposer", "Parts", "build"]
+__all__ = ["Engine", "build"]

@@ -18,7 +18,8 @@ from typing import Any
 
 from samewise.config import EngineConfig
 from samewise.contract import Contract
-from samewise.engine.engine import Engine, Parts, build
+from samewise.draft.build import Parts
+from samewise.engine import Engine, build
 from samewise.errors import BadParameter, CallerError
 from samewise.llm.answers import Answer, Desk, Prompt
 from samewise.outputs import Chunk

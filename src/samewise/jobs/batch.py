@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.errors import BadParameter, CallerError
 from samewise.jobs.batch_file import Line, Record, Results, read_lines, survey, went_well
 from samewise.llm.answers import Answer, Desk

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, Unpack
 
 from samewise.config import EngineConfig, EngineSettings
 from samewise.contract import Contract
-from samewise.engine.engine import Engine, build
+from samewise.engine import Engine, build
 from samewise.errors import BadPrompt, CallerError, MachineError
 from samewise.llm.answers import Answer, Asked, Desk, Prompt
 from samewise.outputs import Chunk, RequestOutput

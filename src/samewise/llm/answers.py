@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, cast
 
-from samewise.engine.engine import Engine
+from samewise.engine import Engine
 from samewise.errors import BadParameter, BadPrompt
 from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from samewise.params import SamplingParams, derive_seed

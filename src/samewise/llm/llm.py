@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from samewise.config import EngineConfig, EngineSettings
 from samewise.contract import Contract
-from samewise.engine.engine import Engine, build
+from samewise.engine import Engine, build
 from samewise.errors import BadParameter, BadPrompt
 from samewise.llm.answers import Answer, Asked, Desk, Prompt, Score
 from samewise.outputs import Chunk, RequestOutput, ScoreOutput
