@@ -11,8 +11,8 @@ import pytest
 
 from samewise import LLM, SamplingParams
 from samewise.cli import main as cli
-from samewise.receipts import store as ledger
-from samewise.receipts.receipt import Receipt
+from samewise.receipts import store
+from samewise.receipts import Receipt
 from samewise.receipts.signing import SigningKey
 from samewise.testing import byte_tokenizer, tiny_model
 
@@ -61,14 +61,14 @@ QUICK = ("--kv-memory", "4MiB")
 
 
 def test_one_true_receipt(run: Run, receipts: list[Receipt], tmp_path: Path) -> None:
-    path = ledger.keep(tmp_path, receipts[0])
+    path = store.save(tmp_path, receipts[0])
     ran = run("audit", path, *QUICK)
     assert (ran.code, ran.out) == (0, f"{path}: same (9 tokens, contract {receipts[0].contract.id})\n")
 
 
 def test_a_folder_with_a_lie_in_it(run: Run, receipts: list[Receipt], tmp_path: Path) -> None:
     for receipt in receipts:
-        ledger.keep(tmp_path, receipt)
+        store.save(tmp_path, receipt)
     whole = json.loads(receipts[0].dumps())
     whole["output"]["token_ids"][3] ^= 1
     (tmp_path / "lie.json").write_text(json.dumps(whole))
@@ -92,7 +92,7 @@ def test_another_contract_stops_there(
     other = tmp_path_factory.mktemp("other")
     tiny_model(seed=1).save_pretrained(other)
     byte_tokenizer().save_pretrained(other)
-    path = ledger.keep(tmp_path, receipts[0])
+    path = store.save(tmp_path, receipts[0])
     ran = run("audit", path, "--model", other, *QUICK)
     assert ran.code == 1
     assert "other contract" in ran.out
@@ -121,8 +121,8 @@ def test_keys(run: Run, receipts: list[Receipt], tmp_path: Path) -> None:
     assert ran.code == 0
     assert SigningKey.load(key).public in ran.out
     assert run("keygen", key).code == 2
-    signed = ledger.keep(tmp_path / "signed", receipts[0].signed(SigningKey.load(key)))
-    plain = ledger.keep(tmp_path / "plain", receipts[0])
+    signed = store.save(tmp_path / "signed", receipts[0].signed(SigningKey.load(key)))
+    plain = store.save(tmp_path / "plain", receipts[0])
     assert run("audit", signed, "--key", f"{key}.pub", *QUICK).code == 0
     ran = run("audit", plain, "--key", f"{key}.pub", *QUICK)
     assert ran.code == 1
@@ -134,7 +134,7 @@ def test_hidden_prompts(run: Run, folder: Path, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=3)
     with LLM(folder, device="cpu", kv_memory="4MiB") as llm:
         (output,) = llm.generate("abc", params, use_tqdm=False)
-        path = ledger.keep(tmp_path, llm.receipts(output, params, hide_prompt=True)[0])
+        path = store.save(tmp_path, llm.receipts(output, params, hide_prompt=True)[0])
     ran = run("audit", path, *QUICK)
     assert ran.code == 1
     assert "only a digest of its prompt" in ran.out

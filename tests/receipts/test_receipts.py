@@ -1,4 +1,4 @@
-"""Receipts: what they say, that a change shows, and whose they are."""
+"""Receipts: content, detection of changes, signatures, files."""
 
 import copy
 import json
@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from samewise import LLM, SamplingParams
+from samewise import LLM, SamplingParams, receipts
 from samewise.contract import Contract
 from samewise.errors import BadParameter, BadReceipt
 from samewise.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from samewise.receipts import receipt as receipts
-from samewise.receipts import store as ledger
-from samewise.receipts.receipt import Receipt, loads, make, sealed
+from samewise.receipts import Receipt, loads, make, store
+from samewise.receipts.reader import from_body
 from samewise.receipts.signing import SigningKey, new_key, read_public
 from samewise.testing import tiny_engine
 
@@ -28,34 +27,34 @@ PARAMS = SamplingParams(
 )  # fmt: skip
 
 
-def choice(index: int = 0, **changes: Any) -> CompletionOutput:
-    said: dict[str, Any] = {
+def make_choice(index: int = 0, **changes: Any) -> CompletionOutput:
+    fields: dict[str, Any] = {
         "index": index, "text": "abcd", "token_ids": [1, 2, 3, 4], "cumulative_logprob": 0.0,
         "logprobs": None, "finish_reason": "length", "stop_reason": None,
         "token_logprobs": LOGPROBS, "seed": 2**63 + 5,
     }  # fmt: skip
-    return CompletionOutput(**said | changes)
+    return CompletionOutput(**fields | changes)
 
 
-def output(*choices: CompletionOutput) -> RequestOutput:
+def make_output(*choices: CompletionOutput) -> RequestOutput:
     metrics = RequestMetrics(0.0, None, None, 4, 0)
     return RequestOutput("7", None, [5, 6], None, list(choices), True, 0, CONTRACT.id, metrics)
 
 
-def one(params: SamplingParams = PARAMS, *, hide_prompt: bool = False, **changes: Any) -> Receipt:
+def make_receipt(params: SamplingParams = PARAMS, *, hide_prompt: bool = False, **changes: Any) -> Receipt:
     settings = {"dtype": "float32", "frame_rows": 16}
     (receipt,) = make(
-        output(choice(**changes)), params, contract=CONTRACT, model="tiny", settings=settings,
+        make_output(make_choice(**changes)), params, contract=CONTRACT, model="tiny", settings=settings,
         hide_prompt=hide_prompt,
     )  # fmt: skip
     return receipt
 
 
-# ---- out and in
+# ---- writing and reading
 
 
-def test_it_comes_back_as_it_was_written() -> None:
-    receipt = one()
+def test_reading_a_written_receipt_gives_the_same_receipt() -> None:
+    receipt = make_receipt()
     line = receipt.dumps()
     back = loads(line)
     assert back == receipt
@@ -68,79 +67,82 @@ def test_it_comes_back_as_it_was_written() -> None:
     assert back.token_ids == (1, 2, 3, 4)
 
 
-def test_layout_is_of_no_account() -> None:
-    receipt = one()
+def test_layout_of_the_json_does_not_matter() -> None:
+    receipt = make_receipt()
     assert loads(json.dumps(json.loads(receipt.dumps()), indent=3)) == receipt
 
 
-def test_one_for_each_choice() -> None:
-    both = make(output(choice(0), choice(1)), PARAMS, contract=CONTRACT, model="tiny", settings={})
+def test_every_choice_gets_a_receipt() -> None:
+    both = make(
+        make_output(make_choice(0), make_choice(1)), PARAMS, contract=CONTRACT, model="tiny", settings={}
+    )
     assert [receipt.index for receipt in both] == [0, 1]
 
 
-def test_the_same_answer_gives_the_same_receipt() -> None:
+def test_receipt_does_not_depend_on_other_requests() -> None:
     params = SamplingParams(temperature=0.9, max_tokens=6)
     lines = []
-    for company in (["x"], ["y", "x", "z"]):
+    for prompts in (["x"], ["y", "x", "z"]):
         llm = LLM.over(tiny_engine())
-        outputs = llm.generate(company, params, use_tqdm=False)
-        (receipt,) = llm.receipts(outputs[company.index("x")], params)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        (receipt,) = llm.receipts(outputs[prompts.index("x")], params)
         lines.append(receipt.dumps())
     assert lines[0] == lines[1]
 
 
-def test_logprob_bits_are_digested_as_documented() -> None:
-    receipt = one()
+def test_logprob_digest_is_sha256_of_float32_bits() -> None:
+    receipt = make_receipt()
     bits = struct.pack("<4f", *LOGPROBS)
     assert receipt.logprob_digest == "sha256:" + sha256(bits).hexdigest()
     assert receipt.logprob_checks[2] == sha256(bits[8:12]).hexdigest()[:4]
     assert receipts.logprob_check(0.0) != receipts.logprob_check(-0.0)
 
 
-def test_a_prompt_may_be_kept_back() -> None:
-    open_one, hidden = one(), one(hide_prompt=True)
-    assert open_one.prompt_token_ids == (5, 6)
+def test_hidden_prompt_leaves_only_its_digest() -> None:
+    shown, hidden = make_receipt(), make_receipt(hide_prompt=True)
+    assert shown.prompt_token_ids == (5, 6)
     assert hidden.prompt_token_ids is None
-    assert hidden.prompt_digest == open_one.prompt_digest == receipts.prompt_digest([5, 6])
+    assert hidden.prompt_digest == shown.prompt_digest == receipts.prompt_digest([5, 6])
     assert hidden.prompt_len == 2
     assert loads(hidden.dumps()) == hidden
 
 
-def test_what_was_decided_on_the_way_is_written_down() -> None:
+def test_receipt_records_the_seed_and_the_length_limit_that_applied() -> None:
     unlimited = SamplingParams(max_tokens=None)
-    assert one(unlimited).params.max_tokens == 4  # ended by the context: that long was too long
-    assert one(unlimited, finish_reason="stop").params.max_tokens is None
-    assert one(unlimited.clone(min_tokens=9)).params.max_tokens == 9  # the context was shorter still
-    assert one(unlimited).params.seed == 2**63 + 5
+    assert make_receipt(unlimited).params.max_tokens == 4  # ended by the context
+    assert make_receipt(unlimited, finish_reason="stop").params.max_tokens is None
+    # The context ended it before min_tokens.
+    assert make_receipt(unlimited.clone(min_tokens=9)).params.max_tokens == 9
+    assert make_receipt(unlimited).params.seed == 2**63 + 5
 
 
-def test_an_unverified_answer_promises_nothing() -> None:
-    receipt = one(PARAMS.clone(verify=False))
+def test_unverified_answer_has_no_promise() -> None:
+    receipt = make_receipt(PARAMS.clone(verify=False))
     assert not receipt.verified
     assert json.loads(receipt.dumps())["promise"].startswith("none")
-    assert json.loads(one().dumps())["promise"] == receipts.PROMISE
+    assert json.loads(make_receipt().dumps())["promise"] == receipts.PROMISE
 
 
-def test_only_whole_answers_under_the_right_contract() -> None:
+def test_incomplete_answer_or_other_contract_is_refused() -> None:
     for reason in (None, "abort"):
-        with pytest.raises(BadParameter, match="whole answers"):
-            one(finish_reason=reason)
+        with pytest.raises(BadParameter, match="only complete answers"):
+            make_receipt(finish_reason=reason)
     with pytest.raises(BadParameter, match="contract"):
-        make(output(choice()), PARAMS, contract=Contract.of({}), model="tiny", settings={})
+        make(make_output(make_choice()), PARAMS, contract=Contract.of({}), model="tiny", settings={})
 
 
-# ---- damage
+# ---- changes and damage
 
 
-def every_leaf(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def leaf_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     if isinstance(value, dict):
-        return [leaf for name, entry in value.items() for leaf in every_leaf(entry, (*path, name))]
+        return [leaf for name, entry in value.items() for leaf in leaf_paths(entry, (*path, name))]
     if isinstance(value, list) and value:
-        return [leaf for i, entry in enumerate(value) for leaf in every_leaf(entry, (*path, i))]
+        return [leaf for i, entry in enumerate(value) for leaf in leaf_paths(entry, (*path, i))]
     return [path]
 
 
-def changed(value: Any) -> Any:
+def change_value(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -152,27 +154,27 @@ def changed(value: Any) -> Any:
     return 1
 
 
-@pytest.mark.parametrize("leaf", every_leaf(json.loads(one().dumps())), ids=str)
-def test_any_change_shows(leaf: tuple[Any, ...]) -> None:
-    whole = json.loads(one().dumps())
-    holder = whole
+@pytest.mark.parametrize("leaf", leaf_paths(json.loads(make_receipt().dumps())), ids=str)
+def test_any_changed_value_is_refused(leaf: tuple[Any, ...]) -> None:
+    document = json.loads(make_receipt().dumps())
+    holder = document
     for name in leaf[:-1]:
         holder = holder[name]
-    holder[leaf[-1]] = changed(holder[leaf[-1]])
+    holder[leaf[-1]] = change_value(holder[leaf[-1]])
     with pytest.raises(BadReceipt):
-        loads(json.dumps(whole))
+        loads(json.dumps(document))
 
 
-def test_a_change_may_be_read_on_purpose() -> None:
-    whole = json.loads(one().dumps())
-    whole["params"]["seed"] += 1
+def test_changed_receipt_is_readable_without_the_check() -> None:
+    document = json.loads(make_receipt().dumps())
+    document["params"]["seed"] += 1
     with pytest.raises(BadReceipt, match="changed after it was made"):
-        loads(json.dumps(whole))
-    assert not loads(json.dumps(whole), check=False).intact
+        loads(json.dumps(document))
+    assert not loads(json.dumps(document), check=False).intact
 
 
-def test_every_cut_is_an_error() -> None:
-    line = one().dumps()
+def test_truncated_receipt_is_refused() -> None:
+    line = make_receipt().dumps()
     for end in range(0, len(line), 7):
         with pytest.raises(BadReceipt):
             loads(line[:end])
@@ -200,24 +202,24 @@ def test_every_cut_is_an_error() -> None:
         ({"digest": None}, "'digest' is None"),
     ],
 )
-def test_nonsense_is_named(change: dict[str, Any], message: str) -> None:
+def test_invalid_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(BadReceipt, match=message):
-        loads(json.dumps(json.loads(one().dumps()) | change))
+        loads(json.dumps(json.loads(make_receipt().dumps()) | change))
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", "null", "{}", '{"a": 1, "a": 2}', "[NaN]", "\x00", b"\xff"]
 )
-def test_what_is_no_receipt(text: str | bytes) -> None:
+def test_other_json_is_not_a_receipt(text: str | bytes) -> None:
     with pytest.raises(BadReceipt):
         loads(text)
 
 
-def test_parameters_unknown_then_do_not_spoil_old_receipts() -> None:
-    """A receipt's digest is of what it says, not of what this version would have written."""
-    body = copy.deepcopy(one().body)
+def test_receipt_of_a_version_with_fewer_parameters_is_readable() -> None:
+    """The digest covers the stored body, not what this version would have written."""
+    body = copy.deepcopy(make_receipt().body)
     del body["params"]["share"]
-    assert loads(sealed(body).dumps()).params.share is True
+    assert loads(from_body(body).dumps()).params.share is True
 
 
 # ---- signatures
@@ -230,29 +232,29 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_sign_and_check(key_file: Path) -> None:
+def test_signature_is_valid_and_deterministic(key_file: Path) -> None:
     key = SigningKey.load(key_file)
-    receipt = loads(one().signed(key).dumps())
+    receipt = loads(make_receipt().signed(key).dumps())
     assert receipt.signature is not None
     assert receipt.signature.key == key.public == read_public(f"{key_file}.pub") == read_public(key_file)
-    assert receipt.signature_good
-    assert not one().signature_good
-    assert one().signed(key) == receipt  # ed25519 has no noise of its own
+    assert receipt.signature_valid
+    assert not make_receipt().signature_valid
+    assert make_receipt().signed(key) == receipt  # ed25519 signatures are deterministic
 
 
-def test_a_signature_holds_for_one_text_only(key_file: Path) -> None:
-    receipt = one().signed(SigningKey.load(key_file))
+def test_signature_is_invalid_for_another_body(key_file: Path) -> None:
+    receipt = make_receipt().signed(SigningKey.load(key_file))
     body = copy.deepcopy(receipt.body)
     body["params"]["seed"] += 1
-    forged = json.loads(sealed(body).dumps()) | {"signature": json.loads(receipt.dumps())["signature"]}
-    found = loads(json.dumps(forged))
-    assert found.intact
-    assert not found.signature_good
+    forged = json.loads(from_body(body).dumps()) | {"signature": json.loads(receipt.dumps())["signature"]}
+    read = loads(json.dumps(forged))
+    assert read.intact
+    assert not read.signature_valid
     forged["signature"]["value"] = "nonsense"
-    assert not loads(json.dumps(forged)).signature_good
+    assert not loads(json.dumps(forged)).signature_valid
 
 
-def test_keys_are_kept_safe(key_file: Path, tmp_path: Path) -> None:
+def test_private_keys_are_private_and_never_overwritten(key_file: Path, tmp_path: Path) -> None:
     assert key_file.stat().st_mode & 0o077 == 0
     with pytest.raises(BadParameter, match="never overwritten"):
         new_key(key_file)
@@ -269,7 +271,7 @@ def test_keys_are_kept_safe(key_file: Path, tmp_path: Path) -> None:
             read(tmp_path / "none")
 
 
-def test_other_kinds_of_key_are_refused(tmp_path: Path) -> None:
+def test_other_key_types_are_refused(tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization as form
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 
@@ -287,30 +289,32 @@ def test_other_kinds_of_key_are_refused(tmp_path: Path) -> None:
 # ---- on disk
 
 
-def test_files_folders_lines_and_answers(tmp_path: Path) -> None:
-    first, second = one(), one(index=1)
-    kept = ledger.keep(tmp_path / "folder", first)
-    assert ledger.keep(tmp_path / "folder", first) == kept  # once
+def test_receipts_are_read_from_files_folders_json_lines_and_responses(tmp_path: Path) -> None:
+    first, second = make_receipt(), make_receipt(index=1)
+    saved = store.save(tmp_path / "folder", first)
+    assert store.save(tmp_path / "folder", first) == saved
     (tmp_path / "folder" / "deep").mkdir()
     lines = tmp_path / "folder" / "deep" / "all.jsonl"
     lines.write_text(f"{first.dumps()}\n\n{second.dumps()}\n{second.dumps()[:99]}")
-    answer = tmp_path / "folder" / "response.json"
-    answer.write_text(json.dumps({"id": "x", "choices": [{"receipt": json.loads(first.dumps())}]}, indent=1))
-    (tmp_path / "folder" / "notes.txt").write_text("not looked at")
-    found = list(ledger.read([tmp_path / "folder"]))
-    assert {Path(entry.where).name: entry.receipt for entry in found if entry.receipt} == {
-        kept.name: first, "all.jsonl:1": first, "all.jsonl:3": second, "response.json": first
+    response = tmp_path / "folder" / "response.json"
+    response.write_text(
+        json.dumps({"id": "x", "choices": [{"receipt": json.loads(first.dumps())}]}, indent=1)
+    )
+    (tmp_path / "folder" / "notes.txt").write_text("not a receipt file")
+    entries = list(store.read([tmp_path / "folder"]))
+    assert {Path(entry.where).name: entry.receipt for entry in entries if entry.receipt} == {
+        saved.name: first, "all.jsonl:1": first, "all.jsonl:3": second, "response.json": first
     }  # fmt: skip
-    (torn,) = [entry for entry in found if entry.receipt is None]
-    assert torn.where.endswith("all.jsonl:4")
-    assert "damaged" in torn.error
+    (truncated,) = [entry for entry in entries if entry.receipt is None]
+    assert truncated.where.endswith("all.jsonl:4")
+    assert "damaged" in truncated.error
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_path_without_receipts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadParameter, match="is not there"):
-        list(ledger.read([tmp_path / "none.json"]))
+        list(store.read([tmp_path / "none.json"]))
     with pytest.raises(BadParameter, match="holds no"):
-        list(ledger.read([tmp_path]))
+        list(store.read([tmp_path]))
     (tmp_path / "other.json").write_text('{"a": [1, {"b": 2}]}')
-    (entry,) = ledger.read([tmp_path])
+    (entry,) = store.read([tmp_path])
     assert "no receipt" in entry.error

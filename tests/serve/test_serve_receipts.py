@@ -7,8 +7,8 @@ from typing import Any
 from shop import CHAT, COMPLETIONS, go, shop
 
 from samewise.jobs.audit import Auditor, Case, reciting
-from samewise.receipts import store as ledger
-from samewise.receipts.receipt import from_json
+from samewise.receipts import store
+from samewise.receipts import from_json
 from samewise.receipts.signing import SigningKey, new_key
 from samewise.serve.settings import ServeSettings
 from samewise.testing import tiny_engine
@@ -53,12 +53,12 @@ def test_one_of_every_answer_is_kept(tmp_path: Path) -> None:
             await here.events(COMPLETIONS, {"prompt": "def", "n": 2, "temperature": 1, "max_tokens": 4})
 
     go(work())
-    found = [entry.receipt for entry in ledger.read([tmp_path / "kept"])]
+    found = [entry.receipt for entry in store.read([tmp_path / "kept"])]
     assert len(found) == 4
     for receipt in found:
         assert receipt is not None
         assert receipt.intact
-        assert receipt.signature_good
+        assert receipt.signature_valid
         assert receipt.signature is not None
         assert receipt.signature.key == key.public
         assert receipt.prompt_token_ids is None

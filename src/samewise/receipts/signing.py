@@ -1,7 +1,7 @@
 """ed25519 keys and signatures for receipts. Needs `cryptography`, the extra `sign`. Host only.
 
-A private key is an unencrypted PKCS#8 PEM file that only its owner can read; the public key beside it,
-with `.pub` added to the name, is what an auditor is given.
+A private key is an unencrypted PKCS#8 PEM file of mode 0600; the public key, for auditors, is the file beside
+it with `.pub` added to its name.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ALGORITHM = "ed25519"
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A signature and the public key it is good under, both in base64."""
+    """A signature and its public key, both in base64."""
 
     key: str
     value: str
 
-    def good(self, message: bytes) -> bool:
-        """Whether the key's owner signed this very message."""
-        _need()
+    def verifies(self, message: bytes) -> bool:
+        """Whether this is the key's valid signature of the message."""
+        _require_cryptography()
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -43,7 +43,7 @@ class Signature:
 
 
 class SigningKey:
-    """A private key, read once. It never leaves this object, not even in a traceback."""
+    """A private key, read once. It is never shown: not by `repr`, not in a traceback."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
@@ -52,7 +52,7 @@ class SigningKey:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SigningKey:
         """The private key in a PEM file."""
-        _need()
+        _require_cryptography()
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -60,7 +60,7 @@ class SigningKey:
         try:
             key = serialization.load_pem_private_key(content, password=None)
         except TypeError:
-            raise BadParameter(f"the key {path} has a passphrase; give one without") from None
+            raise BadParameter(f"the key {path} has a passphrase; give one without", param="key") from None
         except (ValueError, _unsupported()):
             raise _not_a_key(path, "private") from None
         if not isinstance(key, Ed25519PrivateKey):
@@ -76,30 +76,32 @@ class SigningKey:
 
 
 def new_key(path: str | os.PathLike[str]) -> str:
-    """Make a key pair: `path`, readable by its owner alone, and `path`.pub. Returns the public key.
+    """Make a key pair: `path`, mode 0600, and `path`.pub. Returns the public key.
 
-    A file that is there already is never overwritten.
+    An existing file is never overwritten.
     """
-    _need()
+    _require_cryptography()
     from cryptography.hazmat.primitives import serialization as form
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     key = Ed25519PrivateKey.generate()
     secret = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
     public = key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
-    home = Path(path)
-    other = home.with_name(home.name + ".pub")
-    for file in (home, other):
+    private_path = Path(path)
+    public_path = private_path.with_name(private_path.name + ".pub")
+    for file in (private_path, public_path):
         if file.exists():
-            raise BadParameter(f"{file} is there already; a key is never overwritten, choose another name")
-    _write(home, secret, 0o600)
-    _write(other, public, 0o644)
+            raise BadParameter(
+                f"{file} is there already; a key is never overwritten, choose another name", param="path"
+            )
+    _write(private_path, secret, 0o600)
+    _write(public_path, public, 0o644)
     return SigningKey(key).public
 
 
 def read_public(path: str | os.PathLike[str]) -> str:
-    """The public key in a PEM file, as receipts write it; a private key's file will do too."""
-    _need()
+    """The public key in a PEM file (public or private), in base64 as receipts write it."""
+    _require_cryptography()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -115,9 +117,9 @@ def read_public(path: str | os.PathLike[str]) -> str:
     return base64.b64encode(key.public_bytes_raw()).decode()
 
 
-def _need() -> None:
+def _require_cryptography() -> None:
     try:
-        import cryptography  # noqa: F401 - only whether it is there
+        import cryptography  # noqa: F401 - checks that it is installed
     except ImportError:
         raise MachineError("signed receipts need another package: pip install 'samewise[sign]'") from None
 
@@ -129,14 +131,16 @@ def _unsupported() -> Any:
 
 
 def _not_a_key(path: str | os.PathLike[str], kind: str) -> BadParameter:
-    return BadParameter(f"{path} holds no {kind} ed25519 key in PEM; make a pair with `samewise keygen`")
+    return BadParameter(
+        f"{path} holds no {kind} ed25519 key in PEM; make a pair with `samewise keygen`", param="key"
+    )
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise BadParameter(f"cannot read the key {path}: {error.strerror or error}") from None
+        raise BadParameter(f"cannot read the key {path}: {error.strerror or error}", param="key") from None
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
@@ -145,7 +149,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
     except OSError as error:
-        raise BadParameter(f"cannot write the key {path}: {error.strerror or error}") from None
+        raise BadParameter(f"cannot write the key {path}: {error.strerror or error}", param="path") from None
 
 
 __all__ = ["ALGORITHM", "Signature", "SigningKey", "new_key", "read_public"]

@@ -26,8 +26,8 @@ from samewise.openai.parsed import CHAT, COMPLETIONS, Dialect, Parsed, Terms
 from samewise.openai.replies import Streamer, joined, refuse_aborted, respond
 from samewise.openai.toolbox import special_tokens
 from samewise.outputs import RequestOutput
-from samewise.receipts.receipt import Receipt, whole
-from samewise.receipts.store import keep
+from samewise.receipts import Receipt, is_complete
+from samewise.receipts.store import save
 from samewise.serve import schema
 from samewise.serve.http import DONE, EventStream, Json, event, failure, read_body, unless_gone
 from samewise.serve.metrics import Metrics
@@ -96,7 +96,7 @@ class Service:
     async def receipts(self, parsed: Parsed, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]] | None:
         """Receipts for whoever asked (`receipt: true`), and one of every answer for `--receipts`."""
         folder = self.settings.receipts
-        if not (parsed.receipt or folder) or not all(map(whole, outputs)):
+        if not (parsed.receipt or folder) or not all(map(is_complete, outputs)):
             return None
         how: Any = {"key": self.settings.signer, "hide_prompt": self.settings.hide_prompts}
         made = [one for out in outputs for one in self.worker.llm.receipts(out, parsed.params, **how)]
@@ -247,7 +247,7 @@ def _keep(folder: Path, receipts: Sequence[Receipt]) -> None:
     """Where every answer is to have a receipt, there is no answer without one."""
     try:
         for receipt in receipts:
-            keep(folder, receipt)
+            save(folder, receipt)
     except MachineError as error:
         log.error("%s", error)  # noqa: TRY400 - the message says it all
         raise ApiError(

@@ -1,0 +1,181 @@
+"""JSON -> Receipt. Everything a receipt says is checked here. Host only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from samewise.contract import Contract
+from samewise.errors import BadParameter, BadReceipt
+from samewise.params import SamplingParams
+from samewise.receipts.digests import CHECK_DIGITS, canonical_json, content_digest, prompt_digest
+from samewise.receipts.receipt import KIND, NO_PROMISE, PROMISE, VERSION, Json, Receipt
+from samewise.receipts.signing import ALGORITHM, Signature
+from samewise.types import Grammar
+
+FIELDS = frozenset(
+    {KIND, "promise", "contract", "model", "settings", "prompt", "params", "index", "output", "logprobs"}
+)
+"""Fields of a receipt's body; each is required."""
+
+SETTINGS = frozenset(
+    {"attention", "compile", "date", "device", "dtype", "frame_rows", "linear", "max_model_len", "revision"}
+)
+"""Engine settings a receipt may carry. `trust_remote_code` is not among them: a receipt must not be able to
+make an auditor run code that comes with a model."""
+
+
+def loads(text: str | bytes, *, check: bool = True) -> Receipt:
+    """Read a receipt. With `check`, one that was changed after it was made is refused."""
+    return from_json(parse_json(text), check=check)
+
+
+def from_json(document: Any, *, check: bool = True) -> Receipt:
+    """Like `loads`, from parsed JSON."""
+    if not isinstance(document, dict) or KIND not in document:
+        raise BadReceipt(f"this is no receipt: a receipt is a JSON object with {KIND!r}", param=KIND)
+    if document[KIND] != VERSION:
+        raise BadReceipt(
+            f"the receipt has version {document[KIND]!r} and this samewise reads version {VERSION}; "
+            "audit it with the samewise that made it, or a newer one",
+            param=KIND,
+        )
+    body = {name: value for name, value in document.items() if name not in ("digest", "signature")}
+    receipt = _read(body, _text(document, "digest"), _signature(document.get("signature")))
+    if check and not receipt.intact:
+        raise BadReceipt(
+            f"the receipt was changed after it was made: its digest is {receipt.stored_digest}, "
+            f"the digest of its content is {receipt.digest}",
+            param="digest",
+        )
+    return receipt
+
+
+def from_body(body: Json) -> Receipt:
+    """An unsigned receipt with this body and the digest of it."""
+    return _read(body, content_digest(canonical_json(body)), None)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON strictly: a repeated key, NaN or an infinity is an error."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_not_finite)
+    except (ValueError, RecursionError) as error:
+        raise BadReceipt(f"this is no receipt, or a damaged one: {error}") from None
+
+
+def _read(body: Json, digest: str, signature: Signature | None) -> Receipt:
+    if odd := sorted(body.keys() ^ FIELDS):
+        _damaged(f"{odd[0]!r} is {'unknown' if odd[0] in body else 'missing'}", odd[0])
+    prompt, output, logprobs = (_object(body, name) for name in ("prompt", "output", "logprobs"))
+    params = _params(_object(body, "params"))
+    if body["promise"] != (PROMISE if params.verify else NO_PROMISE):
+        _damaged(f"its promise is {body['promise']!r} and verify is {params.verify}", "promise")
+    prompt_ids = None if prompt.get("token_ids") is None else _token_ids(prompt, "token_ids")
+    checks = _text(logprobs, "checks")
+    receipt = Receipt(
+        body=body, stored_digest=digest, signature=signature, contract=_contract(_object(body, "contract")),
+        model=_text(body, "model"), settings=_object(body, "settings"),
+        prompt_digest=_text(prompt, "digest"), prompt_len=_count(prompt, "num_tokens"),
+        prompt_token_ids=prompt_ids, params=params, index=_count(body, "index"),
+        token_ids=_token_ids(output, "token_ids"), finish_reason=_text(output, "finish_reason"),
+        stop_reason=_stop_reason(output), logprob_digest=_text(logprobs, "digest"),
+        logprob_checks=tuple(checks[i : i + CHECK_DIGITS] for i in range(0, len(checks), CHECK_DIGITS)),
+    )  # fmt: skip
+    _refuse_contradictions(receipt)
+    return receipt
+
+
+def _refuse_contradictions(receipt: Receipt) -> None:
+    """Refuse fields that are valid one by one and cannot belong to one answer."""
+    if len(receipt.logprob_checks) != len(receipt.token_ids):
+        _damaged(f"{len(receipt.token_ids)} tokens and {len(receipt.logprob_checks)} checksums", "logprobs")
+    if receipt.index >= receipt.params.n:
+        _damaged(f"choice {receipt.index} of {receipt.params.n}", "index")
+    if odd := sorted(receipt.settings.keys() - SETTINGS):
+        _damaged(f"the setting {odd[0]!r} is unknown", "settings")
+    ids = receipt.prompt_token_ids
+    if ids is not None and (len(ids), prompt_digest(ids)) != (receipt.prompt_len, receipt.prompt_digest):
+        _damaged("its prompt is not the one whose digest it gives", "prompt")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        raise BadReceipt("the receipt has a JSON object in which a key stands twice")
+    return result
+
+
+def _not_finite(text: str) -> NoReturn:
+    raise BadReceipt(f"the receipt holds {text}, which is not a finite number")
+
+
+def _damaged(what: str, name: str) -> NoReturn:
+    raise BadReceipt(f"the receipt is damaged: {what}", param=name)
+
+
+def _object(parent: Json, name: str) -> Json:
+    value = parent.get(name)
+    if not isinstance(value, dict):
+        _damaged(f"{name!r} is {value!r} and not an object", name)
+    return value
+
+
+def _text(parent: Json, name: str) -> str:
+    value = parent.get(name)
+    if not isinstance(value, str):
+        _damaged(f"{name!r} is {value!r} and not a text", name)
+    return value
+
+
+def _count(parent: Json, name: str) -> int:
+    value = parent.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        _damaged(f"{name!r} is {value!r} and not a whole number", name)
+    return value
+
+
+def _token_ids(parent: Json, name: str) -> tuple[int, ...]:
+    value = parent.get(name)
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**32 for token in value):
+        _damaged(f"{name!r} is not a list of token ids", name)
+    return tuple(value)
+
+
+def _stop_reason(output: Json) -> int | str | None:
+    value = output.get("stop_reason")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
+        _damaged(f"'stop_reason' is {value!r}", "stop_reason")
+    return value
+
+
+def _contract(value: Json) -> Contract:
+    facts = _object(value, "facts")
+    if not all(isinstance(fact, str) for fact in facts.values()):
+        _damaged("a fact of the contract is not a text", "contract")
+    contract = Contract(tuple(sorted(facts.items())))
+    if contract.id != value.get("id"):
+        _damaged(f"its contract is {value.get('id')!r} and the facts are those of {contract.id}", "contract")
+    return contract
+
+
+def _params(value: Json) -> SamplingParams:
+    if value.get("seed") is None:
+        _damaged("it has no seed", "params")
+    grammar = value.get("grammar")
+    try:
+        parsed = {} if grammar is None else {"grammar": Grammar(**grammar)}
+        return SamplingParams(**value | parsed)
+    except (BadParameter, TypeError) as error:
+        raise BadReceipt(f"the receipt's parameters cannot be read: {error}", param="params") from None
+
+
+def _signature(value: Any) -> Signature | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("algorithm") != ALGORITHM:
+        _damaged(f"its signature is not {ALGORITHM}", "signature")
+    return Signature(_text(value, "key"), _text(value, "value"))
+
+
+__all__ = ["FIELDS", "SETTINGS", "from_body", "from_json", "loads", "parse_json"]
