@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from samewise import machine
+from samewise import user_cache
 from samewise.bench import timeline
 from samewise.config import EngineConfig
 from samewise.draft.build import MAKERS
@@ -454,7 +454,7 @@ def test_a_damaged_memory_is_ignored_with_a_warning_and_rewritten(junk, caplog):
     engine = engine_of(loaded, search_rounds=6)
     skip = engine.proposer
     skip._memory.remember(LayerSet(mlp=frozenset({1})), 0.5)
-    (path,) = (machine.cache_dir() / "facts" / "layersets").glob("*.json")
+    (path,) = (user_cache.cache_dir() / "facts" / "layersets").glob("*.json")
     key = skip._memory._key()
     if junk.startswith('{"a'):
         path.write_text(json.dumps({"key": key, "value": json.loads(junk)}))

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from samewise import machine
+from samewise import user_cache
 from samewise.errors import MachineError, UnknownModel, UnsupportedModel
 from samewise.model import resolve as weights
 from samewise.model.resolve import Source, Wheel, digest, file_digests, resolve, weight_files
@@ -26,7 +26,7 @@ from samewise.model.resolve import Source, Wheel, digest, file_digests, resolve,
 def cache(request, tmp_path, monkeypatch):
     if "real" not in request.keywords:
         monkeypatch.setenv("SAMEWISE_CACHE", str(tmp_path / "cache"))
-    return machine.cache_dir()
+    return user_cache.cache_dir()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from samewise import machine
+from samewise import user_cache
 from samewise.config import EngineConfig
 from samewise.counters import Counters
 from samewise.draft.auto.auto import Auto
@@ -126,7 +126,7 @@ class _Sets:
         return {"contract": self._parts.contract(), "workload": self._parts.config.workload}
 
     def recall(self) -> tuple[LayerSet, float] | None:
-        found: Any = machine.recall("layersets", self._key())
+        found: Any = user_cache.get("layersets", self._key())
         try:
             sets = [frozenset(int(i) for i in found[name]) for name in ("attention", "mlp")]
             rate = min(1.0, max(0.0, float(found.get("rate", 1.0))))
@@ -138,7 +138,7 @@ class _Sets:
 
     def remember(self, skipped: LayerSet, rate: float) -> None:
         sets = {"attention": sorted(skipped.attention), "mlp": sorted(skipped.mlp), "rate": rate}
-        machine.remember("layersets", self._key(), sets)
+        user_cache.put("layersets", self._key(), sets)
 
 
 def _skip(parts: Parts, *, alone: bool = True) -> Skip:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from samewise import machine
-from samewise.config import EngineConfig, memory
+from samewise import machine, user_cache
+from samewise.config import EngineConfig, parse_memory
 from samewise.errors import BadParameter, MachineError
 from samewise.execute.runner import kv_page_bytes
 from samewise.kernels import native
@@ -76,10 +76,10 @@ def _survey(model_config: Any, *, trusted: bool) -> Arch:
     key |= {name: version(name) for name in ("torch", "transformers")} | {"survey": SURVEY_VERSION}
     if trusted:  # code that came with a model may change under the same configuration
         return survey(model_config, trust_remote_code=True)
-    arch = Arch.from_json(machine.recall("survey", key))
+    arch = Arch.from_json(user_cache.get("survey", key))
     if arch is None:
         arch = survey(model_config)
-        machine.remember("survey", key, arch.to_json())
+        user_cache.put("survey", key, arch.to_json())
     return arch
 
 
@@ -249,7 +249,7 @@ def count_pages(
     """
     dtype = _dtype_of(config, arch, device)
     size = kv_page_bytes(arch, dtype)
-    asked = memory(config.kv_memory)
+    asked = parse_memory(config.kv_memory)
     share = FREE_SHARE[device.type] if asked is None else asked
     logits = widest * arch.vocab * (3 * dtype.itemsize + 8) if device.type == "cuda" else 0
     free = max(0, _free_bytes(device) - logits) if isinstance(share, float) else 0

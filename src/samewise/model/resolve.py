@@ -27,9 +27,10 @@ from typing import Literal
 
 from safetensors import SafetensorError
 
+from samewise import user_cache
 from samewise.errors import MachineError, UnknownModel, UnsupportedModel
-from samewise.machine import cache_dir, recall, remember
 from samewise.model import gguf
+from samewise.user_cache import cache_dir
 
 CONVERSION = 1  # in the folder's name: raise it when `gguf.convert` writes something else, or a wheel changes
 
@@ -403,13 +404,13 @@ def _file_digest(path: Path) -> str:
         "mtime_ns": stat.st_mtime_ns,
         "inode": stat.st_ino,
     }
-    known = recall("digest", key)
+    known = user_cache.get("digest", key)
     if isinstance(known, str) and len(known) == 64:
         return known
     fresh = _sha256(real)
     # A file written a moment ago may change again within one tick of the file system's clock.
     if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
-        remember("digest", key, fresh)
+        user_cache.put("digest", key, fresh)
     return fresh
 
 

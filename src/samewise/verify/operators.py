@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from samewise import machine
+from samewise import user_cache
 from samewise.contract import ENGINE_VERSION
 from samewise.errors import GuaranteeLost
 from samewise.kernels.linear.packed import multiply, plain
@@ -107,7 +107,7 @@ def _good_sizes(
         "shapes": str(sorted(kind.label for kind in kinds)),
     }
     ours = all(kind.type in (nn.Linear, FrameLinear) for kind in kinds)  # a stranger's code may change
-    known = machine.recall("operators", key) if ours else None
+    known = user_cache.get("operators", key) if ours else None
     if isinstance(known, dict) and all(_sound(known.get(kind.label), rows, sizes) for kind in kinds):
         return known
     found = {
@@ -115,7 +115,7 @@ def _good_sizes(
         for kind, members in kinds.items()
     }
     if ours:
-        machine.remember("operators", key, found)
+        user_cache.put("operators", key, found)
     return found
 
 

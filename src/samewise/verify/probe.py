@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from samewise import machine
+from samewise import user_cache
 from samewise.contract import ENGINE_VERSION
 from samewise.errors import GuaranteeLost
 from samewise.execute.numerics import inductor_options
@@ -131,7 +131,7 @@ def _unsteady_norms(runner: Runner, facts: Mapping[str, str]) -> dict[int, list[
     ours = all(
         type(norm).__mro__[1].__module__.split(".")[0] in ("torch", "transformers") for norm, _ in norms
     )
-    known = machine.recall("norms", key) if ours else None
+    known = user_cache.get("norms", key) if ours else None
     if isinstance(known, dict) and set(known) <= set(map(str, runner.sizes)):
         return {int(size): list(widths) for size, widths in known.items()}
     found: dict[int, list[int]] = {}
@@ -140,7 +140,7 @@ def _unsteady_norms(runner: Runner, facts: Mapping[str, str]) -> dict[int, list[
             found.setdefault(size, []).append(tail[-1])
     found = {size: sorted(set(widths)) for size, widths in found.items()}
     if ours:
-        machine.remember("norms", key, {str(size): widths for size, widths in found.items()})
+        user_cache.put("norms", key, {str(size): widths for size, widths in found.items()})
     return found
 
 
