@@ -1,4 +1,7 @@
-"""What a user decides: read once, validated once, frozen. Measurements are not configuration.
+"""Engine settings, each declared once: a field of EngineConfig with its values, commands and meaning.
+
+From the declaration come the validation, the keywords of LLM and AsyncLLM (`settings_signature`), the options
+of the command line (`samewise.cli.options`) and docs/settings.md (`settings_page`).
 
 Host only.
 """
@@ -7,11 +10,14 @@ from __future__ import annotations
 
 import datetime as dt
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, get_type_hints
 
 from samewise.errors import BadParameter
+from samewise.values import FLAG, Values, integer, one_of, string
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -21,161 +27,217 @@ PROPOSERS = ("auto", "none", "ngram", "decode", "model", "skip")
 DRAFT_WEIGHTS = ("auto", "same", "int8", "int4", "fp8")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
+LOADING = ("demo", "generate", "chat", "probe", "batch", "bench", "serve")
+"""Commands that load a model from settings. `audit` reads most settings from receipts."""
+ANSWERING = ("generate", "chat", "batch", "serve")
+"""Commands that answer requests of a user."""
 
-class EngineSettings(TypedDict, total=False):
-    """The keywords of `LLM` and `AsyncLLM`: EngineConfig's, but for the model. See there for each."""
 
-    revision: str | None
-    trust_remote_code: bool
-    dtype: str
-    device: str
-    attention: str
-    linear: str
-    compile: bool | None
-    frame_rows: int | None
-    frame_sizes: Sequence[int] | None
-    proposer: str
-    draft_model: str | None
-    draft_tokens: int
-    draft_weights: str
-    verify_deadline: int
-    search_every: int
-    search_share: float
-    search_rounds: int
-    search_window: int
-    workload: str
-    explain: bool
-    max_num_seqs: int
-    max_queued: int | None
-    max_model_len: int | None
-    kv_memory: int | float | str | None
-    enable_prefix_caching: bool
-    seed: int
-    date: str | None
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The declaration of one setting; `flags` are its command-line names if not `--like-its-name`."""
+
+    name: str
+    type: Any
+    default: Any
+    values: Values
+    meaning: str
+    commands: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    def check(self, value: object) -> None:
+        """Refuse a value that is not one of `values`. None is allowed where it is the default."""
+        self.values.read(self.name, value, optional=self.default is None)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Its names on the command line."""
+        return self.flags or ("--" + self.name.replace("_", "-"),)
+
+
+def setting(default: Any, values: Values, meaning: str, commands: tuple[str, ...] = (), *flags: str) -> Any:
+    """A field of EngineConfig. `default` None means: decided at load, from the model and the machine."""
+    return field(default=default, metadata={"declared": (values, meaning, commands, flags)})
+
+
+def _bytes_or_share(value: object) -> int | float | None:
+    """As `parse_memory`; None for a value that is neither."""
+    number = _number_with_unit(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return None
+    return number if number > 0 and (isinstance(number, int) or number <= 1) else None
+
+
+def _number_with_unit(text: str) -> int | float | None:
+    compact = text.strip().upper().replace(" ", "")
+    unit = next((u for u in sorted(UNITS, key=len, reverse=True) if compact.endswith(u)), None)
+    try:
+        if compact.endswith("%"):
+            return float(compact[:-1]) / 100
+        if unit:
+            return int(float(compact.removesuffix(unit)) * UNITS[unit])
+        return float(compact) if "." in compact else int(compact)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _is_date(value: object) -> bool:
+    try:
+        return isinstance(value, str) and dt.datetime.fromisoformat(value) is not None
+    except ValueError:
+        return False
+
+
+SEVERAL_SIZES = Values(
+    "a list of whole numbers from 1 to 65536, at least one",
+    lambda value: (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(type(size) is int and 1 <= size <= 65536 for size in value)
+    ),
+)
+SEVERAL_PROPOSERS = Values(
+    f"one of {', '.join(PROPOSERS)}, or several in order (ngram+decode)",
+    lambda value: all(name in PROPOSERS for name in str(value).split("+")),
+    "choose",
+)
+MEMORY = Values(
+    'bytes (2**30 or "1GiB") or a share of what is free (0.5 or "50%")',
+    lambda value: _bytes_or_share(value) is not None,
+)
+DATE = Values("a date as YYYY-MM-DD", _is_date)
+SHARE = Values(
+    "a share of the time, above 0 and at most 1",
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine is built from. `None` means: decided at load, from the model and machine.
+    """Everything an engine is built from; docs/settings.md is made from these declarations."""
 
-    model: `smollm2` (built in), a folder of safetensors, a hub id (with `revision`) or a GGUF file.
-    dtype: `auto` is the checkpoint's on CUDA and float32 on CPU.
-    attention: which kernel; `auto` is `triton` on CUDA, and on CPU `native` where there is a compiler.
-    linear: which linears; `auto` is torch's own on CUDA, and on CPU `native` where there is a compiler.
-    compile: compile each layer; by default on CUDA only.
-    frame_rows: the canonical rows of a frame, T; 128 on CUDA, on CPU 64 (16 with torch's own linears).
-    frame_sizes: the rows a frame may have, all with the bits of T; by default from 1 to 8 T on CUDA.
-        The output does not depend on it; each size is compiled and proved at start.
-    proposer: who guesses: `auto`, `none`, `ngram`, `decode`, `model`, `skip`, or several in turn
-        (`ngram+decode`).
-        The output does not depend on it.
-    draft_model: what `model` guesses with; named like `model`, with the same vocabulary.
-    draft_tokens: how many guesses at most before they are replayed.
-    draft_weights: what `decode` guesses with: the `same` weights, `int8` or `int4` (CPU), `fp8` (CUDA);
-        `auto` is int8 on a CPU where that is less to read, else the same.
-    verify_deadline: steps a finished draft may wait for others to share its frame.
-    search_every: `skip` scores a layer set every so many tokens, while it is looking for one,
-    search_share: as long as that takes no more than this share of the time,
-    search_rounds: for at most so many scores,
-    search_window: over so many of the last tokens.
-    workload: a name for what is asked here; layer sets found for it are kept under it.
-    explain: say why `auto` decides as it does, on the log `samewise.auto`, or on stderr where nobody logs.
-    max_num_seqs, max_queued: how many requests run together, and how many may wait.
-    max_model_len: longest context; by default what the model was made for.
-    kv_memory: bytes (`2**30`, `"1GiB"`) or a share of what is free (`0.5`, `"50%"`).
-    seed: seeds are derived from it and the prompt where a request gives none.
-    date: what a chat template that asks for the date is told, as YYYY-MM-DD.
-    """
-
-    model: str = "smollm2"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    dtype: str = "auto"
-    device: str = "auto"
-    attention: str = "auto"
-    linear: str = "auto"
-    compile: bool | None = None
-    frame_rows: int | None = None
-    frame_sizes: Sequence[int] | None = None
-    proposer: str = "auto"
-    draft_model: str | None = None
-    draft_tokens: int = 16
-    draft_weights: str = "auto"
-    verify_deadline: int = 4
-    search_every: int = 16
-    search_share: float = 0.02
-    search_rounds: int = 64
-    search_window: int = 64
-    workload: str = ""
-    explain: bool = False
-    max_num_seqs: int = 128
-    max_queued: int | None = None
-    max_model_len: int | None = None
-    kv_memory: int | float | str | None = None
-    enable_prefix_caching: bool = True
-    seed: int = 0
-    date: str | None = None
+    model: str = setting(
+        "smollm2", string("a name, a folder, a hub id or a GGUF file"),
+        "Model to run: smollm2 (built in), a folder of safetensors, a hub id or a GGUF file.",
+        (*LOADING, "audit"), "--model", "-m",
+    )  # fmt: skip
+    revision: str | None = setting(
+        None, string("a branch, a tag or a commit"), "Branch, tag or commit of a hub id.", LOADING
+    )
+    trust_remote_code: bool = setting(
+        False,
+        FLAG,
+        "Run the Python code that comes with a model.",
+        (*LOADING, "audit"),
+        "--trust-remote-code",
+    )
+    dtype: str = setting(
+        "auto", one_of(*DTYPES), "Number format; auto: the checkpoint's on CUDA, float32 on CPU.", LOADING
+    )
+    device: str = setting(
+        "auto", one_of(*DEVICES), "Device to run on; auto: CUDA where there is a device.", (*LOADING, "audit")
+    )
+    attention: str = setting(
+        "auto", one_of(*ATTENTION),
+        "Attention kernel; auto: triton on CUDA, on CPU native where there is a C++ compiler.", LOADING,
+    )  # fmt: skip
+    linear: str = setting(
+        "auto", one_of(*LINEAR),
+        "Linear layers; auto: torch on CUDA, on CPU native where there is a C++ compiler.", LOADING,
+    )  # fmt: skip
+    compile: bool | None = setting(
+        None, FLAG, "Compile each layer; by default on CUDA only.", LOADING, "--compile/--no-compile"
+    )
+    frame_rows: int | None = setting(
+        None, integer(1, 4096),
+        "Canonical rows of a frame; by default 128 on CUDA, on CPU 64 (16 with torch's linears).", LOADING,
+    )  # fmt: skip
+    frame_sizes: Sequence[int] | None = setting(
+        None, SEVERAL_SIZES,
+        "Rows a frame may have, all with the bits of frame_rows; each size is tried at start.",
+    )  # fmt: skip
+    proposer: str = setting(
+        "auto", SEVERAL_PROPOSERS,
+        "How drafts are made; the output does not depend on it.", ANSWERING,
+    )  # fmt: skip
+    draft_model: str | None = setting(
+        None, Values("a model's name or path", lambda value: isinstance(value, str | os.PathLike)),
+        "Model that drafts for the proposer model; its vocabulary must be the same.", (*ANSWERING, "bench"),
+    )  # fmt: skip
+    draft_tokens: int = setting(
+        16, integer(1, 4096), "Most tokens of a draft before it is verified.", (*ANSWERING, "bench")
+    )
+    draft_weights: str = setting(
+        "auto", one_of(*DRAFT_WEIGHTS),
+        "Weights decode drafts with: int8, int4 on CPU, fp8 on CUDA; auto: int8 where smaller, else same.",
+        (*ANSWERING, "bench"),
+    )  # fmt: skip
+    verify_deadline: int = setting(4, integer(0, 10**6), "")
+    search_every: int = setting(16, integer(1, 10**9), "")
+    search_share: float = setting(0.02, SHARE, "")
+    search_rounds: int = setting(64, integer(1, 10**6), "")
+    search_window: int = setting(64, integer(32, 4096), "")
+    workload: str = setting(
+        "", string("a short text", empty=True),
+        "Name under which the proposer skip remembers the layer sets it found.", ANSWERING,
+    )  # fmt: skip
+    explain: bool = setting(
+        False,
+        FLAG,
+        "Log why auto drafts or does not (logger samewise.auto, or stderr).",
+        ANSWERING,
+        "--explain",
+    )
+    max_num_seqs: int = setting(
+        128, integer(1, 65536), "Most sequences that run together.", ("generate", "batch", "bench", "serve")
+    )
+    max_queued: int | None = setting(
+        None, integer(1, 10**9), "Most requests that wait; more are refused (a server answers 429).",
+        ("serve",), "--max-num-queued-reqs",
+    )  # fmt: skip
+    max_model_len: int | None = setting(
+        None, integer(2, 2**26), "Longest context in tokens; by default the model's own.", LOADING
+    )
+    kv_memory: int | float | str | None = setting(
+        None, MEMORY, "Memory of the KV cache: bytes (2GiB) or a share of what is free (50%).",
+        (*LOADING, "audit"),
+    )  # fmt: skip
+    enable_prefix_caching: bool = setting(
+        True, FLAG, "Reuse the KV of equal prefixes of earlier prompts and answers.", ANSWERING,
+        "--prefix-caching/--no-prefix-caching",
+    )  # fmt: skip
+    seed: int = setting(
+        0, integer(-(2**63), 2**64 - 1),
+        "Where a request gives no seed, one is derived from this and the prompt.", ("batch", "serve"),
+    )  # fmt: skip
+    date: str | None = setting(None, DATE, "Date that chat templates are given, as YYYY-MM-DD.", ANSWERING)
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("device", self.device, DEVICES)
-        _one_of("attention", self.attention, ATTENTION)
-        _one_of("linear", self.linear, LINEAR)
+        for declared in SETTINGS.values():
+            declared.check(getattr(self, declared.name))
         self._check_proposer()
-        _whole("max_num_seqs", self.max_num_seqs, 1, 65536)
-        if self.frame_rows is not None:
-            _whole("frame_rows", self.frame_rows, 1, 4096)
-        if self.frame_sizes is not None:
-            if not isinstance(self.frame_sizes, list | tuple):
-                raise BadParameter(f"frame_sizes={self.frame_sizes!r}: give a list of numbers of rows")
-            if not self.frame_sizes:
-                raise BadParameter("frame_sizes=[]: give at least one number of rows, or leave it out")
-            if not all(type(size) is int and 1 <= size <= 65536 for size in self.frame_sizes):
-                raise BadParameter(
-                    f"frame_sizes={self.frame_sizes!r}: give each as a whole number from 1 to 65536"
-                )
-        if self.max_queued is not None:
-            _whole("max_queued", self.max_queued, 1, 10**9)
-        if self.max_model_len is not None:
-            _whole("max_model_len", self.max_model_len, 2, 2**26)
-        _whole("seed", self.seed, -(2**63), 2**64 - 1)
-        if not isinstance(self.model, str) or not self.model:
-            raise BadParameter(f"model={self.model!r}: give a name, a folder, a hub id or a GGUF file")
-        _flag("trust_remote_code", self.trust_remote_code)
-        _flag("enable_prefix_caching", self.enable_prefix_caching)
-        if self.compile is not None:
-            _flag("compile", self.compile)
-        _day(self.date)
-        memory(self.kv_memory)
 
     def _check_proposer(self) -> None:
-        for name in self.proposers:
-            _one_of("proposer", name, PROPOSERS)
-        if len(self.proposers) > 1 and {"auto", "none"} & set(self.proposers):
-            raise BadParameter(f"proposer={self.proposer!r}: auto and none stand alone")
-        if "model" in self.proposers and not self.draft_model:
-            raise BadParameter("proposer='model' needs draft_model: a smaller model of the same vocabulary")
-        if self.draft_model and not {"model", "auto"} & set(self.proposers):
+        """Refuse settings that exclude each other."""
+        names = set(self.proposers)
+        if len(self.proposers) > 1 and {"auto", "none"} & names:
+            raise BadParameter(f"proposer={self.proposer!r}: auto and none stand alone", param="proposer")
+        if "model" in names and not self.draft_model:
             raise BadParameter(
-                f"draft_model={self.draft_model!r} is for proposer='model' or 'auto', not {self.proposer!r}"
+                "proposer='model' needs draft_model: a smaller model of the same vocabulary",
+                param="draft_model",
             )
-        _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
-        if self.draft_weights not in ("auto", "same") and not {"decode", "auto"} & set(self.proposers):
+        if self.draft_model and not {"model", "auto"} & names:
+            raise BadParameter(
+                f"draft_model={self.draft_model!r} is for proposer='model' or 'auto', not {self.proposer!r}",
+                param="draft_model",
+            )
+        if self.draft_weights not in ("auto", "same") and not {"decode", "auto"} & names:
             raise BadParameter(
                 f"draft_weights={self.draft_weights!r} is for proposer='decode' or 'auto', "
-                f"not {self.proposer!r}"
+                f"not {self.proposer!r}",
+                param="draft_weights",
             )
-        _whole("draft_tokens", self.draft_tokens, 1, 4096)
-        _whole("verify_deadline", self.verify_deadline, 0, 10**6)
-        _flag("explain", self.explain)
-        _whole("search_every", self.search_every, 1, 10**9)
-        _whole("search_rounds", self.search_rounds, 1, 10**6)
-        _whole("search_window", self.search_window, 32, 4096)
-        share = self.search_share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise BadParameter(f"search_share={share!r}: give a share of the time, above 0 and at most 1")
-        if not isinstance(self.workload, str):
-            raise BadParameter(f"workload={self.workload!r}: give a short text")
 
     @property
     def proposers(self) -> list[str]:
@@ -185,63 +247,75 @@ class EngineConfig:
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
         """Build from keywords; an unknown one is refused with the nearest known."""
-        known = [f.name for f in fields(cls)]
+        known = list(SETTINGS)
         for name in settings:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
-                raise BadParameter(f"unknown engine parameter {name!r}{hint}")
+                raise BadParameter(f"unknown engine parameter {name!r}{hint}", param=name)
         return cls(**settings)
 
 
-def memory(value: int | float | str | None) -> int | float | None:
+def _declared() -> dict[str, Setting]:
+    types = get_type_hints(EngineConfig)
+    return {
+        f.name: Setting(f.name, types[f.name], f.default, *f.metadata["declared"])
+        for f in fields(EngineConfig)
+    }
+
+
+SETTINGS: Mapping[str, Setting] = _declared()
+"""Every setting by name, in the order of declaration."""
+
+
+def settings_signature() -> inspect.Signature:
+    """Of a constructor that takes the model by position and every other setting by keyword.
+
+    LLM and AsyncLLM carry it as `__signature__`, so that help() and editors list the settings.
+    """
+    kinds = inspect.Parameter
+    return inspect.Signature([
+        kinds(
+            name, kinds.POSITIONAL_OR_KEYWORD if name == "model" else kinds.KEYWORD_ONLY,
+            default=declared.default, annotation=declared.type,
+        )
+        for name, declared in SETTINGS.items()
+    ])  # fmt: skip
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    rows = [
+        "# Engine settings",
+        "",
+        "Made from the declarations in `samewise/config.py`. Python takes a setting as a keyword of `LLM`,",
+        "`AsyncLLM` or `EngineConfig`; the listed commands take it as an option. The default `None` means:",
+        "decided when the model is loaded, from the model and the machine.",
+        "",
+        "| setting | default | values | meaning | option | commands |",
+        "|---|---|---|---|---|---|",
+    ]
+    for declared in SETTINGS.values():
+        option = ", ".join(f"`{flag}`" for flag in declared.options) if declared.commands else ""
+        commands = ", ".join(declared.commands).replace(", ".join(LOADING), "all that load a model")
+        name, default = f"`{declared.name}`", f"`{declared.default!r}`"
+        cells = name, default, declared.values.text, declared.meaning, option, commands
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*rows, ""])
+
+
+def parse_memory(value: int | float | str | None) -> int | float | None:
     """Bytes (int), a share of what is free (float) or None, from `2**30`, `0.5`, `"2GiB"`, `"50%"`."""
-    if value is None:
-        return None
-    refusal = BadParameter(
-        f'kv_memory={value!r}: give bytes (2**30 or "1GiB") or a share of what is free (0.5 or "50%")'
-    )
-    found = value
-    if isinstance(value, str):
-        text = value.strip().upper().replace(" ", "")
-        unit = next((u for u in sorted(UNITS, key=len, reverse=True) if text.endswith(u)), None)
-        try:
-            if text.endswith("%"):
-                found = float(text[:-1]) / 100
-            elif unit:
-                found = int(float(text.removesuffix(unit)) * UNITS[unit])
-            else:
-                found = float(text) if "." in text else int(text)
-        except (ValueError, OverflowError):
-            raise refusal from None
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        raise refusal
-    if not found > 0 or (isinstance(found, float) and found > 1):
-        raise refusal
-    return found
+    SETTINGS["kv_memory"].check(value)
+    return None if value is None else _bytes_or_share(value)
 
 
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise BadParameter(f"{name}={value!r}: give True or False")
-
-
-def _day(date: str | None) -> None:
-    try:
-        if date is not None:
-            dt.datetime.fromisoformat(date)
-    except (TypeError, ValueError):
-        raise BadParameter(f"date={date!r}: give it as YYYY-MM-DD") from None
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise BadParameter(f"{name}={value!r}: choose one of {', '.join(choices)}")
-
-
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise BadParameter(f"{name}={value!r}: give a whole number from {low} to {high}")
-
-
-__all__ = ["PROPOSERS", "EngineConfig", "EngineSettings", "memory"]
+__all__ = [
+    "PROPOSERS",
+    "SETTINGS",
+    "EngineConfig",
+    "Setting",
+    "parse_memory",
+    "settings_page",
+    "settings_signature",
+]

@@ -1,0 +1,74 @@
+"""Kinds of values that settings and sampling parameters may have, each with the words that ask for it.
+
+Host only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from samewise.errors import BadParameter
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A set of values, described by `text`. `verb` asks for one; `convert` gives the form that is stored."""
+
+    text: str
+    contains: Callable[[Any], bool]
+    verb: str = "give"
+    convert: Callable[[Any], Any] | None = None
+
+    def read(self, name: str, value: Any, *, optional: bool = False) -> Any:
+        """The value as it is stored; BadParameter where it is not one of these (or None, if `optional`)."""
+        if value is None and optional:
+            return None
+        if not self.contains(value):
+            also = ", or None" if optional else ""
+            raise BadParameter(f"{name}={value!r}: {self.verb} {self.text}{also}", param=name)
+        return value if self.convert is None else self.convert(value)
+
+
+def one_of(*choices: str) -> Values:
+    """One of several words."""
+    return Values(f"one of {', '.join(choices)}", lambda value: value in choices, "choose")
+
+
+def integer(low: int, high: int | None = None) -> Values:
+    """A whole number from `low` to `high`, both included."""
+    if high is None:
+        return Values(f"a whole number, {low} or more", lambda value: is_integer(value) and value >= low)
+    return Values(
+        f"a whole number from {low} to {high}", lambda value: is_integer(value) and low <= value <= high
+    )
+
+
+def number(text: str, contains: Callable[[float], bool]) -> Values:
+    """A finite number, stored as a float."""
+    return Values(
+        text, lambda value: is_number(value) and math.isfinite(value) and contains(value), convert=float
+    )
+
+
+def string(text: str, *, empty: bool = False) -> Values:
+    """A string; `empty`: also the empty one."""
+    return Values(text, lambda value: isinstance(value, str) and (empty or value != ""))
+
+
+FLAG = Values("True or False", lambda value: isinstance(value, bool))
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an int and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is an int or a float, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+__all__ = ["FLAG", "Values", "integer", "is_integer", "is_number", "number", "one_of", "string"]
