@@ -27,7 +27,7 @@ from samewise.bench import timeline, workload
 from samewise.config import EngineConfig
 from samewise.engine import Engine
 from samewise.execute.load import fingerprint, load
-from samewise.model.arch import survey
+from samewise.model.arch import inspect_model
 from samewise.model.attention_binding import ATTENTION
 from samewise.model.load import wrap
 
@@ -60,7 +60,7 @@ def manifold(loaded, table):
     own, config.hidden_size = config.hidden_size, config.hidden_size + EXTRA
     config.head_dim = loaded.arch.layers[0].head_dim
     config.num_hidden_layers, config.tie_word_embeddings = 1 + topics * config.num_hidden_layers, False
-    arch = survey(config)
+    arch = inspect_model(config)
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
     made = made.to_empty(device="cpu")

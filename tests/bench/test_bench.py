@@ -152,13 +152,13 @@ class Absent:
 def test_peers_are_found_where_they_are_installed(folder, console, tmp_path, monkeypatch):
     """Also for a GGUF file of the user's own; one that does not start is said to be left out."""
     from samewise.bench import contend
-    from samewise.model.resolve import Source
+    from samewise.model.source import Source
 
     file = tmp_path / "own.gguf"
     monkeypatch.setattr(contend, "installed", lambda _: True)
     monkeypatch.setattr(contend, "LlamaCpp", lambda path, longest: ("llama", path, longest))
     monkeypatch.setattr(contend, "VLLM", Absent)
-    monkeypatch.setattr(run.weights, "resolve", lambda *_, **__: Source("own", "gguf", folder, gguf=file))
+    monkeypatch.setattr(run, "resolve", lambda *_, **__: Source("own", "gguf", folder, gguf=file))
     settings = config(folder, proposer="none")
     mine = contend.ours(run.load(settings), settings, ("none",), 1.0, None)
     theirs = list(run._peers(console, mine, settings))

@@ -24,9 +24,9 @@ from samewise.config import EngineConfig
 from samewise.engine import Engine
 from samewise.errors import MachineError
 from samewise.execute.load import Loaded, load
-from samewise.llm.answers import Desk
-from samewise.model import resolve as weights
+from samewise.llm.step_loop import StepLoop
 from samewise.model.linear import FrameLinear
+from samewise.model.resolve import resolve
 from samewise.params import SamplingParams
 from samewise.types import LayerSet
 
@@ -151,17 +151,17 @@ def _prompts(engine: Engine, plan: Plan) -> dict[str, list[list[int]]]:
         num = max(plan.batches) * (plan.limit or 1)
         made = workload.synthetic(num, plan.synthetic, engine.loaded.arch.vocab)
         return {"synthetic": [list(question.token_ids) for question in made]}
-    desk, found = Desk(engine), dict[str, list[list[int]]]()
+    intake, found = StepLoop(engine).intake, dict[str, list[list[int]]]()
     for question in workload.read(plan.workload, limit=plan.limit, tasks=plan.tasks):
-        prompt = desk.chat_prompt([{"role": "user", "content": question.text}])
-        ids = desk.ask(prompt, SamplingParams(max_tokens=1)).token_ids
+        prompt = intake.chat_prompt([{"role": "user", "content": question.text}])
+        ids = intake.check(prompt, SamplingParams(max_tokens=1)).token_ids
         found.setdefault(question.task, []).append(list(ids))
     return found
 
 
 def _peers(console: Console, mine: Sequence[Contender], config: EngineConfig) -> Iterator[Contender]:
     engine = next(c.engine for c in mine if isinstance(c, Ours))
-    source = weights.resolve(config.model, revision=config.revision)
+    source = resolve(config.model, revision=config.revision)
     dtype = next(engine.runner.model.parameters()).dtype
     eos = set(engine.loaded.eos_ids)
     yield contend.Transformers(str(source.path), dtype, engine.device, eos, min(eos, default=0))

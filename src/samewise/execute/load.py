@@ -24,9 +24,10 @@ from samewise.kernels.attention.base import PAGE, Kernel
 from samewise.kernels.linear import packed as linear
 from samewise.model import folder
 from samewise.model import load as model_load
-from samewise.model import resolve as weights
-from samewise.model.arch import SURVEY_VERSION, Arch, read_config, survey
+from samewise.model.arch import INSPECTION_VERSION, Arch, inspect_model, read_config
+from samewise.model.digest import config_digests, weights_digest
 from samewise.model.linear import FrameLinear
+from samewise.model.resolve import resolve
 
 FRAME_ROWS = {"native": 64, "torch": 16, "cuda": 128}
 FREE_SHARE = {"cpu": 0.25, "cuda": 0.85}
@@ -45,19 +46,19 @@ class Loaded:
 
 
 def load(config: EngineConfig) -> Loaded:
-    """Bring a model in: resolved, surveyed, refused or loaded."""
+    """Bring a model in: resolved, inspected, refused or loaded."""
     machine_facts = machine.pin_environment()
-    source = weights.resolve(
+    source = resolve(
         config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
     trusted = config.trust_remote_code
     model_config = read_config(source, trust_remote_code=trusted)
-    arch = _survey(model_config, trusted=trusted)
+    arch = _inspect(model_config, trusted=trusted)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device, arch.checkpoint_dtype)
     model = model_load.load(source, model_config, dtype=dtype, trust_remote_code=trusted)
     generation = folder.generation_defaults(source)
-    facts = {"weights": weights.digest(source)} | weights.file_digests(source)
+    facts = {"weights": weights_digest(source)} | config_digests(source)
     if device.type == "cpu":  # a card's bits do not depend on the host's threads
         facts |= machine_facts
     return Loaded(
@@ -70,16 +71,16 @@ def load(config: EngineConfig) -> Loaded:
     )
 
 
-def _survey(model_config: Any, *, trusted: bool) -> Arch:
-    """What was found out about this very configuration before, or a survey now."""
+def _inspect(model_config: Any, *, trusted: bool) -> Arch:
+    """The model's architecture, cached by its configuration and the libraries' versions."""
     key = {"config": sha256(model_config.to_json_string(use_diff=False).encode()).hexdigest()}
-    key |= {name: version(name) for name in ("torch", "transformers")} | {"survey": SURVEY_VERSION}
+    key |= {name: version(name) for name in ("torch", "transformers")} | {"inspection": INSPECTION_VERSION}
     if trusted:  # code that came with a model may change under the same configuration
-        return survey(model_config, trust_remote_code=True)
-    arch = Arch.from_json(user_cache.get("survey", key))
+        return inspect_model(model_config, trust_remote_code=True)
+    arch = Arch.from_json(user_cache.get("arch", key))
     if arch is None:
-        arch = survey(model_config)
-        user_cache.put("survey", key, arch.to_json())
+        arch = inspect_model(model_config)
+        user_cache.put("arch", key, arch.to_json())
     return arch
 
 

@@ -1,14 +1,14 @@
-"""What a model looks like to the engine, found by running it once without its weights.
+"""Inspect a model without its weights: how it uses attention, and whether it can be run.
 
-A model is first *surveyed*: built on torch's meta device and run with an attention function that only records
-how it was called. What it records (heads, sizes, windows, every argument attention is given) is what the
-engine relies on; an attention feature that is not implemented here is refused by name instead of ignored.
+An inspection builds the model on torch's meta device and runs it once with an attention function that only
+records its arguments. Head counts, head sizes and windows come from that record; an attention argument that
+is not implemented is refused by name.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,21 +17,22 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from samewise.errors import UnsupportedModel
 from samewise.model.refuse import refuse
-from samewise.model.resolve import Source
 from samewise.model.rope import pin_rope
+from samewise.model.source import Source
 
-SURVEY = "samewise_survey"
-SURVEY_VERSION = "2"  # raised when a survey notes or refuses anything new
-UNDERSTOOD = frozenset({
-    "rows", "notes", "sliding_window", "position_ids", "position_embeddings", "use_cache", "dropout",
+RECORDING = "samewise_inspect"  # name of the recording attention in transformers' AttentionInterface
+INSPECTION_VERSION = "3"  # part of the cache key: raise it when an inspection records or refuses more
+KNOWN_ARGUMENTS = frozenset({
+    "rows", "calls", "sliding_window", "position_ids", "position_embeddings", "use_cache", "dropout",
     "cache_position", "past_key_values", "output_attentions", "is_causal", "logits_to_keep", "return_dict",
+    "scaling",
 })  # fmt: skip
-"""Arguments attention may be given that are handled, or cannot matter without a cache or a mask."""
+"""Arguments of attention that are implemented, or have no effect without a cache or a mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What one attention module was seen to do."""
+    """One attention module: its dotted name, its shapes, its sliding window in tokens (None: full)."""
 
     module: str
     num_heads: int
@@ -51,15 +52,15 @@ class Arch:
     checkpoint_dtype: torch.dtype
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, to be remembered."""
-        plain = asdict(self)
-        return plain | {"checkpoint_dtype": str(self.checkpoint_dtype).removeprefix("torch.")}
+        """As plain data, for the cache of facts."""
+        fields = asdict(self)
+        return fields | {"checkpoint_dtype": str(self.checkpoint_dtype).removeprefix("torch.")}
 
     @classmethod
-    def from_json(cls, plain: object) -> Arch | None:
-        """The other way; None for what is not an Arch (a damaged memory is no memory)."""
+    def from_json(cls, data: object) -> Arch | None:
+        """Inverse of `to_json`; None for any other data, such as a damaged cache entry."""
         try:
-            fields = dict(plain)  # type: ignore[call-overload]
+            fields = dict(data)  # type: ignore[call-overload]
             layers = tuple(AttentionFacts(**layer) for layer in fields.pop("layers"))
             dtype = getattr(torch, fields.pop("checkpoint_dtype"))
             return cls(layers=layers, checkpoint_dtype=dtype, **fields)
@@ -67,21 +68,21 @@ class Arch:
             return None
 
 
-def take_notes(
+def record_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature
     *,
-    notes: list[tuple[nn.Module, AttentionFacts]],
+    calls: list[tuple[nn.Module, AttentionFacts]],
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stand in for attention during the survey: note what is asked, compute nothing of use."""
-    foreign = sorted(k for k, v in kwargs.items() if v is not None and k not in {*UNDERSTOOD, "scaling"})
-    if foreign:
-        raise UnsupportedModel(f"its attention asks for {', '.join(foreign)}, which is not implemented")
+    """Take attention's place during an inspection: append the call to `calls`, return zeros."""
+    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in KNOWN_ARGUMENTS)
+    if unknown:
+        raise UnsupportedModel(f"its attention asks for {', '.join(unknown)}, which is not implemented")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise UnsupportedModel("its attention is not causal")
     if kwargs.get("scaling") is None:
@@ -92,63 +93,65 @@ def take_notes(
             f"its attention has query, key and value shapes {tuple(query.shape)}, {tuple(key.shape)}, "
             f"{tuple(value.shape)}; they must share the head size, and heads must come in equal groups"
         )
-    notes.append((module, AttentionFacts("", heads, key.shape[1], dim, sliding_window)))
+    calls.append((module, AttentionFacts("", heads, key.shape[1], dim, sliding_window)))
     return query.new_zeros(1, rows, heads, dim), None
 
 
-AttentionInterface.register(SURVEY, take_notes)
+AttentionInterface.register(RECORDING, record_attention)
 
 
-def survey(config: Any, *, trust_remote_code: bool = False) -> Arch:
-    """Find out how a model uses attention, without its weights. Refuses what cannot be promised."""
+def inspect_model(config: Any, *, trust_remote_code: bool = False) -> Arch:
+    """The architecture of a model, from its configuration alone. Raises UnsupportedModel with a reason."""
     refuse(config)
-    dtype = getattr(config, "dtype", None)  # before a model is made of it, which writes its own there
+    dtype = getattr(config, "dtype", None)  # read now: building a model overwrites it
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=SURVEY, trust_remote_code=trust_remote_code, dtype=torch.float32
+            config, attn_implementation=RECORDING, trust_remote_code=trust_remote_code, dtype=torch.float32
         ).eval()
     names = {module: name for name, module in model.named_modules()}
-    longest = int(getattr(config, "max_position_embeddings", None) or 2048)
-    notes: list[tuple[nn.Module, AttentionFacts]] = []
+    max_positions = int(getattr(config, "max_position_embeddings", None) or 2048)
+    calls: list[tuple[nn.Module, AttentionFacts]] = []
     with torch.device("meta"), torch.no_grad():
-        pin_rope(model, longest)
+        pin_rope(model, max_positions)
         ids = torch.zeros(1, 4, dtype=torch.int32)
         try:
-            logits = model(input_ids=ids, position_ids=ids, use_cache=False, notes=notes).logits
+            logits = model(input_ids=ids, position_ids=ids, use_cache=False, calls=calls).logits
         except UnsupportedModel as error:
-            raise UnsupportedModel(f"{config.model_type}: {error}") from None
+            raise UnsupportedModel(f"{config.model_type}: {error}", param="model") from None
         except TypeError as error:
             raise UnsupportedModel(
                 f"{config.model_type}: its attention does not go through transformers' "
-                f"AttentionInterface ({error})"
+                f"AttentionInterface ({error})",
+                param="model",
             ) from error
-    layers = tuple(
-        AttentionFacts(names[m], f.num_heads, f.num_kv_heads, f.head_dim, f.window) for m, f in notes
-    )
-    _refuse_odd_layers(config, layers)
+    layers = tuple(replace(facts, module=names[module]) for module, facts in calls)
+    _check_layers(config, layers)
     return Arch(
         config.model_type,
         layers,
         int(logits.shape[-1]),
-        longest,
+        max_positions,
         dtype if isinstance(dtype, torch.dtype) else torch.float32,
     )
 
 
-def _refuse_odd_layers(config: Any, layers: tuple[AttentionFacts, ...]) -> None:
-    kind, expected = config.model_type, config.num_hidden_layers
-    if len(layers) != expected or len({f.module for f in layers}) != expected:
+def _check_layers(config: Any, layers: tuple[AttentionFacts, ...]) -> None:
+    """Raise unless every layer called attention once, with the window its layer type has."""
+    family, expected = config.model_type, config.num_hidden_layers
+    if len(layers) != expected or len({facts.module for facts in layers}) != expected:
         raise UnsupportedModel(
-            f"{kind}: {len(layers)} of {expected} layers go through transformers' AttentionInterface; "
-            "every layer must, once"
+            f"{family}: {len(layers)} of {expected} layers go through transformers' AttentionInterface; "
+            "every layer must, once",
+            param="model",
         )
-    types = getattr(config, "layer_types", None) or []
-    for facts, layer_type in zip(layers, types, strict=False):
+    layer_types = getattr(config, "layer_types", None) or []
+    for facts, layer_type in zip(layers, layer_types, strict=False):
         if (layer_type == "sliding_attention") != (facts.window is not None):
             raise UnsupportedModel(
-                f"{kind}: {facts.module} is of type {layer_type} "
-                f"but its attention is told of window {facts.window}"
+                f"{family}: {facts.module} is of type {layer_type} "
+                f"but its attention is given window {facts.window}",
+                param="model",
             )
 
 
@@ -158,14 +161,22 @@ def read_config(source: Source, *, trust_remote_code: bool) -> Any:
 
 
 def layer_list(model: nn.Module, arch: Arch) -> tuple[str, nn.ModuleList]:
-    """The decoder layers and the name they stand under: the list that holds the attention modules."""
+    """The dotted name of the list of decoder layers, and the list: the one with all attention modules."""
     first, last = arch.layers[0].module, arch.layers[-1].module
     for name, module in model.named_modules():
-        inside = isinstance(module, nn.ModuleList) and len(module) == len(arch.layers)
-        if inside and first.startswith(f"{name}.0.") and last.startswith(f"{name}.{len(arch.layers) - 1}."):
-            assert isinstance(module, nn.ModuleList)
+        if not isinstance(module, nn.ModuleList) or len(module) != len(arch.layers):
+            continue
+        if first.startswith(f"{name}.0.") and last.startswith(f"{name}.{len(arch.layers) - 1}."):
             return name, module
-    raise UnsupportedModel(f"{arch.model_type}: its decoder layers do not stand in one list")
+    raise UnsupportedModel(f"{arch.model_type}: its decoder layers are not in one list", param="model")
 
 
-__all__ = ["SURVEY_VERSION", "Arch", "AttentionFacts", "layer_list", "read_config", "survey", "take_notes"]
+__all__ = [
+    "INSPECTION_VERSION",
+    "Arch",
+    "AttentionFacts",
+    "inspect_model",
+    "layer_list",
+    "read_config",
+    "record_attention",
+]

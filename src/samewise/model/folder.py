@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from samewise.errors import UnknownModel
-from samewise.model.resolve import Source, weight_files
+from samewise.model.source import Source, weight_files
 
 
 def read_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:

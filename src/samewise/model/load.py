@@ -14,7 +14,7 @@ from transformers.utils import logging
 from samewise.model.activation import ACTIVATIONS, FrameActivation
 from samewise.model.attention_binding import ATTENTION
 from samewise.model.linear import FrameLinear
-from samewise.model.resolve import Source, weight_files
+from samewise.model.source import Source, weight_files
 
 
 def load(source: Source, config: Any, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
