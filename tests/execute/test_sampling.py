@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samewise.execute import sampling as module
-from samewise.execute.sampling import Draw, Picks, Sampler
+from samewise.execute import filters
+from samewise.execute.sampling import Sampler, SamplerOutput
+from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels import noise
 from samewise.types import Sampling
 
@@ -23,25 +24,23 @@ CPU = torch.device("cpu")
 
 def block_sampler(vocab: int) -> Sampler:
     """The block path, run on CPU: what other devices do."""
-    sampler = Sampler(vocab, CPU)
-    sampler._by_row = False
-    return sampler
+    return Sampler(vocab, CPU, by_row=False)
 
 
 def draw(
     row: int = 0, *, prompt: Sequence[int] = (), output: Sequence[int] = (), position: int = 9, **how: Any
-) -> Draw:
-    return Draw(row, Sampling(**how), prompt, output, position)
+) -> SamplingRow:
+    return SamplingRow(row, Sampling(**how), prompt, output, position)
 
 
 def logits_of(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def pick_one(logits: torch.Tensor, one: Draw) -> int:
+def pick_one(logits: torch.Tensor, one: SamplingRow) -> int:
     """Both paths must agree wherever their last bits do not matter; returns the CPU's answer."""
-    by_row = Sampler(logits.shape[1], CPU).pick(logits, [one]).tokens
-    by_block = block_sampler(logits.shape[1]).pick(logits, [one]).tokens
+    by_row = Sampler(logits.shape[1], CPU).sample(logits, [one]).tokens
+    by_block = block_sampler(logits.shape[1]).sample(logits, [one]).tokens
     assert torch.equal(by_row, by_block)
     return int(by_row[one.row])
 
@@ -54,10 +53,10 @@ def frequencies(sampling: dict[str, Any], logits: torch.Tensor, num: int = 2000)
     sampler, vocab = Sampler(logits.shape[-1], CPU), logits.shape[-1]
     rows = logits.expand(num, vocab).contiguous()
     draws = [
-        Draw(row, Sampling(seed=row % 5 * 1000 - 7, index=row % 3, **sampling), (), (), row)
+        SamplingRow(row, Sampling(seed=row % 5 * 1000 - 7, index=row % 3, **sampling), (), (), row)
         for row in range(num)
     ]
-    chosen = Counter(sampler.pick(rows, draws).tokens.tolist())
+    chosen = Counter(sampler.sample(rows, draws).tokens.tolist())
     return [chosen[token] for token in range(vocab)]
 
 
@@ -96,7 +95,7 @@ def test_tokens_follow_the_distribution_asked_for(sampling: dict[str, Any], kept
 def test_choices_at_neighbouring_positions_are_independent() -> None:
     logits = torch.zeros(4000, 4)
     draws = [draw(p, temperature=1.0, position=p) for p in range(4000)]
-    tokens = Sampler(4, CPU).pick(logits, draws).tokens.tolist()
+    tokens = Sampler(4, CPU).sample(logits, draws).tokens.tolist()
     pairs = Counter(pairwise(tokens))
     assert sum((pairs[a, b] - 250) ** 2 / 250 for a in range(4) for b in range(4)) < 15 + 5 * math.sqrt(30)
 
@@ -141,10 +140,10 @@ def test_ties_go_to_the_lowest_id(vocab: int) -> None:
     logits = torch.full((3, vocab), -1.0)
     logits[:, spread] = 2.0
     for sampler in (Sampler(vocab, CPU), block_sampler(vocab)):
-        assert sampler.pick(logits, []).tokens.tolist() == [min(spread)] * 3
-        assert sampler.pick(torch.zeros(2, vocab), []).tokens.tolist() == [0, 0]
+        assert sampler.sample(logits, []).tokens.tolist() == [min(spread)] * 3
+        assert sampler.sample(torch.zeros(2, vocab), []).tokens.tolist() == [0, 0]
         biased = draw(1, logit_bias=((0, -1.0),))
-        assert sampler.pick(torch.zeros(2, vocab), [biased]).tokens.tolist() == [0, 1]
+        assert sampler.sample(torch.zeros(2, vocab), [biased]).tokens.tolist() == [0, 1]
 
 
 # ── filters ──────────────────────────────────────────────────────────────────────────────────────
@@ -185,9 +184,9 @@ def test_filters_keep_what_the_reference_keeps(
     wanted = kept_by_reference(logits, sampling)
     row = torch.tensor(logits)
     gap = (row.amax() - row) / temperature
-    by_row = set((gap <= module._reach(gap, sampling)).nonzero()[:, 0].tolist())
+    by_row = set((gap <= filters.max_gap(gap, sampling)).nonzero()[:, 0].tolist())
     rows = torch.stack([torch.full_like(row, 3.0), row])
-    barred = block_sampler(len(raw))._filtered(rows, [Draw(1, sampling, (), (), 0)])
+    barred = block_sampler(len(raw))._filtered(rows, [SamplingRow(1, sampling, (), (), 0)])
     assert by_row == wanted
     assert set(barred[1].isfinite().nonzero()[:, 0].tolist()) == wanted
     assert torch.equal(barred[0], rows[0])
@@ -196,22 +195,22 @@ def test_filters_keep_what_the_reference_keeps(
 def test_equal_logits_stay_or_go_together() -> None:
     logits = torch.zeros(1, 300)
     gap = torch.zeros(300)
-    assert module._reach(gap, Sampling(temperature=1.0, top_k=1)) == 0.0
-    assert module._reach(gap, Sampling(temperature=1.0, top_p=0.01)) == 0.0
+    assert filters.max_gap(gap, Sampling(temperature=1.0, top_k=1)) == 0.0
+    assert filters.max_gap(gap, Sampling(temperature=1.0, top_p=0.01)) == 0.0
     sampled = {pick_one(logits, draw(temperature=1.0, top_k=2, position=p)) for p in range(100)}
     assert len(sampled) > 50
 
 
 def test_masses_of_a_large_flat_vocabulary_do_not_overflow() -> None:
-    total = module._mass(torch.zeros(300_000)).sum()
+    total = filters.masses(torch.zeros(300_000)).sum()
     assert 0 < int(total) < 2**62
-    assert int(total) / 2 ** module._mass_bits(torch.zeros(300_000)) == 300_000
+    assert int(total) / 2 ** filters.mass_bits(torch.zeros(300_000)) == 300_000
 
 
 # ── processing ───────────────────────────────────────────────────────────────────────────────────
 
 
-def processed_by_reference(logits: list[float], one: Draw) -> list[float]:
+def processed_by_reference(logits: list[float], one: SamplingRow) -> list[float]:
     """Penalties, bias and bars, token by token."""
     how, past = one.sampling, [*one.prompt, *one.output]
     found = []
@@ -259,10 +258,10 @@ penalties = st.sampled_from([0.0, 0.0, 0.5, -1.5, 2.0])
 def test_processing_agrees_with_the_reference(
     logits: list[float], prompt: list[int], output: list[int], sampling: Sampling
 ) -> None:
-    one = Draw(1, sampling, prompt, output, 5)
+    one = SamplingRow(1, sampling, prompt, output, 5)
     wanted = torch.tensor(processed_by_reference(logits, one))
     block = torch.tensor([[0.0] * 12, logits])
-    found = Sampler(12, CPU)._edited(block, [one])
+    found = Sampler(12, CPU)._editor.apply(block, [one])
     torch.testing.assert_close(found[1], wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(found[0], block[0])
 
@@ -303,7 +302,7 @@ def test_a_broken_model_crashes_nothing(value: float) -> None:
     logits = torch.full((1, 20), value)
     for sampler in (Sampler(20, CPU), block_sampler(20)):
         for how in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1}):
-            assert 0 <= int(sampler.pick(logits, [draw(**how)]).tokens[0]) < 20
+            assert 0 <= int(sampler.sample(logits, [draw(**how)]).tokens[0]) < 20
 
 
 def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
@@ -321,7 +320,7 @@ def test_the_logits_passed_in_are_left_alone() -> None:
     before = logits.clone()
     every = draw(1, temperature=1.0, top_k=5, repetition_penalty=2.0, prompt=[1], allowed_token_ids=(1, 2, 3))
     for sampler in (Sampler(200, CPU), block_sampler(200)):
-        sampler.pick(logits, [every])
+        sampler.sample(logits, [every])
         assert torch.equal(logits, before)
 
 
@@ -333,7 +332,7 @@ def test_logprobs_are_the_models_own(vocab: int) -> None:
     logits = logits_of(4, vocab)
     wanted = logits.double().log_softmax(-1)
     for sampler in (Sampler(vocab, CPU), block_sampler(vocab)):
-        picks = sampler.pick(logits, [draw(2, temperature=2.0, logit_bias=((1, 50.0),))])
+        picks = sampler.sample(logits, [draw(2, temperature=2.0, logit_bias=((1, 50.0),))])
         own = wanted.gather(1, picks.tokens[:, None])[:, 0].float()
         torch.testing.assert_close(picks.logprobs, own, rtol=1e-6, atol=2e-6)
         assert picks.tokens[2] == 1
@@ -343,7 +342,7 @@ def test_logprobs_are_the_models_own(vocab: int) -> None:
 def test_scores_have_the_bits_of_picks() -> None:
     logits = logits_of(5, 1003)
     for sampler in (Sampler(1003, CPU), block_sampler(1003)):
-        picks = sampler.pick(logits, [draw(3, temperature=3.0)])
+        picks = sampler.sample(logits, [draw(3, temperature=3.0)])
         rows = [4, 0, 3, 3]
         scores = sampler.score(logits, rows, picks.tokens[rows].tolist())
         assert torch.equal(scores, picks.logprobs[rows])
@@ -365,7 +364,7 @@ def test_top_is_ordered_by_value_then_id(raw: list[int], num: int) -> None:
 def test_top_holds_the_bits_of_picks() -> None:
     logits = logits_of(3, 1003)
     sampler = Sampler(1003, CPU)
-    picks = sampler.pick(logits, [])
+    picks = sampler.sample(logits, [])
     tops = sampler.top(logits, [0, 1, 2], [1, 5, 2])
     assert [top[0] for top in tops] == list(zip(picks.tokens.tolist(), picks.logprobs.tolist(), strict=True))
 
@@ -388,14 +387,14 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def asked(row: int, k: int) -> Draw:
+def asked(row: int, k: int) -> SamplingRow:
     prompt = [(k * 31 + i * 7) % 900 for i in range(40)]
     return draw(row, prompt=prompt[:25], output=prompt[25:], position=40 + k, seed=k, **KINDS[k % len(KINDS)])
 
 
-def everything(sampler: Sampler, logits: torch.Tensor, draws: list[Draw]) -> list[tuple[Any, ...]]:
+def everything(sampler: Sampler, logits: torch.Tensor, draws: list[SamplingRow]) -> list[tuple[Any, ...]]:
     """All a row can be asked, by row, as bits."""
-    picks: Picks = sampler.pick(logits, draws)
+    picks: SamplerOutput = sampler.sample(logits, draws)
     rows = list(range(logits.shape[0]))
     scores = sampler.score(logits, rows, [1] * len(rows))
     bits = torch.stack([picks.logprobs, scores]).view(torch.int32).T.tolist()
@@ -451,7 +450,7 @@ def test_on_a_device_the_choice_is_the_cpus() -> None:
     sampler = Sampler(vocab, device)
     logits = logits_of(rows, vocab)
     draws = [asked(row, row) for row in range(rows)]
-    there, here = sampler.pick(logits.to(device), draws), Sampler(vocab, CPU).pick(logits, draws)
+    there, here = sampler.sample(logits.to(device), draws), Sampler(vocab, CPU).sample(logits, draws)
     assert there.tokens.tolist() == here.tokens.tolist()
     torch.testing.assert_close(there.logprobs.cpu(), here.logprobs, rtol=1e-6, atol=1e-5)
     hashes = noise.bits(torch.tensor([noise.key(1, 2, 3)]).to(device), vocab)

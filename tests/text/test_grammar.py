@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from samewise import LLM, SamplingParams
 from samewise.engine import Engine
 from samewise.errors import BadParameter
-from samewise.execute.sampling import Draw, Sampler
+from samewise.execute.sampling import Sampler
+from samewise.execute.sampling_rows import SamplingRow
 from samewise.testing import byte_tokenizer, run, tiny_engine
 from samewise.text.grammar import KEPT, Grammars, version
 from samewise.types import Finish, Grammar, Sampling
@@ -355,15 +356,14 @@ def test_a_masked_row_gets_the_best_token_let_through(vocab):
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(1)) * 3
     logits[2, :] = -torch.inf
     rng = random.Random(vocab)
-    by_row, by_block = Sampler(vocab, torch.device("cpu")), Sampler(vocab, torch.device("cpu"))
-    by_block._by_row = False
+    by_row, by_block = (Sampler(vocab, torch.device("cpu"), by_row=how) for how in (True, False))
     for temperature in (0.0, 0.7):
         for row in range(4):
             kept = sorted(rng.sample(range(vocab), 3))
             mask = sum(1 << token for token in kept).to_bytes(-(-vocab // 8), "little")
             sampling = Sampling(temperature=temperature, grammar=Grammar.regex("a"), top_p=0.9)
-            draw = Draw(row, sampling, (), (), 5, mask)
-            one, other = (sampler.pick(logits, [draw]) for sampler in (by_row, by_block))
+            draw = SamplingRow(row, sampling, (), (), 5, mask)
+            one, other = (sampler.sample(logits, [draw]) for sampler in (by_row, by_block))
             assert one.tokens.tolist() == other.tokens.tolist()
             assert int(one.tokens[row]) in kept
             if temperature == 0.0:
@@ -372,19 +372,19 @@ def test_a_masked_row_gets_the_best_token_let_through(vocab):
             assert one.tokens[others].tolist() == logits[others].argmax(-1).tolist()
             # The other widths a tokenizer may have.
             for odd in (mask.rstrip(b"\0"), mask + b"\xff"):
-                again = by_row.pick(logits, [draw._replace(mask=odd)])
+                again = by_row.sample(logits, [draw._replace(mask=odd)])
                 assert torch.equal(again.tokens, one.tokens)
 
 
 def test_bad_words_and_min_tokens_give_way_to_the_grammar():
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
     grammar = Grammar.regex("a")
-    for sampler in (Sampler(4, torch.device("cpu")), Sampler(4, torch.device("cpu"))):
+    for how in (True, False):
+        sampler = Sampler(4, torch.device("cpu"), by_row=how)
         bars = {"bad_words": ((0,), (1,)), "stop_ids": frozenset({2}), "min_tokens": 3}
         for mask, wanted in ((0b1111, 3), (0b0111, 2), (0b0011, 0), (0b0100, 2)):
-            draw = Draw(0, Sampling(grammar=grammar, **bars), (), (), 5, bytes([mask]))
-            assert sampler.pick(logits, [draw]).tokens.tolist() == [wanted]
-        sampler._by_row = False
+            draw = SamplingRow(0, Sampling(grammar=grammar, **bars), (), (), 5, bytes([mask]))
+            assert sampler.sample(logits, [draw]).tokens.tolist() == [wanted]
 
 
 # ---- whole answers

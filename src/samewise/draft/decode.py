@@ -11,15 +11,18 @@ from collections.abc import Callable
 
 import torch
 
+from samewise.draft.base import Drafter
+from samewise.draft.quantized import QuantizedCopy
 from samewise.execute.pack import pack_fast
 from samewise.execute.runner import CHAIN, Path, Runner
-from samewise.execute.sampling import Draw, Picks, Sampler
-from samewise.types import Ask, Proposal, TopLogprobs, Verdict
+from samewise.execute.sampling import Sampler, SamplerOutput
+from samewise.execute.sampling_rows import SamplingRow, rows_of_asks
+from samewise.types import Ask, Proposal, TopLogprobs
 
 Perturb = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Decode:
+class Decode(Drafter):
     """Guesses by regular decoding, written to scratch KV above `kv_len`.
 
     One pass per call, or `chain` of them one behind the other on a device that runs beside the host: then
@@ -28,9 +31,6 @@ class Decode:
     """
 
     name = "decode"
-    quiet = False
-    ready = True
-    changes = 0
 
     def __init__(
         self,
@@ -39,10 +39,12 @@ class Decode:
         perturb: Perturb | None = None,
         *,
         path: Path | None = None,
+        copy: QuantizedCopy | None = None,
         chain: int = 1,
     ) -> None:
         self._runner, self._sampler, self._perturb = runner, sampler, perturb
-        self._path, self._chain = path, min(chain, CHAIN)
+        self._path, self._chain = path if copy is None else copy.path, min(chain, CHAIN)
+        self._copy, self._renewed = copy, False
 
     @torch.inference_mode()
     def propose(self, asks: list[Ask]) -> list[Proposal]:
@@ -51,14 +53,14 @@ class Decode:
             return []
         # The next choice of a penalised row depends on tokens the host has yet to see.
         lens = [1 if ask.sampling.edited else min(ask.room, self._chain) for ask in asks]
-        found: list[tuple[list[int], Picks]] = []
+        found: list[tuple[list[int], SamplerOutput]] = []
         tops: list[tuple[TopLogprobs, ...]] = [() for _ in asks]
         rows: dict[int, int] = {}  # where each ask stood in the pass before
         for ahead in range(max(lens)):
             live = [i for i in range(len(asks)) if lens[i] > ahead]
             sources = [rows[i] for i in live] if ahead else None
             logits = self._logits([asks[i] for i in live], sources, ahead)
-            draws = _draws([asks[i] for i in live], ahead)
+            draws = rows_of_asks([asks[i] for i in live], ahead)
             picks = self._choose([asks[i] for i in live], logits, draws)
             for i, top in zip(live, self._tops(logits, [asks[i] for i in live]), strict=True):
                 tops[i] += top
@@ -78,26 +80,23 @@ class Decode:
             for i, ask in enumerate(asks)
         ]
 
-    def _choose(self, asks: list[Ask], logits: torch.Tensor, draws: list[Draw]) -> Picks:  # noqa: ARG002 - for heirs
+    def _choose(self, asks: list[Ask], logits: torch.Tensor, draws: list[SamplingRow]) -> SamplerOutput:  # noqa: ARG002 - for heirs
         """The guess of every row. Whoever wants to know more of a pass looks here."""
-        return self._sampler.pick(logits, draws)
+        return self._sampler.sample(logits, draws)
 
-    def warm(self, most: int) -> None:
-        """Capture the passes of up to `most` sequences now, rather than while they wait."""
+    def warm(self, max_num_seqs: int) -> None:
+        """On CUDA: capture the passes of up to so many sequences now, not while they wait."""
         runner = self._runner
         if runner.device.type == "cuda":
-            sizes = sorted({runner.fast_staging(rows).num_rows for rows in range(1, most + 1)})
+            sizes = sorted({runner.fast_staging(rows).num_rows for rows in range(1, max_num_seqs + 1)})
             for size in sizes:
                 runner.fast(pack_fast([], runner.staging(size)), self._path)
 
-    def think(self, asks: list[Ask]) -> None:
-        """Nothing to think about."""
-
-    def observe(self, verdicts: list[Verdict]) -> None:
-        """Nothing to learn."""
-
-    def forget(self, seq_id: int) -> None:
-        """Nothing to forget."""
+    def renew(self, contract_id: str) -> None:  # noqa: ARG002 - any replacement counts
+        """Quantize replaced weights again; the first call follows the copy that was just made."""
+        if self._copy is not None and self._renewed:
+            self._copy.requantize()
+        self._renewed = True
 
     def _logits(self, asks: list[Ask], sources: list[int] | None, ahead: int) -> torch.Tensor:
         runner = self._runner
@@ -112,17 +111,6 @@ class Decode:
             tops = self._sampler.top(logits, [i for i, _ in wanted], [n for _, n in wanted if n])
             found |= {i: (top,) for (i, _), top in zip(wanted, tops, strict=True)}
         return [found[i] if ask.sampling.top_logprobs is not None else () for i, ask in enumerate(asks)]
-
-
-def _draws(asks: list[Ask], ahead: int) -> list[Draw]:
-    draws: list[Draw] = []
-    for row, ask in enumerate(asks):
-        if not ask.sampling.plain:
-            output = ask.tokens[ask.prompt_len :] + ask.draft if ask.sampling.edited else []
-            position = len(ask.tokens) + len(ask.draft) + ahead
-            mask = ask.guide.mask(tuple(ask.draft)) if ask.guide is not None else None
-            draws.append(Draw(row, ask.sampling, ask.tokens[: ask.prompt_len], output, position, mask))
-    return draws
 
 
 __all__ = ["Decode"]

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from samewise.draft.base import Drafter
 from samewise.execute.pack import pack_frame
 from samewise.execute.runner import Runner
-from samewise.execute.sampling import Draw, Sampler
+from samewise.execute.sampling import Sampler
+from samewise.execute.sampling_rows import rows_of_asks
 from samewise.kernels.attention.base import PAGE
 from samewise.kv.pages import PagePool
-from samewise.types import Ask, Proposal, Span, Verdict
+from samewise.types import Ask, Proposal, Span
 
 READ_ROWS = 64  # read in one pass, of all sequences together
 
@@ -30,13 +32,10 @@ class _Reader:
     pages: array[int] = field(default_factory=lambda: array("i"))
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Guesses by regular decoding of a draft model, one pass per call."""
 
     name = "model"
-    quiet = False
-    ready = True
-    changes = 0
 
     def __init__(self, runner: Runner, sampler: Sampler, num_pages: int, max_len: int) -> None:
         self._runner, self._sampler, self._max_len = runner, sampler, max_len
@@ -56,18 +55,12 @@ class DraftModel:
         if not done:
             return []
         last = torch.tensor([row for _, row in done], device=logits.device)
-        picks = self._sampler.pick(logits[last].float(), _draws([ask for ask, _ in done]))
+        picks = self._sampler.sample(logits[last].float(), rows_of_asks([ask for ask, _ in done]))
         tokens: list[int] = picks.tokens.tolist()
         return [
             Proposal(ask.seq_id, (token,), drafter=self.name, more=True)
             for (ask, _), token in zip(done, tokens, strict=True)
         ]
-
-    def think(self, asks: list[Ask]) -> None:
-        """Nothing to think about."""
-
-    def observe(self, verdicts: list[Verdict]) -> None:
-        """Nothing to learn: what was wrong is seen when the sequence is read on."""
 
     def forget(self, seq_id: int) -> None:
         """The sequence is gone, and so are its pages."""
@@ -133,21 +126,6 @@ class DraftModel:
                 return False
             reader.pages.append(page)
         return True
-
-
-def _draws(asks: list[Ask]) -> list[Draw]:
-    return [
-        Draw(
-            row,
-            ask.sampling,
-            ask.tokens[: ask.prompt_len],
-            ask.tokens[ask.prompt_len :] + ask.draft,
-            len(ask.tokens) + len(ask.draft),
-            ask.guide.mask(tuple(ask.draft)) if ask.guide is not None else None,
-        )
-        for row, ask in enumerate(asks)
-        if not ask.sampling.plain
-    ]
 
 
 __all__ = ["READ_ROWS", "DraftModel"]

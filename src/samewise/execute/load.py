@@ -19,9 +19,9 @@ from samewise import machine, user_cache
 from samewise.config import EngineConfig, parse_memory
 from samewise.errors import BadParameter, MachineError
 from samewise.execute.runner import kv_page_bytes
-from samewise.kernels import native
 from samewise.kernels.attention.base import PAGE, Kernel
 from samewise.kernels.linear import packed as linear
+from samewise.kernels.native import build as native_build
 from samewise.model import folder
 from samewise.model import load as model_load
 from samewise.model.arch import INSPECTION_VERSION, Arch, inspect_model, read_config
@@ -141,7 +141,7 @@ def pick_linear(name: str, device: torch.device) -> str:
     if name == "auto":
         return "native" if linear.available() else "torch"
     if name == "native":
-        native.library()  # MachineError says what is missing
+        native_build.library()  # MachineError says what is missing
     return name
 
 

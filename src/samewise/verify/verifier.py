@@ -16,7 +16,8 @@ import torch
 from samewise.errors import GuaranteeLost
 from samewise.execute.pack import pack_frame
 from samewise.execute.runner import Runner
-from samewise.execute.sampling import Draw, Sampler
+from samewise.execute.sampling import Sampler
+from samewise.execute.sampling_rows import SamplingRow, rows_of_spans
 from samewise.execute.staging import Batch
 from samewise.kernels.graph import Captured
 from samewise.types import Sampling, Span, TopLogprobs, Truth, Verdict
@@ -34,7 +35,7 @@ class _Found(NamedTuple):
     score_tops: list[TopLogprobs]
 
 
-class Flight:
+class FrameInFlight:
     """A frame on its way. Nothing it holds is public before `verdicts`."""
 
     def __init__(self, verifier: Verifier, spans: list[Span]) -> None:
@@ -132,7 +133,7 @@ class Verifier:
         else:  # the captured choices read a frame's own
             raw = runner.frame(batch)
         rows = min(head, block.shape[0])
-        draws = [Draw(0, Sampling(temperature=1.0), (), (), 1)]
+        draws = [SamplingRow(0, Sampling(temperature=1.0), (), (), 1)]
         found = []
         for shift, company in ((0, []), (0, draws), (head // 2, []), (head - 1, draws)):
             raw.copy_(block[torch.arange(head, device=block.device) % block.shape[0]].roll(shift, 0))
@@ -148,9 +149,9 @@ class Verifier:
         same = all(torch.equal(other[2:], found[0][2:]) for other in found)
         return found[0][:rows] if same and torch.equal(scores, found[0][:, 1]) else None
 
-    def launch(self, spans: list[Span]) -> Flight:
+    def launch(self, spans: list[Span]) -> FrameInFlight:
         """A frame over these spans."""
-        return Flight(self, spans)
+        return FrameInFlight(self, spans)
 
     @torch.inference_mode()
     def run(self, spans: list[Span]) -> _Found:
@@ -161,7 +162,7 @@ class Verifier:
         raw = runner.frame(batch)
         place = range(raw.shape[0]) if keep is None else {row: i for i, row in enumerate(keep)}
         plain = self._plain.get(_kind(batch))
-        draws = _draws(spans, place)
+        draws = rows_of_spans(spans, place)
         rows, nums = _top_rows(spans)
         targeted = any(span.targets for span in spans)
         if plain is not None and not draws:
@@ -177,11 +178,11 @@ class Verifier:
         host.copy_(runner.picks[: batch.num_rows], non_blocking=True)
         return _Found(host, dict(zip(rows, found, strict=True)), scores, score_tops)
 
-    def _choose(self, logits: torch.Tensor, draws: list[Draw], keep: torch.Tensor | None = None) -> None:
+    def _choose(self, logits: torch.Tensor, draws: list[SamplingRow], keep: torch.Tensor | None = None) -> None:
         """Every row's token, left where the next frame can take its inputs from."""
         if logits.shape[0] == 0:
             return
-        picks = self._sampler.pick(logits, draws)
+        picks = self._sampler.sample(logits, draws)
         rows: slice | torch.Tensor = slice(picks.tokens.shape[0]) if keep is None else keep
         self._runner.picks[rows, 0] = picks.tokens.to(torch.int32)
         self._runner.picks[rows, 1] = picks.logprobs.view(torch.int32)
@@ -224,29 +225,6 @@ def _wanted(spans: list[Span]) -> list[int]:
         rows += range(first + begin, first + length)
         first += length
     return rows
-
-
-def _draws(spans: list[Span], place: Places) -> list[Draw]:
-    """What the choice of each row depends on, for rows whose token is needed and not plain argmax."""
-    draws: list[Draw] = []
-    first = 0
-    for span in spans:
-        sampling, given = span.sampling, span.given
-        if not sampling.plain:
-            prompt: list[int] = []
-            output: list[int] = []
-            masks: list[bytes | None] = []
-            if span.guide is not None and len(span.inputs) >= given:
-                # Asked for while the frame runs, where the device runs beside the host.
-                masks = span.guide.masks(span.inputs[given:])
-            if sampling.edited and len(span.inputs) >= given:
-                prompt, output = span.tokens[: span.prompt_len], span.tokens[span.prompt_len :]
-            for j in range(given - 1, len(span.inputs)):
-                before = output + list(span.inputs[given : j + 1]) if sampling.edited else output
-                mask = masks[j - given + 1] if masks else None
-                draws.append(Draw(place[first + j], sampling, prompt, before, span.start + j + 1, mask))
-        first += len(span.inputs)
-    return draws
 
 
 def _top_rows(spans: list[Span]) -> tuple[list[int], list[int]]:
@@ -293,4 +271,4 @@ def _tops(span: Span, rows: range, found: _Found) -> tuple[TopLogprobs, ...]:
     return tuple(found.tops.get(row, ()) for row in rows)
 
 
-__all__ = ["Flight", "Verifier"]
+__all__ = ["FrameInFlight", "Verifier"]

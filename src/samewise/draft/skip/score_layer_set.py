@@ -17,7 +17,8 @@ from torch import nn
 
 from samewise.execute.pack import pack_frame
 from samewise.execute.runner import Path, Runner
-from samewise.execute.sampling import Draw, Sampler
+from samewise.execute.sampling import Sampler
+from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels.attention.base import PAGE
 from samewise.model.views import Views
 from samewise.types import Ask, LayerSet, Sampling, Span
@@ -148,7 +149,7 @@ class Rehearsal:
     def _says(self, pieces: list[Piece], path: Path) -> tuple[list[int], list[float | None]]:
         """What every row that is asked says, and how surely, where it is greedy."""
         logits = self._look(pieces, path).float()
-        draws: list[Draw] = []
+        draws: list[SamplingRow] = []
         plain: list[bool] = []
         for piece in pieces:
             span, sampling = piece.span, piece.span.sampling
@@ -156,9 +157,9 @@ class Rehearsal:
                 if not sampling.plain:
                     position = span.start + place + 1
                     before = span.tokens[span.prompt_len : position] if sampling.edited else []
-                    draws.append(Draw(len(plain), sampling, span.tokens[: span.prompt_len], before, position))
+                    draws.append(SamplingRow(len(plain), sampling, span.tokens[: span.prompt_len], before, position))
                 plain.append(sampling.plain)
-        picks = self._sampler.pick(logits, draws)
+        picks = self._sampler.sample(logits, draws)
         sure: list[float] = picks.logprobs.exp().tolist()
         said: list[int] = picks.tokens.tolist()
         return said, [share if greedy else None for share, greedy in zip(sure, plain, strict=True)]

@@ -15,19 +15,21 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from samewise.counters import Counters
 from samewise.draft.cost_model import FrameCosts, Rate, Trust
 from samewise.draft.decode import Decode
+from samewise.draft.skip.layer_set_store import LayerSetStore
 from samewise.draft.skip.pricing import Pricing
 from samewise.draft.skip.score_layer_set import Piece, Rehearsal, Told
 from samewise.draft.skip.search import Search
 from samewise.execute.pack import pack_fast
 from samewise.execute.runner import Runner
-from samewise.execute.sampling import Draw, Picks, Sampler
+from samewise.execute.sampling import Sampler, SamplerOutput
+from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels.attention.base import PAGE
 from samewise.types import Ask, Branch, LayerSet, Proposal, Verdict
 
@@ -46,18 +48,6 @@ SETTLED, LATELY = 24.0, 64.0  # first guesses that make the norm, and those that
 AGAIN, RARELY = 4096, 2**20  # tokens after which a search that found nothing is tried again; then twice that
 EVENTS = 256
 IDLE = 1.0  # longer pauses are nobody's time
-
-
-class Memory(Protocol):
-    """Where found sets are kept over the end of a process."""
-
-    def recall(self) -> tuple[LayerSet, float] | None:
-        """What was found before, if anything, and how often it was right."""
-        ...
-
-    def remember(self, skipped: LayerSet, rate: float) -> None:
-        """Keep this one."""
-        ...
 
 
 class Event(NamedTuple):
@@ -114,7 +104,7 @@ class _Draft:
 class Skip(Decode):
     """Guesses by decoding with a layer set that finds itself.
 
-    `think` does the searching; asked for guesses by itself (`alone`) it thinks first.
+    `on_step` does the searching; used without `auto` (`alone`), `propose` calls it first.
     """
 
     name = "skip"
@@ -130,7 +120,7 @@ class Skip(Decode):
         counters: Counters,
         clock: Callable[[], float],
         *,
-        memory: Memory | None = None,
+        store: LayerSetStore,
         every: int = 16,
         share: float = 0.02,
         chain: int = 1,
@@ -138,7 +128,7 @@ class Skip(Decode):
     ) -> None:
         super().__init__(runner, sampler, chain=chain)
         self._rehearsal, self._search, self._pricing = rehearsal, search, pricing
-        self._frames, self._counters, self._clock, self._memory = frames, counters, clock, memory
+        self._frames, self._counters, self._clock, self._store = frames, counters, clock, store
         self._every, self._share, self._alone = every, share, alone
         self._natural = runner.elastic or runner.device.type != "cpu"
         self._seen: list[_Seen] = []  # of the passes under way
@@ -162,24 +152,24 @@ class Skip(Decode):
     # ---- guessing
 
     @property
-    def ready(self) -> bool:  # type: ignore[override]
+    def ready(self) -> bool:
         """Whether there is a set to draft with."""
         return len(self._search.best.skipped) > 0
 
     @property
-    def quiet(self) -> bool:  # type: ignore[override]
+    def quiet(self) -> bool:
         """Without a set, and no step of the search due, nobody need ask."""
         return not self.ready and not self._drafts and not self._due
 
     @property
-    def changes(self) -> int:  # type: ignore[override]
+    def revision(self) -> int:
         """How often the set was changed."""
         return self._changes
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
         """The next guess of every ask, or the next few, while they can be expected to pay."""
         if self._alone:
-            self.think(asks)
+            self.on_step(asks)
         if not asks or not self.ready:
             return []
         for ask in asks:
@@ -199,9 +189,9 @@ class Skip(Decode):
         self._pricing.drafted(len(asks), self._search.best.skipped, (self._clock() - began) / passes)
         return self._paced(asks, found)
 
-    def _choose(self, asks: list[Ask], logits: torch.Tensor, draws: list[Draw]) -> Picks:
+    def _choose(self, asks: list[Ask], logits: torch.Tensor, draws: list[SamplingRow]) -> SamplerOutput:
         """The guess of every row, how sure it is, and what else it might have been."""
-        picks = self._sampler.pick(logits, [])  # what is not greedy follows below, with its alternatives
+        picks = self._sampler.sample(logits, [])  # what is not greedy follows below, with its alternatives
         rows, drawn = list(range(len(asks))), [draw.row for draw in draws]
         if self._runner.device.type == "cpu":  # a sure greedy guess needs no second look
             shares = picks.logprobs.exp()
@@ -213,7 +203,7 @@ class Skip(Decode):
             places = {row: i for i, row in enumerate(rows)}
             moved = [draw._replace(row=places[draw.row]) for draw in draws]
             some = logits[rows] if len(rows) < len(asks) else logits
-            ids, shares = self._sampler.rivals(some, moved, RIVALS + 1)
+            ids, shares = self._sampler.top_choices(some, moved, RIVALS + 1)
             if drawn:
                 picks.tokens[drawn] = ids[[places[row] for row in drawn], 0]
             self._seen.append(_Seen(asks, rows, ids, shares))
@@ -388,10 +378,10 @@ class Skip(Decode):
         if known is not None:
             self._rehearsal.remember(*known)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, dict[str, Any]]:
         """Where it stands, and how it got there."""
         best = self._search.best
-        return {
+        report = {
             "phase": self._events[-1].event,
             "set": self._events[-1].plain()["set"] | {"skipped": len(best.skipped)},
             "matchness": best.rate,
@@ -407,14 +397,21 @@ class Skip(Decode):
             },
             "timeline": [event.plain() for event in self._events],
         }
+        return {self.name: report}
 
     @property
     def possible(self) -> bool:
         """Whether the model has sublayers that could be left out at all."""
         return self._search.open
 
-    def renew(self) -> None:
+    def warm(self, max_num_seqs: int) -> None:
+        """Nothing: the set to draft with is yet to be found."""
+
+    def renew(self, contract_id: str) -> None:
         """The weights were replaced: what was found is of the past, and the incumbent has to prove itself."""
+        first, self._store.contract_id = self._store.contract_id is None, contract_id
+        if first:
+            return
         self._informed, self._pause, self._again = False, AGAIN, math.inf
         self._recalled = False
         self._settle()
@@ -432,7 +429,7 @@ class Skip(Decode):
 
     # ---- searching
 
-    def think(self, asks: list[Ask]) -> None:
+    def on_step(self, asks: list[Ask]) -> None:
         """One step of the search, if one is due and affordable."""
         self._tick()
         for ask in asks:
@@ -513,16 +510,16 @@ class Skip(Decode):
             )
 
     def _keep(self) -> None:
-        if self._memory is not None and self.ready:
-            self._memory.remember(self._search.best.skipped, self._search.best.rate)
+        if self.ready:
+            self._store.save(self._search.best.skipped, self._search.best.rate)
 
     def _inform(self, pieces: list[Piece]) -> None:
         """What one look at the hidden states tells, and what an earlier process found."""
         self._informed = True
         self._search.inform(self._rehearsal.shares(pieces[:1]))  # a hint: some rows are as good as many
-        if self._memory is None or self._recalled or self.ready:
+        if self._recalled or self.ready:
             return
-        self._recalled, found = True, self._memory.recall()
+        self._recalled, found = True, self._store.load()
         if found is None:
             return
         if self._search.start_from(*found):
@@ -557,7 +554,7 @@ class Skip(Decode):
             began = self._clock()
             batch = pack_fast(asks, runner.fast_staging(len(asks)))
             logits = runner.fast(batch)[: len(asks)].float()
-            self._sampler.pick(logits, []).tokens.tolist()
+            self._sampler.sample(logits, []).tokens.tolist()
             seconds = self._clock() - began
         return seconds
 
@@ -573,4 +570,4 @@ def _news(norm: float) -> float:
     return min(max(FALL, LUCK * spread), norm / 2)
 
 
-__all__ = ["Event", "Memory", "Skip"]
+__all__ = ["Event", "Skip"]

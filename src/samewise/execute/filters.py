@@ -1,0 +1,72 @@
+"""min-p, top-k and top-p, as one limit per row: how far below the row's largest logit a token may lie.
+
+A gap is (largest logit - logit) / temperature, so it is never negative. Probability masses are exp(-gap) as
+integers, scaled by the largest power of two with which V of them fit an int64. Sums are then exact in any
+order, and tokens of equal logits stay or go together.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samewise.types import Sampling
+
+
+def min_p_gap(sampling: Sampling) -> float:
+    """The gap at which a token's probability is min_p times the largest; infinite without min_p."""
+    return -math.log(min(sampling.min_p, 1.0)) if sampling.min_p > 0.0 else math.inf
+
+
+def max_gap(gap: Tensor, sampling: Sampling) -> float:
+    """The largest gap of [V] that min-p, top-k and top-p keep. For one row on a CPU."""
+    vocab = gap.shape[0]
+    by_min_p = float(np.float32(min_p_gap(sampling)))
+    if not 0 < sampling.top_k < vocab and sampling.top_p >= 1.0:
+        return by_min_p
+    ordered = np.sort(gap.numpy())
+    num_kept = max(1, int(np.searchsorted(ordered, np.float32(by_min_p), side="right")))
+    if 0 < sampling.top_k < num_kept:
+        num_kept = int(np.searchsorted(ordered, ordered[sampling.top_k - 1], side="right"))
+    if sampling.top_p < 1.0:
+        mass = masses(torch.from_numpy(ordered)).numpy()[:num_kept].cumsum()
+        limit = max(1, math.ceil(float(mass[-1]) * sampling.top_p))
+        num_kept = min(num_kept, int(np.searchsorted(mass, limit)) + 1)
+    return float(ordered[num_kept - 1])
+
+
+def max_gaps(gap: Tensor, by_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`max_gap` of rows [K, V], with limits [K, 1]; a top_p of 1 or more is no limit. Off the CPU.
+
+    Exact but for the exponential, which off the CPU is the same function of every element at any shape. So
+    only the rows that have a filter are sorted.
+    """
+    ordered = gap.sort(-1).values
+    num_kept = (ordered <= by_min_p).sum(-1, keepdim=True).clamp_(min=1)
+    kth = ordered.gather(1, torch.minimum(num_kept, top_k) - 1)
+    num_kept = (ordered <= kth).sum(-1, keepdim=True).clamp_(min=1)
+    mass = masses(ordered).cumsum(-1)
+    limit = (mass.gather(1, num_kept - 1).to(torch.float64) * top_p).ceil().to(torch.int64).clamp_(min=1)
+    last = torch.where(top_p < 1.0, (mass < limit).sum(-1, keepdim=True), num_kept - 1)
+    return ordered.gather(1, torch.minimum(last, num_kept - 1))
+
+
+def gaps(logits: Tensor, temperature: Tensor) -> Tensor:
+    """[R, V] logits and [R, 1] temperatures (0: as 1) → gaps. No temperature can overflow them."""
+    return (logits.amax(-1, keepdim=True) - logits) / torch.where(temperature > 0, temperature, 1.0)
+
+
+def masses(gap: Tensor) -> Tensor:
+    """exp(-gap) as int64, in units of 2**-mass_bits."""
+    return (gap.neg().exp_() * 2.0 ** mass_bits(gap)).to(torch.int64)
+
+
+def mass_bits(row: Tensor) -> int:
+    """Fraction bits of a mass, such that a sum over the last dimension stays below 2**62."""
+    return 62 - row.shape[-1].bit_length()
+
+
+__all__ = ["gaps", "mass_bits", "masses", "max_gap", "max_gaps", "min_p_gap"]
