@@ -56,15 +56,14 @@ def serve(args: argparse.Namespace) -> None:
     async def main() -> None:
         async with load() as llm:
             app = make_app(llm)
-            desk, engine = llm._desk, llm._engine
+            intake, engine = llm.intake, llm._engine
             params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, share=False)
 
             def alone(number: int) -> dict:
-                asked = [desk.ask(prompt, params) for prompt in prompts(number, args.clients)]
+                asked = [intake.check(prompt, params) for prompt in prompts(number, args.clients)]
                 tokens, began = 0, time.perf_counter()
                 for one in asked:
-                    engine.add(one.token_ids, desk._sampling(params, one.seed, 0), max_tokens=args.tokens,
-                               salt=f"alone {number}".encode(), share=False)  # fmt: skip
+                    engine.add(one.request(engine.new_id(), 0, leader=None, salt=f"alone {number}".encode()))
                 while not engine.idle:
                     tokens += sum(len(delta.tokens) for delta in engine.step())
                 return {"tokens": tokens, "seconds": time.perf_counter() - began}

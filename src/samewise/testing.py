@@ -10,19 +10,22 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from samewise.config import EngineConfig
-from samewise.draft.build import MakeProposer, Parts
+from samewise.draft.base import Proposer
+from samewise.draft.build import MakeProposer, ProposerParts
 from samewise.draft.decode import Decode
 from samewise.engine import Engine
 from samewise.execute.load import Loaded, fingerprint
-from samewise.model.arch import survey
+from samewise.model.arch import inspect_model
 from samewise.model.attention_binding import ATTENTION
 from samewise.model.load import wrap
-from samewise.types import Ask, Branch, Delta, LayerSet, Proposal, Sampling, Verdict
+from samewise.text.grammar import Grammars
+from samewise.types import Ask, Branch, Delta, LayerSet, Proposal, Request, Sampling
 
 T = TypeVar("T")
 
@@ -91,7 +94,7 @@ def tiny(
     **overrides: Any,
 ) -> Loaded:
     """A tiny random model ready for an Engine, with a byte-level tokenizer."""
-    arch = survey(tiny_config(family, **overrides))
+    arch = inspect_model(tiny_config(family, **overrides))
     model = wrap(tiny_model(family, seed=seed, dtype=dtype, **overrides))
     eos_ids = frozenset({257}) if eos else frozenset[int]()
     return Loaded(model, arch, {"weights": fingerprint(model)}, byte_tokenizer(), {}, eos_ids)
@@ -186,19 +189,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-class _Silent:
-    """The verbs a double need not care about."""
-
-    quiet = False
-
-    def observe(self, verdicts: list[Verdict]) -> None:
-        """Learn nothing."""
-
-    def forget(self, seq_id: int) -> None:
-        """Keep nothing."""
-
-
-class Scripted(_Silent):
+class Scripted(Proposer):
     """Proposes what a function says: `script(ask)` → guesses."""
 
     name = "scripted"
@@ -211,7 +202,7 @@ class Scripted(_Silent):
         return [Proposal(ask.seq_id, tuple(self._script(ask))[: ask.room]) for ask in asks]
 
 
-class Adversary(_Silent):
+class Adversary(Proposer):
     """Proposes random tokens, any number of them, to whomever it likes."""
 
     name = "adversary"
@@ -232,7 +223,7 @@ class Adversary(_Silent):
         ]
 
 
-class Jitter(_Silent):
+class Jitter(Proposer):
     """Drafts with the model itself at whatever batch is live, with noise on its logits.
 
     Right often enough that drafts are accepted in part: first, middle and last guesses all go wrong
@@ -241,7 +232,7 @@ class Jitter(_Silent):
 
     name = "jitter"
 
-    def __init__(self, parts: Parts, *, scale: float = 1.0, num: int = 5, seed: int = 0) -> None:
+    def __init__(self, parts: ProposerParts, *, scale: float = 1.0, num: int = 5, seed: int = 0) -> None:
         generator = torch.Generator(parts.runner.device).manual_seed(seed)
 
         def bend(logits: torch.Tensor) -> torch.Tensor:
@@ -341,6 +332,24 @@ def preempting(engine: Engine, seed: int, rate: float = 0.2) -> list[Delta]:
     return engine.step()
 
 
+_GRAMMARS: WeakKeyDictionary[Engine, Grammars] = WeakKeyDictionary()
+
+
+def submit(
+    engine: Engine, prompt: Iterable[int], sampling: Sampling, *, max_tokens: int, **fields: Any
+) -> int:
+    """Queue a request as token ids, unchecked, and return its id. `fields` are those of Request."""
+    request = Request(engine.new_id(), tuple(prompt), sampling, max_tokens, **fields)
+    guide = None
+    if sampling.grammar is not None:
+        if engine not in _GRAMMARS:
+            loaded = engine.loaded
+            _GRAMMARS[engine] = Grammars(loaded.tokenizer, loaded.arch.vocab, loaded.eos_ids)
+        guide = _GRAMMARS[engine].guide(sampling.grammar, sampling.stop_ids)
+    engine.add(request, guide)
+    return request.id
+
+
 def run(
     engine: Engine,
     asks: Iterable[tuple[list[int], Sampling, int]],
@@ -359,7 +368,7 @@ def run(
     while not engine.idle or len(by_id) < len(todo):
         for i, (prompt, sampling, most) in enumerate(todo):
             if when[i] == clock:
-                by_id[engine.add(prompt, sampling, max_tokens=most, verify=verify)] = found[i]
+                by_id[submit(engine, prompt, sampling, max_tokens=most, verify=verify)] = found[i]
         for delta in step(engine):
             if delta.request_id in by_id:
                 by_id[delta.request_id].take(delta)
@@ -384,6 +393,7 @@ __all__ = [
     "preempting",
     "run",
     "shuffled",
+    "submit",
     "tiny",
     "tiny_config",
     "tiny_engine",

@@ -7,7 +7,9 @@ import pytest
 
 from samewise.engine import Engine
 from samewise.errors import BadParameter, BadPrompt, CallerError
-from samewise.testing import Adversary, Jitter, Scripted, Transcript, preempting, run, tiny_engine
+from samewise.llm import LLM
+from samewise.params import SamplingParams
+from samewise.testing import Adversary, Jitter, Scripted, Transcript, preempting, run, submit, tiny_engine
 from samewise.types import Ask, Delta, Finish, Proposal, Sampling
 
 PAGE_BYTES = 12288  # of the tiny llama
@@ -50,7 +52,7 @@ def test_ahead_and_tight_and_preempted_and_aborted(seed: int, reference: list[Tr
 
     def step(engine: Engine) -> list[Delta]:
         if rng.random() < 0.4:
-            doomed.append(engine.add([rng.randrange(300) for _ in range(9)], Sampling(), max_tokens=20))
+            doomed.append(submit(engine, [rng.randrange(300) for _ in range(9)], Sampling(), max_tokens=20))
         if doomed and rng.random() < 0.4:
             engine.abort(doomed.pop(rng.randrange(len(doomed))))
         return preempting(engine, seed) if rng.random() < 0.5 else engine.step()
@@ -79,7 +81,7 @@ def test_stop_ids_end_a_chained_answer_where_they_stand(reference: list[Transcri
 
 def test_a_delta_per_step_and_the_last_one_says_why() -> None:
     engine = tiny_engine(proposer="none")
-    one = engine.add([1, 2, 3], Sampling(), max_tokens=5)
+    one = submit(engine, [1, 2, 3], Sampling(), max_tokens=5)
     deltas = drain(engine)[one]
     assert [len(delta.tokens) for delta in deltas] == [1] * 5
     assert [delta.finish for delta in deltas] == [None] * 4 + [Finish.LENGTH]
@@ -140,7 +142,7 @@ def test_a_proposer_that_shouts_leaves_those_who_opted_out_alone() -> None:
 def test_an_abort_at_any_step_gives_every_page_back(reference: list[Transcript]) -> None:
     engine = tiny_engine(enable_prefix_caching=False)
     for steps in range(6):
-        ids = [engine.add(prompt, sampling, max_tokens=most) for prompt, sampling, most in ASKS]
+        ids = [submit(engine, prompt, sampling, max_tokens=most) for prompt, sampling, most in ASKS]
         for _ in range(steps):
             engine.step()
         for i in ids:
@@ -154,7 +156,7 @@ def test_an_abort_at_any_step_gives_every_page_back(reference: list[Transcript])
 
 def test_ending_a_request_is_quiet_and_final() -> None:
     engine = tiny_engine()
-    one = engine.add([1, 2, 3], Sampling(), max_tokens=50)
+    one = submit(engine, [1, 2, 3], Sampling(), max_tokens=50)
     for _ in range(5):
         engine.step()
     engine.end(one)
@@ -167,7 +169,7 @@ def test_ending_a_request_is_quiet_and_final() -> None:
 def test_preempting_between_steps_loses_no_delta(ahead: bool, reference: list[Transcript]) -> None:
     engine = tiny_engine(ahead=ahead)
     prompt, sampling, most = ASKS[0]
-    one = engine.add(prompt, sampling, max_tokens=most)
+    one = submit(engine, prompt, sampling, max_tokens=most)
     found = Transcript()
     for n in range(400):
         if engine.idle:
@@ -193,18 +195,18 @@ def test_preempting_between_steps_loses_no_delta(ahead: bool, reference: list[Tr
 def test_what_is_refused_leaves_no_trace(prompt: list[Any], max_tokens: int, says: str) -> None:
     engine = tiny_engine()
     with pytest.raises(BadPrompt, match=says):
-        engine.add(prompt, Sampling(), max_tokens=max_tokens)
+        LLM.over(engine).generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=max_tokens))
     assert engine.idle
-    assert engine.add([1], Sampling(), max_tokens=1) == 0  # no id was used up
+    assert engine.scheduler.counters.requests == 0
 
 
 def test_ids_are_never_used_again() -> None:
     engine = tiny_engine()
-    one = engine.add([1], Sampling(), max_tokens=1)
+    one = submit(engine, [1], Sampling(), max_tokens=1)
     drain(engine)
-    two = engine.add([1], Sampling(), max_tokens=1)
+    two = submit(engine, [1], Sampling(), max_tokens=1)
     engine.abort(two)
-    assert engine.add([1], Sampling(), max_tokens=1) == two + 1 == one + 2
+    assert submit(engine, [1], Sampling(), max_tokens=1) == two + 1 == one + 2
 
 
 def test_unverified_tokens_are_counted_and_never_cached() -> None:
@@ -219,9 +221,9 @@ def test_unverified_tokens_are_counted_and_never_cached() -> None:
 
 def test_verified_and_unverified_side_by_side(reference: list[Transcript]) -> None:
     engine = tiny_engine()
-    found = {engine.add(p, s, max_tokens=n): Transcript() for p, s, n in ASKS}
+    found = {submit(engine, p, s, max_tokens=n): Transcript() for p, s, n in ASKS}
     for _ in range(3):
-        engine.add([7, 7, 7], Sampling(), max_tokens=12, verify=False)
+        submit(engine, [7, 7, 7], Sampling(), max_tokens=12, verify=False)
     while not engine.idle:
         for delta in engine.step():
             if delta.request_id in found:
@@ -237,7 +239,7 @@ def test_an_unknown_proposer_is_refused_by_name() -> None:
 
 def test_weights_change_only_when_idle() -> None:
     engine = tiny_engine()
-    engine.add([1, 2], Sampling(), max_tokens=3)
+    submit(engine, [1, 2], Sampling(), max_tokens=3)
     with pytest.raises(CallerError, match="while requests are running"):
         engine.update_weights({})
     drain(engine)
@@ -254,7 +256,7 @@ def test_a_proposer_that_fails_takes_nothing_with_it(reference: list[Transcript]
         return []
 
     engine = tiny_engine(make_proposer=lambda _: Scripted(script))
-    one = engine.add([1, 2, 3], Sampling(), max_tokens=5)
+    one = submit(engine, [1, 2, 3], Sampling(), max_tokens=5)
     with pytest.raises(ZeroDivisionError):
         drain(engine)
     engine.abort(one)
@@ -295,8 +297,8 @@ def test_whoever_will_be_asked_about_is_met_first_and_once(ahead: bool, referenc
         assert what == "meet" or seen.issuperset(ids)
         seen.update(ids)
     for settings in ({"verify": False}, {"speculate": False}):
-        engine.add([1, 2, 3], Sampling(), max_tokens=3, **settings)
-    gone = engine.add([1, 2, 3], Sampling(), max_tokens=3)
+        submit(engine, [1, 2, 3], Sampling(), max_tokens=3, **settings)
+    gone = submit(engine, [1, 2, 3], Sampling(), max_tokens=3)
     engine.abort(gone)
     drain(engine)
     assert sorted(met) == sorted(seq_id for what, ids in log if what == "meet" for seq_id in ids)
@@ -308,7 +310,7 @@ def test_many_long_newcomers_are_met_over_several_steps() -> None:
         make_proposer=lambda _: Polite(log), kv_memory=1200 * PAGE_BYTES, max_num_seqs=40, max_model_len=512
     )
     for i in range(20):
-        engine.add([i + 1] * 400, Sampling(), max_tokens=2)
+        submit(engine, [i + 1] * 400, Sampling(), max_tokens=2)
     engine.step()
     assert 1 < sum(len(ids) for what, ids in log if what == "meet") < 20
     drain(engine)

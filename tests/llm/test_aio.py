@@ -59,7 +59,7 @@ async def pages_are_back(llm: AsyncLLM) -> None:
     assert stats["pages_available"] == stats["pages"]
     await on_engine(llm, engine.check)
     assert not await on_engine(llm, lambda: dict(llm._readers))
-    assert not await on_engine(llm, lambda: dict(llm._desk._open))
+    assert not await on_engine(llm, lambda: dict(llm._loop._open))
 
 
 def bits(out: RequestOutput) -> list[tuple[list[int], list[str]]]:
@@ -84,16 +84,16 @@ def test_who_comes_together_starts_together(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def work() -> None:
         async with served(proposer="none") as llm:
-            inner, order = llm._desk.ask, iter(range(8))
+            inner, order = llm.intake.check, iter(range(8))
 
             def slow(*what: Any) -> Any:
                 time.sleep(next(order) * 0.02)
                 return inner(*what)
 
-            llm._desk.ask = slow  # type: ignore[method-assign]
+            llm.intake.check = slow  # type: ignore[method-assign]
             await asyncio.gather(*(llm.generate("hello", SHORT, salt=b"%d" % i) for i in range(8)))
             together = (await llm.stats())["frames"]
-            llm._desk.ask = inner  # type: ignore[method-assign]
+            llm.intake.check = inner  # type: ignore[method-assign]
             began = time.monotonic()
             await llm.generate("hello", SHORT, salt=b"alone")
             assert time.monotonic() - began < 10  # nobody else is coming

@@ -13,7 +13,7 @@ import torch
 
 from samewise import LLM, SamplingParams
 from samewise.errors import BadParameter, BadPrompt, CallerError, QueueFull, UnknownModel
-from samewise.llm.answers import Desk
+from samewise.llm.step_loop import StepLoop
 from samewise.outputs import CompletionOutput, RequestOutput
 from samewise.testing import Scripted, byte_tokenizer, tiny_engine, tiny_model
 
@@ -53,7 +53,7 @@ def assert_clean(llm: LLM) -> None:
     assert llm.engine.scheduler.idle
     stats = llm.stats()
     assert stats["pages_available"] == stats["pages"]
-    assert not llm._desk._open
+    assert not llm._loop._open
 
 
 @pytest.fixture(scope="module")
@@ -896,7 +896,7 @@ def test_defaults_come_from_the_generation_config(
 ) -> None:
     engine = copy.copy(shared.engine)
     engine.loaded = dataclasses.replace(engine.loaded, generation=generation)
-    assert Desk(engine).default_params() == params
+    assert StepLoop(engine).intake.default_params() == params
     assert LLM.over(engine).get_default_sampling_params() == params
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from samewise.errors import BadPrompt, InvariantBroken, QueueFull
-from samewise.schedule.scheduler import PATIENCE, Limits, Scheduler
+from samewise.schedule.limits import Limits
+from samewise.schedule.scheduler import PATIENCE, Scheduler
 from samewise.types import Ask, Delta, Finish, Proposal, Request, Sampling, Span, Truth, Verdict
 from samewise.verify.judge import judge, trust
 

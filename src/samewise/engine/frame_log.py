@@ -1,7 +1,7 @@
-"""What the last frames were used for: a short record, for whoever watches. Host only.
+"""What the last frames were used for, as numbers, for a monitor. Host only.
 
-Written once per frame by the engine, whether or not anybody looks, so it holds numbers only: no
-tokens, no requests, nothing that would keep a prompt in memory or show one customer's text to another.
+Written once per frame. It holds no tokens and no request ids, so it keeps no prompt in memory and shows no
+user's text to another.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 from samewise.types import Span
 
 KEPT = 256
-"""FrameCosts remembered: some seconds of a busy device, minutes of a small one."""
+"""Frames remembered: some seconds of a busy GPU, minutes of a small CPU model. Set by hand."""
 
 
 class FrameRecord(NamedTuple):
-    """Who used a frame's rows, how many tokens it made public, and when it landed (the engine's clock)."""
+    """How a frame's rows were used, how many tokens it committed, and when it landed (engine's clock)."""
 
     number: int
     prompt: int
@@ -32,12 +32,12 @@ class FrameLog:
     """The last frames, oldest first. Owned by the Engine."""
 
     def __init__(self, kept: int = KEPT) -> None:
-        self._uses: deque[FrameRecord] = deque(maxlen=kept)
+        self._records: deque[FrameRecord] = deque(maxlen=kept)
         self.number = 0
-        """FrameCosts that landed so far; the last one's number."""
+        """Frames that landed so far: the number of the last one."""
 
     def landed(self, spans: Sequence[Span], size: int, committed: int, when: float) -> None:
-        """A frame of `size` rows, filled with these spans, has made `committed` tokens public."""
+        """Record a frame of `size` rows that ran these spans and committed `committed` tokens."""
         rows = prompt = guess = 0
         for span in spans:
             num = len(span.inputs)
@@ -47,13 +47,13 @@ class FrameLog:
             if span.start < span.prompt_len:
                 prompt += min(num, span.prompt_len - span.start)
         self.number += 1
-        self._uses.append(
+        self._records.append(
             FrameRecord(self.number, prompt, rows - prompt - guess, guess, size - rows, committed, when)
         )
 
     def since(self, number: int) -> list[FrameRecord]:
-        """FrameCosts after this number, as far back as they are remembered."""
-        return [use for use in self._uses if use.number > number]
+        """The frames after this number that are still remembered."""
+        return [record for record in self._records if record.number > number]
 
 
 __all__ = ["KEPT", "FrameLog", "FrameRecord"]

@@ -1,8 +1,7 @@
-"""AsyncLLM: the asynchronous face, for servers. One thread owns the engine; the event loop never waits.
+"""AsyncLLM: the asynchronous interface, for servers.
 
-Every call crosses to the engine's thread through one queue and comes back through the caller's own
-event loop, so many loops may share one engine; a second thread does nothing but wake those loops. A
-reader that goes away is aborted within a step.
+One thread owns the engine. Calls reach it through one queue; results return to the event loop of the caller,
+so several loops may share one engine. Closing a reader aborts its request within one step.
 """
 
 from __future__ import annotations
@@ -12,196 +11,192 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
-from samewise.config import EngineConfig, EngineSettings
+from samewise.config import EngineConfig
 from samewise.contract import Contract
 from samewise.engine import Engine, build
-from samewise.errors import BadPrompt, CallerError, MachineError
-from samewise.llm.answers import Answer, Asked, Desk, Prompt
+from samewise.errors import CallerError, MachineError
+from samewise.llm.answer import Answer
+from samewise.llm.intake import CheckedRequest, Intake, Prompt
+from samewise.llm.mailbox import Item, LoopWaker, Mailbox, call_in_loop
+from samewise.llm.step_loop import StepLoop
 from samewise.outputs import Chunk, RequestOutput
 from samewise.params import SamplingParams
-from samewise.receipts.receipt import Receipt, make
-from samewise.receipts.signing import SigningKey
-from samewise.verify.probe import Report
+from samewise.receipts.receipt import Receipt
+from samewise.verify.probe import ProbeReport
 
 T = TypeVar("T")
 
 
-GATHER = 0.01
-"""Seconds at most that an idle engine waits for requests which are known to be coming, so that who comes
-together starts together: otherwise the first has a frame to itself, and the others a frame later theirs."""
+@dataclass(frozen=True, slots=True)
+class GatherTimes:
+    """How long an idle engine waits for further requests, so that requests sent together share a frame.
 
-LINGER = 0.05
-"""For how much of a step it waits even if it knows of none."""
+    Otherwise the first of them gets a frame of its own and the others start one frame later.
+    """
 
-Item = Chunk | BaseException | None
-"""What a reader is handed: a chunk, the error that ends them, or None where they end well."""
+    expected: float = 0.01  # seconds at most, while a request is known to be on its way; set by hand
+    unexpected: float = 0.05  # share of the last step's time, with no request known of; set by hand
 
 
-class _Mailbox:
-    """Chunks on their way to one reader, put and taken in its loop. (asyncio.Queue costs more.)"""
-
-    def __init__(self) -> None:
-        self._items: list[Item] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: Item) -> None:
-        """Add something, and wake whoever waits for it."""
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> list[Item]:
-        """All there is, waiting for something."""
-        if not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        items, self._items = self._items, []
-        return items
+GATHER = GatherTimes()
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Where an answer's chunks go, and the loop that may put them there."""
+    """Where an answer's chunks go."""
 
     loop: asyncio.AbstractEventLoop
-    chunks: _Mailbox
-    whole: bool = False  # it waits for the end: what comes before is not worth waking anybody for
-
-
-_Letter = tuple[asyncio.AbstractEventLoop, Callable[..., object], object]
-"""A loop, something to be called there, and with what."""
+    mailbox: Mailbox
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Something to be run on the engine's thread, and whom to tell if it never is."""
+    """Work for the engine's thread, and what to do if the thread ends before it."""
 
     run: Callable[[], None]
     fail: Callable[[BaseException], None]
 
 
-class Reading:
-    """One request under way, read in the event loop that opened it.
+class ResponseReader:
+    """Reads one request's chunks in the event loop that submitted it.
 
-    Leave it when done, however it ended (or use it in a `with`): that gives its pages back, at once if it
-    is still running.
+    Close it when done, however it ended (or use it in a `with`): that frees its pages, at once if it is still
+    running.
     """
 
-    def __init__(
-        self,
-        answer: Answer,
-        chunks: _Mailbox,
-        leave: Callable[[Answer], None],
-    ) -> None:
-        self._answer, self._chunks, self._leave = answer, chunks, leave
+    def __init__(self, answer: Answer, mailbox: Mailbox, close: Callable[[Answer], None]) -> None:
+        self._answer, self._mailbox, self._close = answer, mailbox, close
         self._ended = False
         self._failure: BaseException | None = None
 
-    async def some(self) -> list[Chunk]:
-        """What became final since the last call, waiting for something; nothing when it is over."""
+    async def next_chunks(self) -> list[Chunk]:
+        """The chunks since the last call, waiting for at least one; empty when the request is over.
+
+        Raises the error that ended the request, after the chunks before it were returned.
+        """
         if self._ended:
             return []
-        found: list[Chunk] = []
-        for item in () if self._failure else await self._chunks.take():
+        chunks: list[Chunk] = []
+        for item in () if self._failure else await self._mailbox.take():
             if isinstance(item, Chunk):
-                found.append(item)
+                chunks.append(item)
                 continue
             self._ended, self._failure = item is None, item
             break
-        if self._failure is not None and not found:  # what came before it is handed out first
+        if self._failure is not None and not chunks:
             self._ended = True
             raise self._failure
-        return found
+        return chunks
 
-    def prompt(self) -> RequestOutput:
-        """What is known of the prompt; its log-probabilities, too, once the first choice has spoken."""
+    def prompt_output(self) -> RequestOutput:
+        """What is known of the prompt; with its log-probabilities once the first chunk was read."""
         return self._answer.prompt_output()
 
     def output(self) -> RequestOutput:
-        """The whole answer, once `some()` has returned nothing."""
+        """The whole answer, once `next_chunks()` has returned nothing."""
         return self._answer.output()
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete, as far as it was read."""
+        """Whether the answer is complete and was read to its end."""
         return self._ended and self._answer.finished
 
     def fail(self, error: BaseException) -> None:
-        """Have the reader raised this, whatever was still to come."""
-        self._chunks.put(error)
+        """Make the reader raise `error` next."""
+        self._mailbox.put(error)
 
-    def leave(self) -> None:
-        """Nobody reads this any more."""
-        self._leave(self._answer)
+    def close(self) -> None:
+        """Abort the request if it is still running. Closing twice is fine."""
+        self._close(self._answer)
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> ResponseReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.leave()
+        self.close()
 
 
 class AsyncLLM:
-    """Stream answers from coroutines. Start it once; `close()` or leave the context to stop it."""
+    """Stream answers from coroutines. `close()` it, or leave its context, to stop the engine's thread.
 
-    def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Unpack[EngineSettings]) -> None:
+    Keywords are those of EngineConfig.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Any) -> None:
         self._begin(build(EngineConfig.of(model=os.fspath(model), **settings)))
 
     @classmethod
     def over(cls, engine: Engine) -> AsyncLLM:
-        """The same face over an engine built by hand."""
+        """The same interface over an engine that was built already."""
         llm = cls.__new__(cls)
         llm._begin(engine)  # noqa: SLF001 - an alternative constructor
         return llm
 
     def _begin(self, engine: Engine) -> None:
-        self._engine, self._desk = engine, Desk(engine)
+        self._engine, self._loop = engine, StepLoop(engine)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._readers: dict[Answer, _Reader] = {}
         self._failure: BaseException | None = None
-        self._coming: set[object] = set()  # a mark for each request that is being read
-        self._step_seconds = 0.0  # what the last one took
+        self._expected: set[object] = set()  # one mark per request that is on its way
+        self._step_seconds = 0.0  # duration of the last step
         self._stopped = threading.Event()
-        self._post: queue.SimpleQueue[_Letter | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._own, name="samewise-engine", daemon=True),
-            threading.Thread(target=self._carry, name="samewise-post", daemon=True),
+        self._waker = LoopWaker()
+        self._thread = threading.Thread(target=self._run_engine, name="samewise-engine", daemon=True)
+        self._thread.start()
+
+    # ---- requests
+
+    async def submit(
+        self, checked: Sequence[CheckedRequest], *, salt: bytes = b"", whole: bool = False
+    ) -> list[ResponseReader]:
+        """Queue checked requests, all of them or none, in one call to the engine's thread.
+
+        `whole`: only the outputs are wanted, so the readers receive no chunks. The caller closes the readers.
+        """
+        loop = asyncio.get_running_loop()
+        readers = [_Reader(loop, Mailbox()) for _ in checked]
+        answers: list[Answer] = []
+
+        def add() -> None:
+            try:
+                for one, reader in zip(checked, readers, strict=True):
+                    answers.append(self._loop.submit(one, salt=salt, streamed=not whole))
+                    self._readers[answers[-1]] = reader
+            except BaseException:
+                self._drop(answers)
+                raise
+
+        try:
+            await self._call(add)
+        except asyncio.CancelledError:
+            self._calls.put(_Call(lambda: self._drop(answers), lambda _: None))
+            raise
+        return [
+            ResponseReader(answer, reader.mailbox, self._close_answer)
+            for answer, reader in zip(answers, readers, strict=True)
         ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def contract(self) -> Contract:
-        """The name of everything the bits depend on."""
-        return self._engine.contract
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What killed the engine thread, if anything did."""
-        return self._failure
 
     async def open(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b"", whole: bool = False
-    ) -> Reading:
-        """Start a request. Whoever opens it leaves it: see Reading.
-
-        `whole`: the reader wants the output alone; of the chunks it gets only the last.
-        """
-        reader = _Reader(asyncio.get_running_loop(), _Mailbox(), whole)
-        answer = await self._open(prompt, params or self._desk.default_params(), reader, salt)
-        return Reading(answer, reader.chunks, self._leave)
+    ) -> ResponseReader:
+        """Check one request in a thread of its own and submit it."""
+        params = params or self.default_params
+        with self.expecting():  # tokenising a long prompt takes milliseconds
+            checked = await asyncio.to_thread(self.intake.check, prompt, params)
+        (reader,) = await self.submit([checked], salt=salt, whole=whole)
+        return reader
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
     ) -> AsyncIterator[Chunk]:
         """Chunks as they become final. Leaving the loop early aborts the request."""
-        with await self.open(prompt, params, salt=salt) as reading:
-            while chunks := await reading.some():
+        with await self.open(prompt, params, salt=salt) as reader:
+            while chunks := await reader.next_chunks():
                 for chunk in chunks:
                     yield chunk
 
@@ -209,61 +204,41 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
     ) -> RequestOutput:
         """The whole answer. Cancelling the task aborts the request."""
-        with await self.open(prompt, params, salt=salt, whole=True) as reading:
-            while await reading.some():
+        with await self.open(prompt, params, salt=salt, whole=True) as reader:
+            while await reader.next_chunks():
                 pass
-            return reading.output()
+            return reader.output()
 
     async def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
-        """Token ids of a conversation; see Desk.chat_prompt."""
-        with self._expected():
-            return await asyncio.to_thread(self._desk.chat_prompt, messages, **template)
+        """Token ids of a conversation under the model's chat template."""
+        with self.expecting():
+            return await asyncio.to_thread(self.intake.chat_prompt, messages, **template)
 
-    def receipts(
-        self,
-        output: RequestOutput,
-        params: SamplingParams,
-        *,
-        hide_prompt: bool = False,
-        key: SigningKey | None = None,
-    ) -> list[Receipt]:
-        """A receipt for each choice of an answer that `params` asked for: see receipts.make."""
-        engine = self._engine
-        return make(
-            output, params, contract=engine.contract, model=engine.config.model, settings=engine.settings,
-            hide_prompt=hide_prompt, key=key,
-        )  # fmt: skip
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Tell the engine's thread that a request is on its way: an idle engine waits a moment for it."""
+        mark = object()
+        self._expected.add(mark)
+        try:
+            yield
+        finally:
+            self._expected.discard(mark)
 
-    async def tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """A text's token ids."""
-        if self._desk.tokenizer is None:
-            raise BadPrompt("this model has no tokenizer; it reads and writes token ids")
-        return await asyncio.to_thread(self._desk.encode, text, add_special_tokens=add_special_tokens)
+    def receipts(self, output: RequestOutput, params: SamplingParams, **options: Any) -> list[Receipt]:
+        """A receipt for each choice of an answer; options are those of `StepLoop.receipts`."""
+        return self._loop.receipts(output, params, **options)
 
-    def text(self, token_ids: list[int]) -> str:
-        """The text of token ids, special tokens and all."""
-        if self._desk.tokenizer is None:
-            raise BadPrompt("this model has no tokenizer; it reads and writes token ids")
-        self._engine.refuse_unknown(token_ids)
-        return str(self._desk.tokenizer.decode(token_ids))
-
-    def spell(self, token: int) -> bytes | None:
-        """The bytes a token stands for; None where they are not known apart from its neighbours'."""
-        return self._desk.spell(token)
-
-    def template(self, tools: Any = None) -> str:
-        """The model's chat template, as text; some have another one for conversations with tools."""
-        return self._desk.template(tools)
+    # ---- what it is
 
     @property
-    def tokenizer(self) -> Any:
-        """transformers' tokenizer of this model, or None."""
-        return self._desk.tokenizer
+    def intake(self) -> Intake:
+        """Checks prompts and parameters, tokenises and decodes. Any thread may use it."""
+        return self._loop.intake
 
     @property
-    def default_params(self) -> SamplingParams:
-        """The checkpoint's own generation defaults; what is used where none are given."""
-        return self._desk.default_params()
+    def contract(self) -> Contract:
+        """Everything the output bits depend on."""
+        return self._engine.contract
 
     @property
     def config(self) -> EngineConfig:
@@ -271,14 +246,24 @@ class AsyncLLM:
         return self._engine.config
 
     @property
+    def default_params(self) -> SamplingParams:
+        """The checkpoint's own generation defaults, used where no parameters are given."""
+        return self.intake.default_params()
+
+    @property
     def max_model_len(self) -> int:
-        """Longest context."""
+        """Tokens of the longest context."""
         return self._engine.max_model_len
 
     @property
-    def report(self) -> Report:
+    def report(self) -> ProbeReport:
         """What the probe found at start-up."""
         return self._engine.report
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the engine's thread, if one did."""
+        return self._failure
 
     @property
     def alive(self) -> bool:
@@ -294,11 +279,11 @@ class AsyncLLM:
         return await self._call(lambda: self._engine.live(since))
 
     def close(self) -> None:
-        """Stop the engine thread. Requests still running end with an error."""
-        if any(thread.is_alive() for thread in self._threads):
+        """Stop the engine's thread. Requests still running end with an error."""
+        if self._thread.is_alive():
             self._calls.put(None)
-            for thread in self._threads:
-                thread.join()
+            self._thread.join()
+        self._waker.join()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -306,31 +291,14 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    # ---- in the caller's loop
-
-    async def _open(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        reader: _Reader,
-        salt: bytes,
-    ) -> Answer:
-        # Tokenising a long prompt takes milliseconds: neither the loop nor the engine waits for it.
-        with self._expected():
-            asked = await asyncio.to_thread(self._desk.ask, prompt, params)
-        made: list[Answer] = []
-        try:
-            return await self._call(lambda: self._submit(asked, salt, reader, made))
-        except asyncio.CancelledError:
-            self._calls.put(_Call(lambda: self._drop_all(made), lambda _: None))
-            raise
+    # ---- in the caller's event loop
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Run something on the engine's thread and wait for it without blocking the loop."""
+        """Run something on the engine's thread and wait for it without blocking the event loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def settle(outcome: tuple[T | None, BaseException | None]) -> None:
+        def resolve(outcome: tuple[T | None, BaseException | None]) -> None:
             result, error = outcome
             if future.done():
                 return
@@ -345,105 +313,52 @@ class AsyncLLM:
             except CallerError as caught:
                 result, error = None, caught
             except BaseException as broken:
-                self._post.put((loop, settle, (None, broken)))
+                self._waker.call(loop, resolve, (None, broken))
                 raise
-            self._post.put((loop, settle, (result, error)))
+            self._waker.call(loop, resolve, (result, error))
 
-        def fail(error: BaseException) -> None:
-            _tell(loop, settle, (None, error))
-
-        self._calls.put(_Call(run, fail))
+        self._calls.put(_Call(run, lambda error: call_in_loop(loop, resolve, (None, error))))
         if self._stopped.is_set():
-            self._refuse_calls()
+            self._fail_calls()
         return await future
 
-    @contextmanager
-    def _expected(self) -> Iterator[None]:
-        """Meanwhile, a request is known to be coming."""
-        mark = object()
-        self._coming.add(mark)
-        try:
-            yield
-        finally:
-            self._coming.discard(mark)
+    def _close_answer(self, answer: Answer) -> None:
+        self._calls.put(_Call(lambda: self._drop([answer]), lambda _: None))
 
-    def _leave(self, answer: Answer) -> None:
-        """A reader is done with an answer, or tired of it."""
-        self._calls.put(_Call(lambda: self._drop(answer), lambda _: None))
-
-    def _gone(self) -> MachineError:
+    def _stopped_error(self) -> MachineError:
         return MachineError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
 
     # ---- in the engine's thread
 
-    def _submit(self, asked: Asked, salt: bytes, reader: _Reader, made: list[Answer]) -> Answer:
-        answer = self._desk.submit(asked, salt=salt)
-        made.append(answer)
-        self._readers[answer] = reader
-        return answer
-
-    def _drop(self, answer: Answer) -> None:
-        self._readers.pop(answer, None)
-        self._desk.abort(answer)
-
-    def _drop_all(self, answers: list[Answer]) -> None:
-        for answer in answers:
-            self._drop(answer)
-
-    def _own(self) -> None:
-        """The engine's thread: take calls, step while there is work, sleep while there is none."""
+    def _run_engine(self) -> None:
+        """Take calls, step while there is work, block while there is none."""
         try:
             while self._take_calls():
                 began = time.monotonic()
-                news = self._desk.step()
+                changed = self._loop.step()
                 self._step_seconds = time.monotonic() - began
-                self._hand_out(news)
+                self._deliver(changed)
         except BaseException as error:
             self._failure = error
-        self._stopped.set()  # before anybody is told: who hears of it must find it so
+        self._stopped.set()  # before readers are told, so that they find it set
         for reader in self._readers.values():
-            self._post.put((reader.loop, reader.chunks.put, self._gone()))
-        self._post.put(None)
-        self._refuse_calls()
-
-    def _carry(self) -> None:
-        """The postman's thread: wake loops on the engine's behalf.
-
-        To wake one is a system call. Who makes it lets go of the interpreter, and gets it back when the
-        loop has done its work: a millisecond with eight readers, in which the engine would not step.
-        """
-        while (letter := self._post.get()) is not None:
-            _tell(*letter)
-
-    def _hand_out(self, news: list[Answer]) -> None:
-        """What became final, to whoever reads it: each loop is woken once, however many read there."""
-        mail: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Item]]] = {}
-        for answer in news:
-            reader = self._readers.get(answer)
-            if reader is None:
-                continue
-            if reader.whole and not answer.finished:
-                answer.pending.clear()
-                continue
-            box = mail.setdefault(reader.loop, [])
-            while answer.pending:
-                box.append((reader.chunks, answer.pending.popleft()))
-            if answer.finished:
-                box.append((reader.chunks, None))
-        for loop, box in mail.items():
-            self._post.put((loop, _deliver, box))
+            self._waker.call(reader.loop, reader.mailbox.put, self._stopped_error())
+        self._waker.stop()
+        self._fail_calls()
 
     def _take_calls(self) -> bool:
         """Run waiting calls; block while the engine is idle. False when it is time to stop."""
-        rested, began = self._engine.idle, 0.0
+        was_idle, began = self._engine.idle, 0.0
         while True:
             wait: float | None = 0.0
             if self._engine.idle:
                 wait = None
-            elif rested:
+            elif was_idle:
                 began = began or time.monotonic()
-                patience = GATHER if self._coming else min(GATHER, LINGER * self._step_seconds)
-                wait = max(0.0, began + patience - time.monotonic())
+                gather = GATHER.expected
+                if not self._expected:
+                    gather = min(gather, GATHER.unexpected * self._step_seconds)
+                wait = max(0.0, began + gather - time.monotonic())
             try:
                 call = self._calls.get(timeout=wait)
             except queue.Empty:
@@ -452,28 +367,34 @@ class AsyncLLM:
                 return False
             call.run()
 
-    def _refuse_calls(self) -> None:
-        """Nobody will run what is still queued: say so to whoever waits for it."""
+    def _deliver(self, changed: list[Answer]) -> None:
+        """Send new chunks to their readers, and the end of each finished answer."""
+        mail: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Item]]] = {}
+        for answer in changed:
+            reader = self._readers.get(answer)
+            if reader is None or not (answer.pending or answer.finished):
+                continue
+            items = mail.setdefault(reader.loop, [])
+            while answer.pending:
+                items.append((reader.mailbox, answer.pending.popleft()))
+            if answer.finished:
+                items.append((reader.mailbox, None))
+        self._waker.deliver(mail)
+
+    def _drop(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            self._readers.pop(answer, None)
+            self._loop.abort(answer)
+
+    def _fail_calls(self) -> None:
+        """Fail the calls that are still queued: the engine's thread has ended."""
         while True:
             try:
                 call = self._calls.get_nowait()
             except queue.Empty:
                 return
             if call is not None:
-                call.fail(self._gone())
+                call.fail(self._stopped_error())
 
 
-def _deliver(box: list[tuple[_Mailbox, Item]]) -> None:
-    for chunks, item in box:
-        chunks.put(item)
-
-
-def _tell(loop: asyncio.AbstractEventLoop, tell: Callable[..., object], what: object) -> None:
-    """Hand something to a coroutine's loop, which may have gone away meanwhile."""
-    try:
-        loop.call_soon_threadsafe(tell, what)
-    except RuntimeError:  # the loop is closed: nobody is waiting there any more
-        return
-
-
-__all__ = ["AsyncLLM", "Reading"]
+__all__ = ["AsyncLLM", "ResponseReader"]

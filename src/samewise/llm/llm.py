@@ -1,49 +1,49 @@
-"""LLM: the Python face, shaped like vLLM's."""
+"""LLM: the synchronous Python interface, shaped like vLLM's."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 from tqdm.auto import tqdm
 
-from samewise.config import EngineConfig, EngineSettings
+from samewise.config import EngineConfig
 from samewise.contract import Contract
 from samewise.engine import Engine, build
 from samewise.errors import BadParameter, BadPrompt
-from samewise.llm.answers import Answer, Asked, Desk, Prompt, Score
+from samewise.llm.answer import Answer
+from samewise.llm.intake import CheckedRequest, CheckedScore, Prompt
+from samewise.llm.step_loop import Score, StepLoop
 from samewise.outputs import Chunk, RequestOutput, ScoreOutput
 from samewise.params import SamplingParams
-from samewise.receipts.receipt import Receipt, make
-from samewise.receipts.signing import SigningKey
-
-Messages = Sequence[Mapping[str, Any]]
+from samewise.receipts.receipt import Receipt
+from samewise.text.chat_template import Messages
 
 
 class LLM:
     """A model that answers the same way every time.
 
-    `model` is `"smollm2"` (built in), a folder of safetensors, a hub id or a GGUF file. Keywords are
-    those of EngineConfig. Use it as a context manager, or call `close()`, to give its memory back.
+    `model` is `"smollm2"` (built in), a folder of safetensors, a hub id or a GGUF file. Keywords are those of
+    EngineConfig. `close()` it, or leave its context, to free its memory.
     """
 
-    def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Unpack[EngineSettings]) -> None:
-        self._start(build(EngineConfig.of(model=os.fspath(model), **settings)))
+    def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Any) -> None:
+        self._begin(build(EngineConfig.of(model=os.fspath(model), **settings)))
 
     @classmethod
     def over(cls, engine: Engine) -> LLM:
-        """The same face over an engine built by hand."""
+        """The same interface over an engine that was built already."""
         llm = cls.__new__(cls)
-        llm._start(engine)  # noqa: SLF001 - an alternative constructor
+        llm._begin(engine)  # noqa: SLF001 - an alternative constructor
         return llm
 
-    def _start(self, engine: Engine) -> None:
-        self._open: Desk | None = Desk(engine)
+    def _begin(self, engine: Engine) -> None:
+        self._open: StepLoop | None = StepLoop(engine)
 
-    # ---- asking
+    # ---- requests
 
     def generate(
         self,
@@ -53,8 +53,8 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue every prompt (text, token ids, or a list of either); answers in input order."""
-        asked = self._ask_all(_as_list(prompts), sampling_params)
-        return [answer.output() for answer in self._run(asked, use_tqdm=use_tqdm)]
+        checked = self._check_all(_as_list(prompts), sampling_params)
+        return [answer.output() for answer in self._run(checked, use_tqdm=use_tqdm)]
 
     def chat(
         self,
@@ -69,95 +69,73 @@ class LLM:
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
             raise BadPrompt(
                 "a conversation is a list of messages, mappings with 'role' and 'content', "
-                f"not {type(messages).__name__}"
+                f"not {type(messages).__name__}",
+                param="messages",
             )
-        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        template = chat_template_kwargs or {}
         prompts = [
-            self._desk.chat_prompt(
-                one,  # type: ignore[arg-type]
-                add_generation_prompt=add_generation_prompt,
-                **(chat_template_kwargs or {}),
-            )
-            for one in several
+            self.chat_prompt(conversation, add_generation_prompt=add_generation_prompt, **template)  # type: ignore[arg-type]
+            for conversation in conversations
         ]
         if not prompts:
-            raise BadPrompt("the conversation is empty; give at least one message")
+            raise BadPrompt("the conversation is empty; give at least one message", param="messages")
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Continue one prompt, yielding what became final as it does. Leaving early aborts it."""
-        (asked,) = self._ask_all([prompt], sampling_params)
-        desk = self._desk
-        answer = desk.submit(asked)
+        """Continue one prompt, yielding chunks as they become final. Leaving early aborts the request."""
+        (checked,) = self._check_all([prompt], sampling_params)
+        loop = self._loop
+        answer = loop.submit(checked, streamed=True)
         try:
             while answer.pending or not answer.finished:
                 if answer.pending:
                     yield answer.pending.popleft()
                 else:
-                    desk.step()
+                    loop.step()
         finally:
-            desk.abort(answer)
+            loop.abort(answer)
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None
     ) -> Iterator[Chunk]:
         """Answer one conversation, streamed."""
-        return self.stream(self._desk.chat_prompt(messages), sampling_params)
+        return self.stream(self.chat_prompt(messages), sampling_params)
 
     def chat_prompt(self, messages: Messages, **template: Any) -> list[int]:
         """Token ids of a conversation under the model's own chat template."""
-        return self._desk.chat_prompt(messages, **template)
+        return self._loop.intake.chat_prompt(messages, **template)
 
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[str | Sequence[int]], *, use_tqdm: bool = False
     ) -> list[ScoreOutput]:
         """Log-probabilities of given completions, read in parallel: bit-equal to generating them."""
         if isinstance(prompts, str) or isinstance(completions, str):
-            raise BadParameter("score() takes lists: score([prompt], [completion])")
+            raise BadParameter("score() takes lists: score([prompt], [completion])", param="prompts")
         if len(prompts) != len(completions):
             raise BadParameter(
-                f"{len(prompts)} prompts and {len(completions)} completions; give as many of each"
+                f"{len(prompts)} prompts and {len(completions)} completions; give as many of each",
+                param="completions",
             )
-        pairs = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            before = self._desk.ask(prompt, SamplingParams(max_tokens=1)).token_ids
-            after = self._completion_ids(completion)
-            self.engine.scheduler.refuse_misfit(len(before) + len(after), 0)
-            pairs.append((before, after))
-        return self._score(pairs, use_tqdm=use_tqdm)
+        check = self._loop.intake.check_score
+        pairs = zip(prompts, completions, strict=True)
+        return self._score([check(prompt, completion) for prompt, completion in pairs], use_tqdm=use_tqdm)
 
     # ---- what it is
 
     @property
     def engine(self) -> Engine:
         """The engine underneath: `add`, `step`, `abort`."""
-        return self._desk.engine
-
-    @property
-    def _desk(self) -> Desk:
-        if self._open is None:
-            raise BadParameter("this LLM was closed; make a new one")
-        return self._open
+        return self._loop.engine
 
     @property
     def contract(self) -> Contract:
-        """The name of everything the bits depend on."""
+        """Everything the output bits depend on."""
         return self.engine.contract
 
-    def receipts(
-        self,
-        output: RequestOutput,
-        params: SamplingParams,
-        *,
-        hide_prompt: bool = False,
-        key: SigningKey | None = None,
-    ) -> list[Receipt]:
-        """A receipt for each choice of an answer that `params` asked for: see receipts.make."""
-        engine = self.engine
-        return make(
-            output, params, contract=engine.contract, model=engine.config.model, settings=engine.settings,
-            hide_prompt=hide_prompt, key=key,
-        )  # fmt: skip
+    def receipts(self, output: RequestOutput, params: SamplingParams, **options: Any) -> list[Receipt]:
+        """A receipt for each choice of an answer; options are those of `StepLoop.receipts`."""
+        return self._loop.receipts(output, params, **options)
 
     def stats(self) -> dict[str, Any]:
         """Counters since start."""
@@ -165,22 +143,22 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer of this model."""
-        return self._desk.tokenizer
+        return self._loop.intake.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The checkpoint's own generation defaults; what `generate` uses when given none."""
-        return self._desk.default_params()
+        return self._loop.intake.default_params()
 
     def update_weights(self, update: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> Contract:
-        """New weights, same process: see Engine.update_weights."""
+        """Replace the weights in this process: see Engine.update_weights."""
         return self.engine.update_weights(update)
 
     def close(self) -> None:
-        """Give the model's memory back. Closing twice is fine."""
+        """Free the model's memory. Closing twice is fine."""
         if self._open is not None:
-            cuda = self._open.engine.device.type == "cuda"
+            on_cuda = self._open.engine.device.type == "cuda"
             self._open = None
-            if cuda:
+            if on_cuda:
                 torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
@@ -193,78 +171,82 @@ class LLM:
 
     # ---- inside
 
-    def _ask_all(
+    @property
+    def _loop(self) -> StepLoop:
+        if self._open is None:
+            raise BadParameter("this LLM was closed; make a new one")
+        return self._open
+
+    def _check_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Asked]:
-        """Check everything before anything is queued."""
+    ) -> list[CheckedRequest]:
+        """Check every request before any is queued."""
         if params is None:
             params = self.get_default_sampling_params()
         if not isinstance(params, SamplingParams | Sequence):
-            raise BadParameter(f"sampling_params={params!r}: give a SamplingParams or a list of them")
+            raise BadParameter(
+                f"sampling_params={params!r}: give a SamplingParams or a list of them",
+                param="sampling_params",
+            )
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise BadParameter(
-                f"{len(prompts)} prompts and {len(each)} SamplingParams; give one, or one each"
+                f"{len(prompts)} prompts and {len(each)} SamplingParams; give one, or one each",
+                param="sampling_params",
             )
         if not all(isinstance(one, SamplingParams) for one in each):
-            raise BadParameter("sampling_params is a SamplingParams or a list of them")
-        return [self._desk.ask(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+            raise BadParameter(
+                "sampling_params is a SamplingParams or a list of them", param="sampling_params"
+            )
+        check = self._loop.intake.check
+        return [check(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
 
-    def _run(self, asked: list[Asked], *, use_tqdm: bool) -> list[Answer]:
-        desk, answers = self._desk, []
+    def _run(self, requests: list[CheckedRequest], *, use_tqdm: bool) -> list[Answer]:
+        loop, answers = self._loop, list[Answer]()
         try:
-            for one in asked:
-                answers.append(desk.submit(one))  # noqa: PERF401 - what was submitted must be known if one fails
+            for checked in requests:
+                answers.append(loop.submit(checked))
             with tqdm(total=len(answers), desc="Answers", disable=not use_tqdm, dynamic_ncols=True) as bar:
-                left = dict.fromkeys(answers)
-                while left:
-                    for answer in desk.step():
-                        if answer.finished and answer in left:
-                            del left[answer]
+                unfinished = dict.fromkeys(answers)
+                while unfinished:
+                    for answer in loop.step():
+                        if answer.finished and answer in unfinished:
+                            del unfinished[answer]
                             bar.update()
         finally:
             for answer in answers:
-                desk.abort(answer)  # only does something if the loop was left early
+                loop.abort(answer)  # does nothing for finished answers
         return answers
 
-    def _score(self, pairs: list[tuple[list[int], list[int]]], *, use_tqdm: bool) -> list[ScoreOutput]:
-        desk = self._desk
-        scores: list[Score] = []
+    def _score(self, requests: list[CheckedScore], *, use_tqdm: bool) -> list[ScoreOutput]:
+        loop, scores = self._loop, list[Score]()
         try:
-            for before, after in pairs:
-                scores.append(desk.submit_score(before, after))
-            with tqdm(total=len(pairs), desc="Scores", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            for checked in requests:
+                scores.append(loop.submit_score(checked))
+            with tqdm(total=len(scores), desc="Scores", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while not all(score.finished for score in scores):
-                    desk.step()
+                    loop.step()
                     bar.update(sum(score.finished for score in scores) - bar.n)
         finally:
             for score in scores:
-                desk.drop_score(score)
-        return [ScoreOutput(score.before, score.after, score.logprobs) for score in scores]
-
-    def _completion_ids(self, completion: str | Sequence[int]) -> list[int]:
-        if isinstance(completion, str):
-            if self._desk.tokenizer is None:
-                raise BadPrompt("this model has no tokenizer; give the completion as token ids")
-            completion = self._desk.encode(completion, add_special_tokens=False)
-        ids = self._desk.ask(completion, SamplingParams(max_tokens=0)).token_ids if completion else []
-        if not ids:
-            raise BadPrompt("the completion is empty; there is nothing to score")
-        return ids
+                loop.abort_score(score)
+        return [ScoreOutput(*score.checked, score.logprobs) for score in scores]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several → several."""
+    """One prompt or several → a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable):
-        raise BadPrompt(f"prompts are text, token ids, or a list of either, not {type(prompts).__name__}")
+        raise BadPrompt(
+            f"prompts are text, token ids, or a list of either, not {type(prompts).__name__}", param="prompts"
+        )
     listed = list(prompts)
     if listed and all(hasattr(item, "__index__") and not isinstance(item, bool) for item in listed):
         return [listed]  # type: ignore[list-item]
     if not listed:
-        raise BadPrompt("no prompts were given; give text, token ids, or a list of either")
+        raise BadPrompt("no prompts were given; give text, token ids, or a list of either", param="prompts")
     return listed  # type: ignore[return-value]
 
 
-__all__ = ["LLM", "Messages"]
+__all__ = ["LLM"]

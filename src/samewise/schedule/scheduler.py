@@ -12,36 +12,17 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from samewise.counters import Counters, DrafterCounters
-from samewise.errors import BadPrompt, InvariantBroken, PromptTooLong, QueueFull
+from samewise.errors import InvariantBroken, QueueFull
 from samewise.kv.pages import PagePool
 from samewise.kv.prefix import PrefixIndex, chain
+from samewise.schedule.limits import Limits
 from samewise.schedule.plan import ask_of, continued, must_land, span_of
 from samewise.types import Ask, Branch, Delta, Finish, Guide, Proposal, Request, Sequence, Span, Verdict
 
 PATIENCE = 4  # steps without a row after which one goes first, a prompt too
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the scheduler may spend: at most `frame_rows` rows a frame; `max_queued` counts the waiting."""
-
-    num_pages: int
-    page: int
-    frame_rows: int
-    max_num_seqs: int
-    max_model_len: int
-    frame_sizes: tuple[int, ...] = ()  # the rows a frame may have; by default exactly frame_rows
-    full: int | None = None  # rows with which a frame is worth firing; by default frame_rows
-    vocab: int = 2**31
-    max_draft: int = 16
-    burst: int = 1  # tokens a request that opted out may take in one step
-    deadline: int = 4  # steps a finished draft may wait for others before it is replayed with fewer
-    max_queued: int | None = None
-    prefix_caching: bool = True
 
 
 @dataclass(slots=True)
@@ -66,7 +47,6 @@ class Scheduler:
     def add(self, request: Request, guide: Guide | None = None) -> None:
         """Queue a request, or refuse what could never run. With a grammar comes its guide."""
         limits = self.limits
-        self.refuse_misfit(len(request.prompt), request.max_tokens)
         if limits.max_queued is not None and len(self._waiting) >= limits.max_queued:
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting and max_queued is {limits.max_queued}; "
@@ -86,24 +66,6 @@ class Scheduler:
             ),
             key=_arrival,
         )
-
-    def refuse_misfit(self, prompt_len: int, max_tokens: int) -> None:
-        """Raise BadPrompt for a request that could never run, however empty the engine."""
-        limits = self.limits
-        if prompt_len == 0:
-            raise BadPrompt("the prompt is empty; give at least one token (a BOS token will do)")
-        if prompt_len + (max_tokens > 0) > limits.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {prompt_len} tokens and max_model_len is {limits.max_model_len}; "
-                "shorten it, set truncate_prompt_tokens, or raise max_model_len"
-            )
-        longest = min(prompt_len + max_tokens, limits.max_model_len)
-        room = (limits.num_pages - 1) * limits.page
-        if longest > room:
-            raise PromptTooLong(
-                f"the request may grow to {longest} tokens and the KV cache holds {room}; "
-                "lower max_tokens or raise kv_memory"
-            )
 
     def abort(self, request_id: int) -> Delta | None:
         """Drop a request wherever it is. None if it is not (or no longer) known."""
@@ -154,17 +116,17 @@ class Scheduler:
                 break
         self._waiting[:0] = held_back
 
-    def asks(self, *, verified: bool, but: Collection[int] = ()) -> list[Ask]:
-        """Sequences past their prompt that could use guesses: those to be verified, or the others.
+    def asks(self, *, verified: bool) -> list[Ask]:
+        """Sequences past their prompt that could use guesses: the verified ones, or the unverified ones.
 
-        A draft that is finished and waits for its frame is left alone; so is whoever is in `but`.
+        A sequence whose draft is complete and waits for its frame is not among them.
         """
         if not verified and not self._unverified:
             return []
         asks: list[Ask] = []
         for seq in list(self._running.values()):
             request = seq.request
-            if request.verify is not verified or seq.reading or request.id in but:
+            if request.verify is not verified or seq.reading:
                 continue
             if verified and not request.speculate:
                 continue
@@ -632,4 +594,4 @@ def _turn(seq: Sequence) -> tuple[int, int]:
     return (seq.last_served, seq.request.id)
 
 
-__all__ = ["PATIENCE", "Limits", "Scheduler"]
+__all__ = ["PATIENCE", "Scheduler"]

@@ -1,0 +1,142 @@
+"""Build an engine's parts from a loaded model and a configuration, and try its operators at every size."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from samewise import machine
+from samewise.config import EngineConfig
+from samewise.execute import numerics
+from samewise.execute.load import (
+    FRAME_ROWS,
+    Loaded,
+    count_pages,
+    frame_sizes,
+    longest,
+    pick_device,
+    pick_kernel,
+    pick_linear,
+)
+from samewise.execute.runner import Runner
+from samewise.execute.sampling import Sampler
+from samewise.kernels.attention.base import PAGE
+from samewise.kernels.linear import packed
+from samewise.model.linear import pack_linears, stack_siblings
+from samewise.model.rope import pin_rope
+from samewise.model.surgery import twin
+from samewise.schedule.limits import Limits
+from samewise.verify import operators
+from samewise.verify.operators import Operator
+from samewise.verify.probe import select_frame_sizes
+from samewise.verify.verifier import Verifier
+
+log = logging.getLogger("samewise")
+
+FAST_PASSES = {"cuda": 4, "cpu": 1}
+"""Fast passes that are launched before the host waits for their tokens. Only CUDA runs beside the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """An engine's parts. Made once; the parts that are mutable are owned by the Engine."""
+
+    device: torch.device
+    runner: Runner
+    sampler: Sampler
+    verifier: Verifier
+    limits: Limits
+    operators: list[Operator]  # what was found about each linear
+    sizes: dict[int, str]  # frame size → how its bits are kept equal to those of `frame_rows`
+    frame_rows: int  # the canonical number of rows
+    linears: str  # whose linears: "native" or "torch"
+    rope: str  # how rotary positions were fixed, for the contract
+    scratch_pages: range  # pages of the layer-set search, outside the scheduler's pool
+    platform: dict[str, str]  # contract facts: machine, libraries, numeric switches
+
+    @property
+    def linear_name(self) -> str:
+        """The linears' name in the contract."""
+        return packed.name() if self.linears == "native" else "torch"
+
+
+def assemble(loaded: Loaded, config: EngineConfig, *, ahead: bool | None) -> Assembly:
+    """Everything between a loaded model and an engine. `ahead`: see Verifier; by default on CUDA only."""
+    machine.pin_environment()
+    device = pick_device(config.device)
+    platform = _platform_facts(device, numerics.pin_switches(device))
+    arch = loaded.arch
+    max_model_len = longest(config, arch)
+    linears = pick_linear(config.linear, device)
+    linear_name = packed.name() if linears == "native" else "torch"
+    frame_rows = config.frame_rows or FRAME_ROWS["cuda" if device.type == "cuda" else linears]
+    kernel = pick_kernel(config.attention, device)
+    compiled = device.type == "cuda" if config.compile is None else config.compile
+    loaded.model.to(device)
+    if device.type == "cuda":  # on a CPU the wider product is no faster
+        stack_siblings(loaded.model)  # before any graph is captured: stacking moves the weights
+    model = twin(loaded.model)  # another engine may run over the same weights
+    rope = pin_rope(model, max_model_len)
+    if linears == "native":
+        pack_linears(model)
+    sizes: tuple[int, ...] = (frame_rows,)
+    if operators.elastic(model):
+        sizes = frame_sizes(
+            frame_rows, linears=linears, compiled=compiled, device=device.type, asked=config.frame_sizes
+        )
+    elif config.frame_sizes is not None:
+        log.warning("frame_sizes is not used: %s has products that are not linears", arch.model_type)
+    tried = operators.check_linears(
+        model, frame_rows, platform | {"linear": linear_name}, sizes, merged=compiled
+    )
+    num_pages = count_pages(config, arch, max_model_len, device, widest=sizes[-1])
+    window = config.search_window
+    num_scratch = -(-window // PAGE)
+    runner = Runner(
+        model,
+        arch,
+        kernel,
+        num_pages=num_pages + num_scratch,
+        sizes=sizes,
+        frame_rows=frame_rows,
+        max_rows=max(config.max_num_seqs, window),
+        max_model_len=max_model_len,
+        dtype=next(model.parameters()).dtype,
+        device=device,
+        compile=compiled,
+    )
+    sampler = Sampler(arch.vocab, device)
+    size_report = select_frame_sizes(runner, platform, max_model_len)
+    verifier = Verifier(runner, sampler, ahead=device.type == "cuda" if ahead is None else ahead)
+    limits = Limits(
+        num_pages=num_pages,
+        page=PAGE,
+        frame_rows=runner.widest,
+        full=frame_rows,
+        frame_sizes=runner.sizes,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        vocab=arch.vocab,
+        max_draft=config.draft_tokens,
+        burst=FAST_PASSES[device.type],
+        deadline=config.verify_deadline,
+        max_queued=config.max_queued,
+        prefix_caching=config.enable_prefix_caching,
+    )
+    return Assembly(
+        device, runner, sampler, verifier, limits, tried, size_report, frame_rows, linears,
+        rope or "as configured", range(num_pages, num_pages + num_scratch), platform,
+    )  # fmt: skip
+
+
+def _platform_facts(device: torch.device, switches: dict[str, str]) -> dict[str, str]:
+    """The machine and its libraries, as far as bits may depend on them."""
+    cpu = machine.cpu_facts().items() if device.type == "cpu" else ()
+    cpu_text = ", ".join(f"{name} {value}" for name, value in sorted(cpu)) or "any"
+    pinned = machine.pin_environment() if device.type == "cpu" else {}
+    return numerics.facts(device) | switches | pinned | {"cpu": cpu_text}
+
+
+__all__ = ["Assembly", "assemble"]

@@ -1,0 +1,235 @@
+"""One request's answer, built from the engine's deltas: text, log-probabilities, finish reasons.
+
+Knows text and token ids; knows nothing of the engine. A stop string found in the text is reported to the
+caller (`Update.stop`), which tells the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from samewise.llm.intake import CheckedRequest
+from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from samewise.text.detokenize import TextStream
+from samewise.types import Delta, Finish, TopLogprobs
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of a request's n sequences. Owned by its Answer."""
+
+    index: int
+    engine_id: int
+    stream: TextStream | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    frames: int = 0
+    accepted: int = 0
+    guessed: int = 0
+    drafters: dict[str, tuple[int, int]] = field(default_factory=dict)  # (guessed, accepted) by proposer
+
+
+class Update(NamedTuple):
+    """What a delta changed."""
+
+    changed: bool  # whether tokens, text or a finish reason were added
+    stop: bool = False  # a stop string ended the choice: the engine must end its sequence
+
+
+class _Read(NamedTuple):
+    """A delta as text."""
+
+    text: str
+    num_tokens: int  # how many of the delta's tokens belong to the answer
+    finish: str | None
+    stop_reason: int | str | None
+    stop: bool = False
+
+
+class Answer:
+    """A request in progress. Owned by the StepLoop that submitted it.
+
+    With `streamed`, every update is also appended to `pending` as a Chunk, for a reader to take.
+    """
+
+    def __init__(
+        self,
+        checked: CheckedRequest,
+        request_id: str,
+        *,
+        contract_id: str,
+        decode_token: Callable[[int], str | None],
+        clock: Callable[[], float],
+        streamed: bool,
+    ) -> None:
+        self.checked, self.request_id, self.streamed = checked, request_id, streamed
+        self.choices: list[Choice] = []
+        self.pending: deque[Chunk] = deque()
+        self._contract_id, self._decode_token, self._clock = contract_id, decode_token, clock
+        self._arrival = clock()
+        self._first_token: float | None = None
+        self._finished: float | None = None
+        self._prompt_scores: list[float] = []
+        self._prompt_tops: list[TopLogprobs] = []
+        self._num_cached = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    def add(self, choice: Choice, delta: Delta) -> Update:
+        """Append a delta to a choice."""
+        if choice.finish is not None:
+            return Update(changed=False)
+        if choice.index == 0:
+            self._prompt_scores += delta.scores
+            self._prompt_tops += delta.score_tops
+            self._num_cached = delta.num_cached
+        read = self._read(choice, delta)
+        if read.num_tokens and self._first_token is None:
+            self._first_token = self._clock()
+        self._extend(choice, delta, read)
+        if self.finished:
+            self._finished = self._clock()
+        changed = bool(read.num_tokens or read.text or read.finish)
+        if changed and self.streamed:
+            self.pending.append(self._chunk(choice, delta, read))
+        return Update(changed, read.stop)
+
+    def abort(self) -> list[int]:
+        """End every choice that is still running; returns their engine ids."""
+        running = [choice for choice in self.choices if choice.finish is None]
+        for choice in running:
+            choice.finish = Finish.ABORT.value
+        return [choice.engine_id for choice in running]
+
+    def prompt_output(self) -> RequestOutput:
+        """What is known of the prompt. Constant once the first choice has a token, so any thread may ask."""
+        return self._output([], RequestMetrics(self._arrival, None, None, 0, 0), finished=False)
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        choices = self.choices
+        metrics = RequestMetrics(
+            self._arrival,
+            self._first_token,
+            self._finished,
+            sum(len(choice.token_ids) for choice in choices),
+            sum(choice.accepted for choice in choices),
+            sum(choice.guessed for choice in choices),
+            sum(choice.frames for choice in choices),
+            self._drafters(),
+        )
+        return self._output([self._completion(c) for c in choices], metrics, finished=self.finished)
+
+    # ---- inside
+
+    def _read(self, choice: Choice, delta: Delta) -> _Read:
+        """Detokenise a delta, up to a stop string."""
+        params, stream = self.checked.params, choice.stream
+        text = ""
+        stopped = delta.finish is Finish.STOP
+        for i, token in enumerate(delta.tokens if stream else ()):
+            assert stream is not None
+            last = stopped and delta.stop_id is not None and i == len(delta.tokens) - 1
+            if last and not params.include_stop_str_in_output:
+                break  # the token that ends the text is not part of the text
+            piece, match = stream.push(token)
+            text += piece
+            if match is not None:
+                return _Read(text, i + 1, Finish.STOP.value, match, stop=True)
+        if delta.finish is not None and stream is not None:
+            text += stream.flush()
+        finish = delta.finish.value if delta.finish is not None else None
+        # The model's own end-of-text token is not reported as a stop reason; a caller's stop token is.
+        reported = stopped and delta.stop_id in (params.stop_token_ids or ())
+        return _Read(text, len(delta.tokens), finish, delta.stop_id if reported else None)
+
+    def _extend(self, choice: Choice, delta: Delta, read: _Read) -> None:
+        num = read.num_tokens
+        choice.token_ids += delta.tokens[:num]
+        choice.logprobs += delta.logprobs[:num]
+        choice.top_logprobs += delta.tops[:num]
+        choice.text += read.text
+        choice.frames += delta.frames
+        if delta.guessed:
+            choice.accepted += delta.accepted
+            choice.guessed += delta.guessed
+            guessed, accepted = choice.drafters.get(delta.drafter, (0, 0))
+            choice.drafters[delta.drafter] = guessed + delta.guessed, accepted + delta.accepted
+        choice.finish, choice.stop_reason = read.finish, read.stop_reason
+
+    def _chunk(self, choice: Choice, delta: Delta, read: _Read) -> Chunk:
+        num = read.num_tokens
+        tokens, logprobs, tops = list(delta.tokens[:num]), list(delta.logprobs[:num]), delta.tops[:num]
+        return Chunk(
+            choice.index, read.text, tokens, logprobs, self._logprob_dicts(tokens, logprobs, tops),
+            read.finish, read.stop_reason, delta.accepted, delta.guessed, self.checked.seed,
+        )  # fmt: skip
+
+    def _completion(self, choice: Choice) -> CompletionOutput:
+        tokens, logprobs = list(choice.token_ids), list(choice.logprobs)
+        return CompletionOutput(
+            choice.index, choice.text, tokens, sum(logprobs),
+            self._logprob_dicts(tokens, logprobs, choice.top_logprobs), choice.finish, choice.stop_reason,
+            logprobs, self.checked.seed,
+        )  # fmt: skip
+
+    def _output(
+        self, completions: list[CompletionOutput], metrics: RequestMetrics, *, finished: bool
+    ) -> RequestOutput:
+        return RequestOutput(
+            self.request_id, self.checked.text, self.checked.token_ids, self._prompt_logprobs(), completions,
+            finished, self._num_cached, self._contract_id, metrics,
+        )  # fmt: skip
+
+    def _drafters(self) -> dict[str, tuple[int, int]]:
+        """(guessed, accepted) by proposer, over all choices, sorted by name."""
+        names = sorted({name for choice in self.choices for name in choice.drafters})
+        counts = {name: [c.drafters.get(name, (0, 0)) for c in self.choices] for name in names}
+        return {name: (sum(g for g, _ in each), sum(a for _, a in each)) for name, each in counts.items()}
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        if self.checked.params.prompt_logprobs is None:
+            return None
+        tokens = self.checked.token_ids[1 : 1 + len(self._prompt_scores)]
+        return [None, *self._alternatives(tokens, self._prompt_scores, self._prompt_tops)]
+
+    def _logprob_dicts(
+        self, tokens: list[int], logprobs: list[float], tops: list[TopLogprobs] | tuple[TopLogprobs, ...]
+    ) -> list[dict[int, Logprob]] | None:
+        """Log-probabilities in vLLM's shape; None unless they were asked for."""
+        if self.checked.params.logprobs is None:
+            return None
+        return self._alternatives(tokens, logprobs, tops)
+
+    def _alternatives(
+        self, tokens: list[int], logprobs: list[float], tops: list[TopLogprobs] | tuple[TopLogprobs, ...]
+    ) -> list[dict[int, Logprob]]:
+        return [
+            _alternatives(token, logprob, top, self._decode_token)
+            for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
+        ]
+
+
+def _alternatives(
+    token: int, logprob: float, top: TopLogprobs, decode: Callable[[int], str | None]
+) -> dict[int, Logprob]:
+    """The chosen token first, then the alternatives in order; each token once."""
+    ranks = {other: rank for rank, (other, _) in enumerate(top, 1)}
+    entries = {token: Logprob(logprob, ranks.get(token), decode(token))}
+    for other, value in top:
+        if other != token:
+            entries[other] = Logprob(value, ranks[other], decode(other))
+    return entries
+
+
+__all__ = ["Answer", "Choice", "Update"]

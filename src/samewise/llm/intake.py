@@ -1,0 +1,254 @@
+"""Check a prompt and its sampling parameters once, and turn them into engine requests.
+
+Everything that can be wrong with a request is found here, before anything is queued; `Engine.add` takes the
+result without checking it again. The methods only read, so any thread may call them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+from samewise.errors import BadParameter, BadPrompt
+from samewise.execute.load import Loaded
+from samewise.params import SamplingParams, derive_seed
+from samewise.schedule.limits import Limits
+from samewise.text.byte_tokens import TokenBytes
+from samewise.text.chat_template import Messages, render_chat, template_of
+from samewise.text.detokenize import TextStream
+from samewise.text.grammar import Grammars
+from samewise.types import Guide, Request, Sampling
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`, as vLLM takes them."""
+
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters that a checkpoint's generation_config.json may set."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A prompt and its parameters, checked against the model. Submitting it can only fail on a full queue."""
+
+    text: str | None  # the prompt as text, where it was given so
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    sampling: Sampling  # of the first choice
+
+    @property
+    def seed(self) -> int:
+        """The request's seed: given, or derived from the prompt."""
+        return self.sampling.seed
+
+    def request(self, request_id: int, index: int, *, salt: bytes, leader: int | None) -> Request:
+        """The engine's request for choice `index` of n. `leader`: the first choice's request id."""
+        params = self.params
+        return Request(
+            request_id,
+            tuple(self.token_ids),
+            self.sampling if index == 0 else replace(self.sampling, index=index),
+            self.max_tokens,
+            verify=params.verify,
+            prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            salt=salt,
+            leader=leader,
+            share=params.share,
+            speculate=params.speculate,
+        )
+
+
+class CheckedScore(NamedTuple):
+    """A prompt and the completion whose log-probabilities are wanted."""
+
+    prompt: list[int]
+    completion: list[int]
+
+    def request(self, request_id: int) -> Request:
+        """The engine's request: read everything, generate nothing, score the completion."""
+        tokens = (*self.prompt, *self.completion)
+        return Request(request_id, tokens, Sampling(), max_tokens=0, score_from=len(self.prompt))
+
+
+class Intake:
+    """Tokenises and checks requests for one loaded model."""
+
+    def __init__(self, loaded: Loaded, limits: Limits, *, seed: int, date: str | None) -> None:
+        self.tokenizer = loaded.tokenizer
+        self._eos_ids, self._vocab = loaded.eos_ids, loaded.arch.vocab
+        self._generation = loaded.generation
+        self._limits, self._seed, self._date = limits, seed, date
+        self._grammars = Grammars(loaded.tokenizer, loaded.arch.vocab, loaded.eos_ids)
+        self._token_bytes = TokenBytes.of(loaded.tokenizer)
+        self._token_texts: dict[int, str] = {}  # a cache of `decode_token`
+
+    # ---- requests
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> CheckedRequest:
+        """A request that can be submitted, or the error that says what is wrong with it."""
+        text, ids = self._token_ids(prompt)
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
+        self.refuse_unknown_tokens(ids)
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self._limits.longest - len(ids))
+        self._limits.refuse_misfit(len(ids), max_tokens)
+        if params.stops and self.tokenizer is None:
+            raise BadParameter(
+                f"stop={params.stop!r}: this model has no tokenizer; use stop_token_ids", param="stop"
+            )
+        if params.grammar is not None:
+            self._grammars.check(params.grammar)
+        sampling = params.resolve(
+            vocab=self._vocab,
+            eos_ids=self._eos_ids,
+            encode=self._encode_word if self.tokenizer is not None else None,
+            seed=derive_seed(self._seed, ids) if params.seed is None else params.seed,
+            index=0,
+        )
+        return CheckedRequest(text, ids, params, max_tokens, sampling)
+
+    def check_score(self, prompt: Prompt, completion: str | Sequence[int]) -> CheckedScore:
+        """A completion that can be scored after its prompt."""
+        before = self._token_ids(prompt)[1]
+        self.refuse_unknown_tokens(before)
+        self._limits.refuse_misfit(len(before), 0)
+        if isinstance(completion, str):
+            if self.tokenizer is None:
+                raise BadPrompt("this model has no tokenizer; give the completion as token ids")
+            after = self.encode(completion, add_special_tokens=False)
+        else:
+            after = _as_ids(completion)
+        if not after:
+            raise BadPrompt("the completion is empty; there is nothing to score")
+        self.refuse_unknown_tokens(after)
+        self._limits.refuse_misfit(len(before) + len(after), 0)
+        return CheckedScore(before, after)
+
+    def guide(self, sampling: Sampling) -> Guide | None:
+        """A new grammar guide for one sequence; None for a request without a grammar."""
+        if sampling.grammar is None:
+            return None
+        return self._grammars.guide(sampling.grammar, sampling.stop_ids)
+
+    def default_params(self) -> SamplingParams:
+        """The checkpoint's own generation defaults."""
+        generation = self._generation
+        values = {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
+        if generation.get("do_sample") is False:
+            values["temperature"] = 0.0
+        if generation.get("max_new_tokens"):
+            values["max_tokens"] = generation["max_new_tokens"]
+        return SamplingParams(**values)
+
+    def refuse_unknown_tokens(self, tokens: Iterable[int]) -> None:
+        """Raise BadPrompt unless every token id is in the model's vocabulary."""
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self._vocab:
+                raise BadPrompt(
+                    f"the prompt holds {token!r}; token ids of this model are 0 to {self._vocab - 1}",
+                    param="prompt",
+                )
+
+    # ---- text and tokens
+
+    def chat_prompt(self, messages: Messages, **template: Any) -> list[int]:
+        """Token ids of a conversation under the model's chat template; see `render_chat`."""
+        text = render_chat(self.tokenizer, messages, date=self._date, **template)
+        return self.encode(text, add_special_tokens=False)
+
+    def template(self, tools: Any = None) -> str:
+        """The model's chat template."""
+        return template_of(self.tokenizer, tools)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """A text's token ids."""
+        self._refuse_without_tokenizer()
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate cannot be encoded
+            raise BadPrompt(
+                f"the text cannot be tokenised: {error}; is it valid Unicode?", param="prompt"
+            ) from error
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens included."""
+        self._refuse_without_tokenizer()
+        self.refuse_unknown_tokens(token_ids)
+        return str(self.tokenizer.decode(token_ids))
+
+    def decode_token(self, token: int) -> str | None:
+        """A single token's text, as log-probabilities show it; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = str(self.tokenizer.decode([token]))
+        return text
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes a token stands for; None where they are not known without its neighbours."""
+        return None if self._token_bytes is None else self._token_bytes.bytes_of(token)
+
+    def text_stream(self, checked: CheckedRequest) -> TextStream | None:
+        """A detokeniser for one choice; None where text is not wanted or there is no tokenizer."""
+        params = checked.params
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return TextStream(
+            self.tokenizer,
+            checked.token_ids,
+            stops=params.stops,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            token_bytes=self._token_bytes,
+        )
+
+    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """(the prompt as text, or None; its token ids)."""
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), _as_ids(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise BadPrompt(
+                    f"a prompt mapping needs 'prompt' or 'prompt_token_ids', not {sorted(prompt)}",
+                    param="prompt",
+                )
+            prompt = cast("str", prompt["prompt"])
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise BadPrompt("this model has no tokenizer; give token ids instead of text", param="prompt")
+            if not prompt:
+                raise BadPrompt("the prompt is empty; give some text or token ids", param="prompt")
+            return prompt, self.encode(prompt)
+        return None, _as_ids(prompt)
+
+    def _encode_word(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _refuse_without_tokenizer(self) -> None:
+        if self.tokenizer is None:
+            raise BadPrompt("this model has no tokenizer; it reads and writes token ids", param="prompt")
+
+
+def _as_ids(prompt: Any) -> list[int]:
+    """A list of ints from any iterable of integer-like values (numpy's too; a bool is left to be refused)."""
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
+        raise BadPrompt(
+            f"a prompt is text or a list of token ids, not {type(prompt).__name__}", param="prompt"
+        )
+    try:
+        return [token if isinstance(token, bool) else operator.index(token) for token in prompt]
+    except TypeError:
+        odd = next(token for token in prompt if not hasattr(token, "__index__"))
+        raise BadPrompt(
+            f"the prompt holds {odd!r}; a prompt is text or a list of token ids", param="prompt"
+        ) from None
+
+
+__all__ = ["CheckedRequest", "CheckedScore", "Intake", "Prompt"]
