@@ -1,4 +1,4 @@
-"""Text that is given out is final, whole, and ends where it should."""
+"""Streamed text is final, complete, and ends at its stop string."""
 
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ CORPUS = [
 ]
 
 
-def byte_level() -> Any:
+def byte_level_tokenizer() -> Any:
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -34,8 +34,8 @@ def byte_level() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
 
 
-def sentencepiece_like() -> Any:
-    """Spaces as ▁, bytes as a last resort, the first space dropped: Llama-2's decoder."""
+def sentencepiece_tokenizer() -> Any:
+    """Spaces as ▁, byte fallback, the first space dropped: Llama-2's decoder."""
     letters = sorted({letter for text in CORPUS[:2] for letter in text.replace(" ", "▁")})
     words = ["▁hello", "▁the", "▁world", "lo", "▁▁", "th"]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *words]
@@ -50,12 +50,12 @@ def sentencepiece_like() -> Any:
     )
 
 
-BYTES, PIECES = byte_level(), sentencepiece_like()
+BYTES, PIECES = byte_level_tokenizer(), sentencepiece_tokenizer()
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTES, PIECES], ids=["byte-level", "sentencepiece"])
 
 
-def whole(tokenizer: Any, prompt: list[int], output: list[int], *, skip: bool = True) -> str:
-    """What the tokenizer makes of the output, as it reads after the prompt."""
+def reference_text(tokenizer: Any, prompt: list[int], output: list[int], *, skip: bool = True) -> str:
+    """The tokenizer's own text of the output after the prompt."""
     options = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
     before = tokenizer.decode(prompt, **options)
     text = tokenizer.decode(prompt + output, **options)
@@ -63,7 +63,7 @@ def whole(tokenizer: Any, prompt: list[int], output: list[int], *, skip: bool = 
     return str(text[len(before) :])
 
 
-def pieces(tokenizer: Any, prompt: list[int], output: list[int], *, skip: bool = True) -> list[str]:
+def streamed_pieces(tokenizer: Any, prompt: list[int], output: list[int], *, skip: bool = True) -> list[str]:
     stream = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
     return [*(stream.push(token) for token in output), stream.flush()]
 
@@ -74,23 +74,23 @@ TEXTS = st.text(st.sampled_from("ab the,.\n  éß中文漢🙂👩\u200d👧�"
 @TOKENIZERS
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
-def test_pieces_add_up_to_the_text(tokenizer: Any, text: str) -> None:
-    assume(text.count("\ufffd") <= 4 or tokenizer is BYTES)  # a run of them by bytes looks like broken bytes
+def test_pieces_add_up_to_the_tokenizers_text(tokenizer: Any, text: str) -> None:
+    assume(text.count("\ufffd") <= 4 or tokenizer is BYTES)  # many U+FFFD look like invalid bytes
     prompt = tokenizer.encode("hello", add_special_tokens=False)
     output = tokenizer.encode(text, add_special_tokens=False)
-    assert "".join(pieces(tokenizer, prompt, output)) == whole(tokenizer, prompt, output)
+    assert "".join(streamed_pieces(tokenizer, prompt, output)) == reference_text(tokenizer, prompt, output)
 
 
 @TOKENIZERS
 @settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
-def test_no_half_character_is_given_out(tokenizer: Any, text: str) -> None:
+def test_no_piece_ends_inside_a_character(tokenizer: Any, text: str) -> None:
     assume("\ufffd" not in text)
     output = tokenizer.encode(text, add_special_tokens=False)
     prompt = tokenizer.encode("hello", add_special_tokens=False)
-    given_out = pieces(tokenizer, prompt, output)
-    assert "\ufffd" not in "".join(given_out)
-    assert given_out[-1] == ""  # nothing is left at the end of whole text
+    emitted = streamed_pieces(tokenizer, prompt, output)
+    assert "\ufffd" not in "".join(emitted)
+    assert emitted[-1] == ""  # complete text leaves nothing to flush
 
 
 @settings(max_examples=150, deadline=None)
@@ -99,80 +99,87 @@ def test_no_half_character_is_given_out(tokenizer: Any, text: str) -> None:
     st.lists(st.integers(0, len(BYTES) - 1), max_size=150),
     st.booleans(),
 )
-def test_any_tokens_at_all_add_up(prompt: list[int], output: list[int], skip: bool) -> None:
-    """Byte-level, broken characters and special tokens included."""
+def test_pieces_of_random_tokens_add_up_to_the_tokenizers_text(
+    prompt: list[int], output: list[int], skip: bool
+) -> None:
+    """Incomplete characters and special tokens included."""
     assume(not BYTES.decode(prompt, skip_special_tokens=skip).endswith("\ufffd"))
-    assert "".join(pieces(BYTES, prompt, output, skip=skip)) == whole(BYTES, prompt, output, skip=skip)
+    assert "".join(streamed_pieces(BYTES, prompt, output, skip=skip)) == reference_text(
+        BYTES, prompt, output, skip=skip
+    )
 
 
-SPELT = TokenBytes.of(BYTES)
-assert SPELT is not None
+TOKEN_BYTES = TokenBytes.of(BYTES)
+assert TOKEN_BYTES is not None
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, len(BYTES) + 5), max_size=150), st.booleans())
-def test_what_is_spelt_is_what_the_tokenizer_says(output: list[int], skip: bool) -> None:
-    """Broken characters, special tokens and ids without a token included; and no half character comes out."""
-    stream = ByteStream(SPELT, skip_special_tokens=skip)
-    given_out = [*map(stream.push, output), stream.flush()]
-    assert "".join(given_out) == BYTES.decode(output, skip_special_tokens=skip)
+def test_byte_stream_equals_the_tokenizers_text(output: list[int], skip: bool) -> None:
+    """Incomplete characters, special tokens and ids without a token included."""
+    stream = ByteStream(TOKEN_BYTES, skip_special_tokens=skip)
+    emitted = [*map(stream.push, output), stream.flush()]
+    assert "".join(emitted) == BYTES.decode(output, skip_special_tokens=skip)
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
-def test_what_is_spelt_holds_back_no_more_than_half_a_character(text: str) -> None:
+def test_byte_stream_holds_back_at_most_one_incomplete_character(text: str) -> None:
     output = BYTES.encode(text, add_special_tokens=False)
-    stream, seen, heard = ByteStream(SPELT), "", b""
+    stream, text_so_far, bytes_so_far = ByteStream(TOKEN_BYTES), "", b""
     for token in output:
-        seen += stream.push(token)
-        heard += SPELT.bytes_of(token)
-        assert seen == heard.decode("utf-8", "ignore") or heard.decode("utf-8", "replace").startswith(seen)
+        text_so_far += stream.push(token)
+        bytes_so_far += TOKEN_BYTES.bytes_of(token)
+        complete, replaced = (bytes_so_far.decode("utf-8", how) for how in ("ignore", "replace"))
+        assert text_so_far == complete or replaced.startswith(text_so_far)
     assert stream.flush() == ""
-    assert seen == text
+    assert text_so_far == text
 
 
-def test_only_tokens_that_are_their_bytes_can_be_spelt() -> None:
+def test_token_bytes_exist_only_for_byte_level_tokenizers() -> None:
     assert TokenBytes.of(PIECES) is None
     assert TokenBytes.of(None) is None
 
-    class Odd(PreTrainedTokenizerFast):
+    class UpperCase(PreTrainedTokenizerFast):
         def _decode(self, *what: Any, **options: Any) -> str:
             return str(super()._decode(*what, **options)).upper()
 
-    assert TokenBytes.of(Odd(tokenizer_object=BYTES.backend_tokenizer)) is None
-    assert SPELT.bytes_of(BYTES.convert_tokens_to_ids("Ġ")) == b" "
-    assert SPELT.bytes_of(10**6) == b""
+    assert TokenBytes.of(UpperCase(tokenizer_object=BYTES.backend_tokenizer)) is None
+    assert TOKEN_BYTES.bytes_of(BYTES.convert_tokens_to_ids("Ġ")) == b" "
+    assert TOKEN_BYTES.bytes_of(10**6) == b""
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, len(PIECES) - 1), max_size=100))
-def test_any_pieces_at_all_are_survived(output: list[int]) -> None:
-    """Byte fallback rewrites what came before when bytes turn out broken; what is out stays out."""
+def test_random_sentencepiece_tokens_stream_without_error(output: list[int]) -> None:
+    """Byte fallback rewrites earlier text when bytes turn out invalid; text that was returned stays."""
     stream = TextStream(PIECES, [5])
     text = "".join(stream.push(token)[0] for token in output) + stream.flush()
-    assert text == stream.text
+    assert text == "".join(streamed_pieces(PIECES, [5], output))
 
 
-def test_the_first_space_is_kept_after_a_prompt() -> None:
+def test_first_space_is_kept_after_a_prompt() -> None:
     ids = PIECES.convert_tokens_to_ids(["▁hello", "</s>", "▁world", "▁the"])
-    assert pieces(PIECES, ids[:1], ids[1:]) == ["", " world", " the", ""]
-    assert pieces(PIECES, ids[:2], ids[2:]) == [" world", " the", ""]
-    assert pieces(PIECES, [], ids[2:]) == ["world", " the", ""]
+    assert streamed_pieces(PIECES, ids[:1], ids[1:]) == ["", " world", " the", ""]
+    assert streamed_pieces(PIECES, ids[:2], ids[2:]) == [" world", " the", ""]
+    assert streamed_pieces(PIECES, [], ids[2:]) == ["world", " the", ""]
     many = [ids[0], *[ids[1]] * 40]
-    assert pieces(PIECES, many, ids[2:]) == [" world", " the", ""]
+    assert streamed_pieces(PIECES, many, ids[2:]) == [" world", " the", ""]
 
 
 @TOKENIZERS
-def test_special_tokens_are_left_out_or_kept(tokenizer: Any) -> None:
+def test_special_tokens_are_skipped_or_kept(tokenizer: Any) -> None:
     word = tokenizer.encode("the", add_special_tokens=False)
     output = [*word, tokenizer.eos_token_id, *word]
-    assert tokenizer.eos_token not in "".join(pieces(tokenizer, word, output))
-    assert tokenizer.eos_token in "".join(pieces(tokenizer, word, output, skip=False))
-    assert "".join(pieces(tokenizer, word, output, skip=False)) == whole(tokenizer, word, output, skip=False)
+    assert tokenizer.eos_token not in "".join(streamed_pieces(tokenizer, word, output))
+    assert tokenizer.eos_token in "".join(streamed_pieces(tokenizer, word, output, skip=False))
+    assert "".join(streamed_pieces(tokenizer, word, output, skip=False)) == reference_text(
+        tokenizer, word, output, skip=False
+    )
 
 
-class Counting:
-    """A tokenizer that counts how many tokens it was asked to decode."""
+class CountingTokenizer:
+    """Counts the tokens it decodes."""
 
     def __init__(self, inner: Any) -> None:
         self._inner, self.all_special_ids, self.num_decoded = inner, inner.all_special_ids, 0
@@ -182,36 +189,36 @@ class Counting:
         return str(self._inner.decode(token_ids, **options))
 
 
-def hostile() -> list[tuple[str, Any, list[int]]]:
+def costly_outputs() -> list[tuple[str, Any, list[int]]]:
     text = BYTES.encode("the cat 中文 " * 300, add_special_tokens=False)
-    lone = BYTES.convert_tokens_to_ids("ÿ")  # byte 255: never part of a character
+    lone = BYTES.convert_tokens_to_ids("ÿ")  # byte 255 is never part of a character
     fallback = PIECES.convert_tokens_to_ids("<0xE4>")
     return [
         ("text", BYTES, text[:1500]),
         ("only end-of-text", BYTES, [BYTES.eos_token_id] * 1500),
-        ("broken bytes", BYTES, [lone] * 1500),
-        ("broken fallback", PIECES, [fallback] * 1500),
+        ("invalid bytes", BYTES, [lone] * 1500),
+        ("invalid byte fallback", PIECES, [fallback] * 1500),
         ("characters by bytes", PIECES, PIECES.convert_tokens_to_ids(["<0xE4>", "<0xB8>", "<0xAD>"]) * 500),
     ]
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "output"), [case[1:] for case in hostile()], ids=[c[0] for c in hostile()]
+    ("tokenizer", "output"), [case[1:] for case in costly_outputs()], ids=[c[0] for c in costly_outputs()]
 )
-def test_the_cost_of_a_token_is_bounded(tokenizer: Any, output: list[int]) -> None:
-    counting = Counting(tokenizer)
+def test_decoding_cost_per_token_is_bounded(tokenizer: Any, output: list[int]) -> None:
+    counting = CountingTokenizer(tokenizer)
     prompt = tokenizer.encode("hello", add_special_tokens=False)
     stream = Detokenizer(counting, prompt)
     text = "".join(map(stream.push, output)) + stream.flush()
-    assert text == whole(tokenizer, prompt, output)
+    assert text == reference_text(tokenizer, prompt, output)
     assert counting.num_decoded < 40 * len(output)
 
 
-# ── stop strings ─────────────────────────────────────────────────────────────────────────────────
+# ---- stop strings
 
 
-def stopped(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
-    """The reference: look at ever longer beginnings of the whole text."""
+def reference_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
+    """Search every prefix of the complete text."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -224,42 +231,42 @@ LETTERS = st.text("ab ", max_size=30)
 STOPS = st.lists(st.text("ab ", min_size=1, max_size=4), max_size=4).map(tuple)
 
 
-def cut(text: str, places: list[int]) -> list[str]:
+def cut_at(text: str, places: list[int]) -> list[str]:
     edges = [0, *sorted(min(place, len(text)) for place in places), len(text)]
     return [text[a:b] for a, b in pairwise(edges)]
 
 
 @settings(max_examples=500, deadline=None)
 @given(LETTERS, STOPS, st.booleans(), st.lists(st.integers(0, 30), max_size=8))
-def test_stops_do_not_depend_on_how_text_is_cut(
+def test_stop_strings_do_not_depend_on_the_pieces(
     text: str, stops: tuple[str, ...], include: bool, places: list[int]
 ) -> None:
     finder, out, found = StopStrings(stops, include), "", None
-    wanted, stop = stopped(text, stops, include)
-    for piece in cut(text, places):
+    expected, stop = reference_stop(text, stops, include)
+    for piece in cut_at(text, places):
         released, found = finder.push(piece)
         out += released
-        assert wanted.startswith(out)  # nothing leaks, nothing is taken back
+        assert expected.startswith(out)
         if found is not None:
             break
     out += finder.flush() if found is None else ""
-    assert (out, found) == (wanted, stop)
+    assert (out, found) == (expected, stop)
 
 
-def test_the_first_complete_stop_wins_and_the_longest_of_those() -> None:
+def test_first_complete_stop_string_wins_then_the_longest() -> None:
     assert StopStrings(("abcd", "c"), False).push("abcd") == ("ab", "c")
     assert StopStrings(("c", "bc"), False).push("abcd") == ("a", "bc")
     assert StopStrings(("c", "bc"), True).push("abcd") == ("abc", "bc")
 
 
-def test_nothing_comes_after_a_stop() -> None:
+def test_no_text_follows_a_stop_string() -> None:
     finder = StopStrings(("x",), False)
     assert finder.push("axb") == ("a", "x")
     assert finder.push("cd") == ("", "x")
     assert finder.flush() == ""
 
 
-def test_the_beginning_of_a_stop_is_held_and_given_back() -> None:
+def test_partial_stop_string_is_held_and_released() -> None:
     finder = StopStrings(("\n\nUser:",), False)
     assert finder.push("hi\n") == ("hi", None)
     assert finder.push("\nUs") == ("", None)
@@ -268,7 +275,7 @@ def test_the_beginning_of_a_stop_is_held_and_given_back() -> None:
     assert finder.flush() == "\n"
 
 
-def test_a_stop_within_inactive_text_does_not_count_but_one_that_ends_later_does() -> None:
+def test_stop_string_counts_only_if_it_ends_in_active_text() -> None:
     finder = StopStrings(("a", "xab"), False)
     assert finder.push("a xa", active=False) == ("a ", None)
     assert finder.push("b") == ("", "xab")
@@ -277,12 +284,12 @@ def test_a_stop_within_inactive_text_does_not_count_but_one_that_ends_later_does
     assert finder.push("ba") == ("b", "a")
 
 
-# ── both ─────────────────────────────────────────────────────────────────────────────────────────
+# ---- text streams
 
 
 @settings(max_examples=100, deadline=None)
 @given(TEXTS, st.sampled_from([("the",), ("中", "b "), ("🙂", "\n", "a"), ()]), st.booleans())
-def test_a_stream_is_detokenised_then_stopped(text: str, stops: tuple[str, ...], include: bool) -> None:
+def test_text_stream_detokenizes_and_stops(text: str, stops: tuple[str, ...], include: bool) -> None:
     prompt = BYTES.encode("hello", add_special_tokens=False)
     output = BYTES.encode(text, add_special_tokens=False)
     stream, out, stop = TextStream(BYTES, prompt, stops=stops, include_stop=include), "", None
@@ -292,11 +299,10 @@ def test_a_stream_is_detokenised_then_stopped(text: str, stops: tuple[str, ...],
         if stop is not None:
             break
     out += stream.flush()
-    assert (out, stop) == stopped(whole(BYTES, prompt, output), stops, include)
-    assert stream.text == out
+    assert (out, stop) == reference_stop(reference_text(BYTES, prompt, output), stops, include)
 
 
-def test_stops_are_active_after_min_tokens() -> None:
+def test_stop_strings_are_active_after_min_tokens() -> None:
     prompt = BYTES.encode("hello", add_special_tokens=False)
     a, b = BYTES.convert_tokens_to_ids(["a", "b"])
     stream = TextStream(BYTES, prompt, stops=("a",), min_tokens=2)
@@ -306,4 +312,3 @@ def test_stops_are_active_after_min_tokens() -> None:
         ("b", None),
         ("", "a"),
     ]
-    assert stream.text == "aab"
