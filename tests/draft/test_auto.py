@@ -8,6 +8,7 @@ import pytest
 
 from samewise.draft.auto.auto import EXPLORE, Auto
 from samewise.draft.auto.idle_policy import FRAMES
+from samewise.draft.base import Drafter
 from samewise.draft.cost_model import FrameCosts
 from samewise.draft.ngram import Heard, Match, Ngram
 from samewise.types import Ask, Proposal, Sampling, Verdict
@@ -24,14 +25,10 @@ class Clock:
         return self.now
 
 
-class Slow:
+class Slow(Drafter):
     """A drafter whose every pass takes so long."""
 
     name = "slow"
-    quiet = False
-
-    ready = True
-    changes = 0
 
     def __init__(self, clock, seconds):
         self.clock, self.seconds, self.passes = clock, seconds, 0
@@ -40,15 +37,6 @@ class Slow:
         self.passes += 1
         self.clock.now += self.seconds
         return [Proposal(ask.seq_id, (7,), drafter=self.name, more=True) for ask in asks]
-
-    def think(self, asks):
-        pass
-
-    def observe(self, verdicts):
-        pass
-
-    def forget(self, seq_id):
-        pass
 
 
 def ask(seq_id, tokens, room=16, draft=()):
@@ -147,7 +135,7 @@ def test_a_cheap_and_good_drafter_is_used_and_goes_far():
     paced = auto(drafters=[Slow(clock, 0.004)], clock=clock)
     lengths = run(paced, 400, accepted=16)
     assert lengths[-1] >= 8
-    assert paced.stats()["decisions"]["slow"] > 10
+    assert paced.stats()["auto"]["decisions"]["slow"] > 10
 
 
 @pytest.mark.parametrize(("seconds", "accepted"), [(0.2, 16), (0.02, 0)], ids=["dear", "wrong"])
@@ -301,7 +289,7 @@ def test_what_is_heard_teaches_without_being_asked():
     machine = Machine([n for i in range(300) for n in (5, 6, 1000 + i)], right=False)
     machine.run(800)
     asked = machine.asked
-    learned = machine.paced.stats()["match_acceptance"][2]
+    learned = machine.paced.stats()["auto"]["match_acceptance"][2]
     assert learned < 0.1
     machine.run(850)
     assert machine.asked - asked <= 1
@@ -371,7 +359,7 @@ def test_decisions_are_told(caplog):
         paced.propose([ask(1, PLAIN)])
     assert "guesses bought" in caplog.text
     assert "sequences was seen before" in caplog.text
-    told = paced.stats()
+    told = paced.stats()["auto"]
     assert told["decisions"] == {"ngram": 1, "none": 1}
     assert len(told["match_acceptance"]) == 13
     assert told["rest"] is None
@@ -386,7 +374,7 @@ def test_trials_and_rests_are_told_too(caplog):
         resting.run(140)
     for told in ("slow is tried for 1 sequences", "nothing to guess; resting", "awake again; "):
         assert told in caplog.text
-    rest = resting.paced.stats()["rest"]
+    rest = resting.paced.stats()["auto"]["rest"]
     assert rest["rests"] > 0
     assert rest["calls"] > 0
     assert rest["price_seconds"] == pytest.approx(Machine.ASKING, rel=0.2)

@@ -17,7 +17,7 @@ from samewise.engine import Engine
 from samewise.errors import BadParameter
 from samewise.execute.pack import pack_frame
 from samewise.model import fused_layer as layers
-from samewise.testing import FAMILIES, planted, planted_best, tiny, tiny_engine, two_topics
+from samewise.testing import FAMILIES, planted, planted_best, submit, tiny, tiny_engine, two_topics
 from samewise.types import LayerSet, Sampling
 
 LAYERS = 12
@@ -32,7 +32,7 @@ def _own_cache(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def _layers_tell(monkeypatch):
     """A layer that is one call tells those who listen to its parts."""
-    call = layers.Native.__call__
+    call = layers.FusedForward.__call__
 
     def told(self, *args, **named):
         out = call(self, *args, **named)
@@ -41,7 +41,7 @@ def _layers_tell(monkeypatch):
                 hook(part, (), out)
         return out
 
-    monkeypatch.setattr(layers.Native, "__call__", told)
+    monkeypatch.setattr(layers.FusedForward, "__call__", told)
 
 
 class Worked:
@@ -81,7 +81,7 @@ def talk(engine, num=1, most=120, seed=0, temperature=0.0):
     said = {}
     for i in range(num):
         prompt = [rng.randrange(256) for _ in range(10)]
-        said[engine.add(prompt, Sampling(temperature=temperature, seed=i), max_tokens=most)] = []
+        said[submit(engine, prompt, Sampling(temperature=temperature, seed=i), max_tokens=most)] = []
     while not engine.idle:
         for delta in engine.step():
             said[delta.request_id] += delta.tokens
@@ -270,8 +270,8 @@ def test_a_broken_promise_drops_the_set_also_while_the_search_is_open_and_it_is_
     talk(engine_of(loaded, search_rounds=6), 1, 300)
     engine = engine_of(loaded, search_rounds=6)
     skip = engine.proposer
-    recall = skip._memory.recall
-    skip._memory.recall = lambda: calls.append(1) or recall()
+    recall = skip._store.load
+    skip._store.load = lambda: calls.append(1) or recall()
     talk(engine, 1, 300)
     skip._settle()
     skip._search.open = True
@@ -298,13 +298,13 @@ def test_a_set_that_is_scored_as_broken_is_dropped_and_not_kept_for_others():
     engine = engine_of(search_rounds=64)
     talk(engine, 1, 300)
     skip = engine.proposer
-    known = skip._memory.recall()
+    known = skip._store.load()
     skip._search.open, skip._scored_at, skip._saved = True, 0, 1e9
     told = skip._told
     skip._told = lambda pieces, skipped: told(pieces, skipped)._replace(right=0)
     talk(engine, 1, 60, seed=5)
     assert not skip.ready
-    assert skip._memory.recall() == known
+    assert skip._store.load() == known
 
 
 def test_sets_that_never_hold_are_given_up_for_a_while():
@@ -326,7 +326,7 @@ def test_two_topics_and_back():
     for seed, (low, high) in enumerate(((0, 160), (160, 320), (0, 160))):
         sampling = Sampling(temperature=0.7, seed=seed, allowed_token_ids=tuple(range(low, high)))
         rng = random.Random(seed)
-        engine.add([rng.randrange(low, high) for _ in range(16)], sampling, max_tokens=380)
+        submit(engine, [rng.randrange(low, high) for _ in range(16)], sampling, max_tokens=380)
         while not engine.idle:
             engine.step()
         mlps = engine.stats()["skip"]["set"]["mlp"]
@@ -442,7 +442,7 @@ def test_a_found_set_is_kept_for_the_next_process_and_scored_before_it_is_truste
     first = next(e for e in again.stats()["skip"]["timeline"][1:])
     assert first["set"]["mlp"] == found["mlp"]
     other = engine_of(loaded, workload="another")
-    assert other.proposer._memory.recall() is None
+    assert other.proposer._store.load() is None
 
 
 @pytest.mark.parametrize(
@@ -453,9 +453,9 @@ def test_a_damaged_memory_is_ignored_with_a_warning_and_rewritten(junk, caplog):
     loaded = planted(LAYERS, 64)
     engine = engine_of(loaded, search_rounds=6)
     skip = engine.proposer
-    skip._memory.remember(LayerSet(mlp=frozenset({1})), 0.5)
+    skip._store.save(LayerSet(mlp=frozenset({1})), 0.5)
     (path,) = (user_cache.cache_dir() / "facts" / "layersets").glob("*.json")
-    key = skip._memory._key()
+    key = skip._store._key
     if junk.startswith('{"a'):
         path.write_text(json.dumps({"key": key, "value": json.loads(junk)}))
     else:
@@ -464,7 +464,7 @@ def test_a_damaged_memory_is_ignored_with_a_warning_and_rewritten(junk, caplog):
         talk(engine, 1, 300)
     assert not skip._search.open
     assert "ignoring" in caplog.text
-    assert skip._memory.recall()[0] == skip._search.best.skipped
+    assert skip._store.load()[0] == skip._search.best.skipped
 
 
 def test_new_weights_make_it_prove_its_set_again():
@@ -498,7 +498,7 @@ def test_auto_leaves_it_off_where_it_does_not():
 def test_it_writes_no_page_but_its_own_and_scratch():
     engine = engine_of(search_every=1, search_share=1.0)
     rng = random.Random(1)
-    request = engine.add([rng.randrange(256) for _ in range(20)], Sampling(), max_tokens=60)
+    request = submit(engine, [rng.randrange(256) for _ in range(20)], Sampling(), max_tokens=60)
     store, canon = engine.runner.store, {}
     while not engine.idle:
         seq = engine.scheduler._running.get(request)

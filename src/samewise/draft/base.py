@@ -1,125 +1,129 @@
-"""What a proposer is: two verbs and a farewell. Nothing it says is ever emitted.
+"""The proposer interface: one base class whose methods do nothing unless a proposer overrides them.
 
-Host only.
+A proposer only decides how many tokens a verification pass can commit at once; no token it proposes is ever
+emitted unverified. Host only.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from samewise.types import Ask, Proposal, Verdict
 
 
-class Proposer(Protocol):
-    """Guesses tokens. May be wrong, slow, random or broken: the output cannot change."""
+class Proposer:
+    """Proposes draft tokens. Drafts may be wrong, late or missing: the output cannot depend on them.
 
-    @property
-    def name(self) -> str:
-        """As in `LLM(proposer=name)`."""
-        ...
+    The engine calls these methods and no others, all from one thread.
+    """
+
+    name: str
+    """As in `LLM(proposer=name)`; also the `drafter` of this proposer's proposals."""
 
     @property
     def quiet(self) -> bool:
-        """Whether it means to guess nothing for now, so that nobody need ask."""
-        ...
+        """True while `propose` would return nothing: the engine may skip the call and launch ahead."""
+        return False
 
-    def propose(self, asks: list[Ask]) -> list[Proposal]:
-        """Guesses for any of the asks, at most `ask.room` each."""
-        ...
+    def propose(self, asks: list[Ask]) -> list[Proposal]:  # noqa: ARG002 - the default ignores it
+        """Draft tokens for any of the asks, at most `ask.room` each."""
+        return []
 
     def observe(self, verdicts: list[Verdict]) -> None:
-        """Learn how earlier guesses fared."""
-        ...
+        """Learn from the verdicts of one frame, in the frame's order."""
 
     def forget(self, seq_id: int) -> None:
-        """The sequence is gone."""
-        ...
-
-
-@runtime_checkable
-class Reader(Protocol):
-    """A proposer that reads prompts, and would rather do so while the device reads them too."""
+        """Drop the state of a sequence that has finished or was aborted."""
 
     def meet(self, asks: list[Ask]) -> None:
-        """Sequences that are new. Nothing is asked yet."""
-        ...
+        """Index the prompts of new sequences while the device works. No draft is wanted yet."""
+
+    def warm(self, max_num_seqs: int) -> None:
+        """Prepare the passes of up to so many sequences before the first request arrives."""
+
+    def renew(self, contract_id: str) -> None:
+        """Follow the certified weights: called once when the engine was built, and after each replacement."""
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Reports for `Engine.stats()`, by proposer name."""
+        return {}
 
 
-class Drafter(Proposer, Protocol):
-    """A proposer that runs a model, and may need time for itself."""
+class Drafter(Proposer):
+    """A proposer that runs model passes. `auto` measures its passes and decides when to use it."""
 
     @property
     def ready(self) -> bool:
-        """Whether it could guess at all."""
-        ...
+        """Whether it can draft at all now."""
+        return True
 
     @property
-    def changes(self) -> int:
-        """How often it has changed its ways: what was known of it before holds no longer."""
-        ...
+    def revision(self) -> int:
+        """Rises whenever it starts to draft with something else: earlier measurements then no longer hold."""
+        return 0
 
-    def think(self, asks: list[Ask]) -> None:
-        """Time for itself, at every step, whether or not it is asked for guesses."""
-        ...
+    def on_step(self, asks: list[Ask]) -> None:
+        """Do work of its own, at every step in which `auto` is asked, whether or not drafts are wanted."""
 
 
-class Nothing:
-    """Guesses nothing: one row per sequence and frame. The reference for every law."""
+class NoDrafts(Proposer):
+    """Never drafts: one row per sequence and frame. The reference that other proposers are compared with."""
 
     name = "none"
     quiet = True
 
-    def propose(self, asks: list[Ask]) -> list[Proposal]:  # noqa: ARG002 - part of the protocol
-        """No guesses."""
-        return []
 
-    def observe(self, verdicts: list[Verdict]) -> None:
-        """Nothing to learn."""
-
-    def forget(self, seq_id: int) -> None:
-        """Nothing to forget."""
-
-
-class First:
-    """Several proposers in turn: whoever has a guess first drafts, and goes on with what it began."""
-
-    quiet = False
+class Fallback(Proposer):
+    """Several proposers in order: the first with a draft for a sequence drafts until it is verified."""
 
     def __init__(self, members: list[Proposer]) -> None:
         self._members = members
         self.name = "+".join(member.name for member in members)
-        self._drafter: dict[int, str] = {}
+        self._drafter: dict[int, str] = {}  # which member drafts for a sequence
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
-        """For each ask the first member's guesses, if it has any."""
+        """For each ask the first non-empty proposal; a draft under way goes only to the member that began it."""
         proposals: list[Proposal] = []
         left = asks
         for member in self._members:
-            mine = [a for a in left if not a.draft or self._drafter.get(a.seq_id) == member.name]
-            found = [p for p in member.propose(mine) if p.tokens] if mine else []
-            proposals += found
-            served = {p.seq_id for p in found}
+            eligible = [a for a in left if not a.draft or self._drafter.get(a.seq_id) == member.name]
+            drafted = [p for p in member.propose(eligible) if p.tokens] if eligible else []
+            proposals += drafted
+            served = {p.seq_id for p in drafted}
             for seq_id in served:
                 self._drafter[seq_id] = member.name
             left = [ask for ask in left if ask.seq_id not in served]
         return proposals
 
-    def meet(self, asks: list[Ask]) -> None:
-        """Whoever reads, reads."""
-        for member in self._members:
-            if isinstance(member, Reader):
-                member.meet(asks)
-
     def observe(self, verdicts: list[Verdict]) -> None:
-        """Everybody learns."""
+        """Pass on to every member."""
         for member in self._members:
             member.observe(verdicts)
 
     def forget(self, seq_id: int) -> None:
-        """Everybody forgets."""
+        """Pass on to every member."""
         self._drafter.pop(seq_id, None)
         for member in self._members:
             member.forget(seq_id)
 
+    def meet(self, asks: list[Ask]) -> None:
+        """Pass on to every member."""
+        for member in self._members:
+            member.meet(asks)
 
-__all__ = ["Drafter", "First", "Nothing", "Proposer", "Reader"]
+    def warm(self, max_num_seqs: int) -> None:
+        """Pass on to every member."""
+        for member in self._members:
+            member.warm(max_num_seqs)
+
+    def renew(self, contract_id: str) -> None:
+        """Pass on to every member."""
+        for member in self._members:
+            member.renew(contract_id)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """The reports of every member."""
+        return {name: report for member in self._members for name, report in member.stats().items()}
+
+
+__all__ = ["Drafter", "Fallback", "NoDrafts", "Proposer"]

@@ -6,39 +6,38 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
-from samewise import user_cache
 from samewise.config import EngineConfig
 from samewise.counters import Counters
 from samewise.draft.auto.auto import Auto
-from samewise.draft.base import Drafter, First, Nothing, Proposer
+from samewise.draft.base import Drafter, Fallback, NoDrafts, Proposer
 from samewise.draft.cost_model import FrameCosts
 from samewise.draft.decode import Decode
 from samewise.draft.model import READ_ROWS, DraftModel
 from samewise.draft.ngram import Ngram
+from samewise.draft.quantized import fp8_copy, packed_copy
+from samewise.draft.skip.layer_set_store import LayerSetStore
 from samewise.draft.skip.pricing import Pricing
 from samewise.draft.skip.score_layer_set import Rehearsal
 from samewise.draft.skip.search import Search
 from samewise.draft.skip.skip import Skip
 from samewise.errors import BadParameter
-from samewise.execute.load import Loaded, cheaper, count_pages, load, pick_linear, refuse_other_vocabulary
+from samewise.execute.budget import count_pages
+from samewise.execute.choices import pick_draft_quantizer, pick_linear
+from samewise.execute.load import Loaded, load, refuse_other_vocabulary
 from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
-from samewise.model import fp8
 from samewise.model.linear import FrameLinear, pack_linears
 from samewise.model.rope import pin_rope
-from samewise.model.surgery import twin
-from samewise.types import LayerSet
+from samewise.model.surgery import copy_modules
 
 log = logging.getLogger("samewise")
 
-MakeProposer = Callable[["Parts"], Proposer]
+MakeProposer = Callable[["ProposerParts"], Proposer]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ProposerParts:
     """What a proposer may be built from."""
 
     runner: Runner
@@ -53,9 +52,6 @@ class Parts:
     ahead: bool = False
     private: range = range(0)  # pages nobody else uses
     counters: Counters = field(default_factory=Counters)  # the engine's own, for reading
-    contract: Callable[[], str] = lambda: ""  # known once the engine is certified
-    reports: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)  # what stats() is to say
-    renewals: list[Callable[[], object]] = field(default_factory=list)  # called when weights were replaced
 
     @property
     def chain(self) -> int:
@@ -63,26 +59,18 @@ class Parts:
         return 4 if self.runner.device.type == "cuda" else 1
 
 
-def _decode(parts: Parts) -> Decode:
+def _decode(parts: ProposerParts) -> Decode:
     """Regular decoding, with cheaper weights where that is asked for or pays."""
-    runner, path = parts.runner, None
-    how = cheaper(parts.config.draft_weights, runner.model, runner.device)
+    runner, copy = parts.runner, None
+    quantize = pick_draft_quantizer(parts.config.draft_weights, runner.model, runner.device)
     if parts.config.draft_weights == "fp8":
-        other = twin(runner.model)
-        made = fp8.use(other)
-        shapes = sorted({f"{one.outputs}×{one.inputs}" for one in made})
-        log.info("float8 guesses: faster here for linears of %s", ", ".join(shapes) or "no shape")
-        path = runner.path(other) if made else None
-        parts.renewals.extend(one.renew for one in made)
-    elif how is not None:
-        other = twin(runner.model)
-        pack_linears(other, how)
-        path = runner.path(other)
-        parts.renewals.append(partial(pack_linears, other, how))
-    return Decode(runner, parts.sampler, path=path, chain=parts.chain)
+        copy = fp8_copy(runner)
+    elif quantize is not None:
+        copy = packed_copy(runner, quantize)
+    return Decode(runner, parts.sampler, copy=copy, chain=parts.chain)
 
 
-def _model(parts: Parts) -> DraftModel:
+def _model(parts: ProposerParts) -> DraftModel:
     """A draft model beside the model."""
     assert parts.loaded is not None
     config = replace(
@@ -92,7 +80,7 @@ def _model(parts: Parts) -> DraftModel:
     draft = parts.load(config)
     refuse_other_vocabulary(parts.loaded, draft, config.model)
     device, runner = parts.runner.device, parts.runner
-    model = twin(draft.model.to(device))
+    model = copy_modules(draft.model.to(device))
     longest_draft = min(parts.max_model_len, draft.arch.max_positions)
     pin_rope(model, longest_draft)
     if pick_linear(config.linear, device) == "native":
@@ -106,7 +94,7 @@ def _model(parts: Parts) -> DraftModel:
     return DraftModel(own, parts.sampler, num_pages, longest_draft)
 
 
-def _skip_if_possible(parts: Parts) -> list[Drafter]:
+def _skip_if_possible(parts: ProposerParts) -> list[Drafter]:
     """`skip`, where the model has layers to leave out and they can be told apart."""
     try:
         made = _skip(parts, alone=False)
@@ -116,58 +104,31 @@ def _skip_if_possible(parts: Parts) -> list[Drafter]:
     return [made] if made.possible else []
 
 
-class _Sets:
-    """Layer sets that were found, kept in the user's cache by contract and workload."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-
-    def _key(self) -> dict[str, str]:
-        return {"contract": self._parts.contract(), "workload": self._parts.config.workload}
-
-    def recall(self) -> tuple[LayerSet, float] | None:
-        found: Any = user_cache.get("layersets", self._key())
-        try:
-            sets = [frozenset(int(i) for i in found[name]) for name in ("attention", "mlp")]
-            rate = min(1.0, max(0.0, float(found.get("rate", 1.0))))
-        except (TypeError, KeyError, ValueError, OverflowError):
-            if found is not None:
-                log.warning("ignoring a damaged layer set in the cache: %r", found)
-            return None
-        return LayerSet(*sets), rate
-
-    def remember(self, skipped: LayerSet, rate: float) -> None:
-        sets = {"attention": sorted(skipped.attention), "mlp": sorted(skipped.mlp), "rate": rate}
-        user_cache.put("layersets", self._key(), sets)
-
-
-def _skip(parts: Parts, *, alone: bool = True) -> Skip:
+def _skip(parts: ProposerParts, *, alone: bool = True) -> Skip:
     """The model itself, with a layer set that finds itself."""
     config, runner = parts.config, parts.runner
     views = runner.views()
     search = Search(views.num_layers, seed=config.seed % 2**32, rounds=config.search_rounds)
     rehearsal = Rehearsal(runner, parts.sampler, views, parts.private, window=config.search_window)
-    weights = [views.weights(layer) for layer in range(views.num_layers)]
+    weights = [views.sublayer_bytes(layer) for layer in range(views.num_layers)]
     linears = sum(m.weight.nbytes for m in runner.model.modules() if isinstance(m, FrameLinear))
     rest = max(0.0, linears - sum(attention + mlp for attention, mlp in weights))  # the head, mostly
     pricing = Pricing(weights, rest, runner.kv_bytes, parts.frames, config.draft_tokens)
     made = Skip(
         runner, parts.sampler, rehearsal, search, pricing, parts.frames, parts.counters, parts.clock,
-        memory=_Sets(parts), every=config.search_every, share=config.search_share, chain=parts.chain,
+        store=LayerSetStore(config.workload), every=config.search_every, share=config.search_share, chain=parts.chain,
         alone=alone,
     )  # fmt: skip
-    parts.reports["skip"] = made.stats
-    parts.renewals.append(made.renew)
     return made
 
 
-def _auto(parts: Parts) -> Auto:
+def _auto(parts: ProposerParts) -> Auto:
     """All that could pay here: suffix matches, and a draft model and cheaper decoding if there are."""
     config, runner = parts.config, parts.runner
     drafters: list[Drafter] = [_model(parts)] if config.draft_model else []
     if (
         config.draft_weights == "fp8"
-        or cheaper(config.draft_weights, runner.model, runner.device) is not None
+        or pick_draft_quantizer(config.draft_weights, runner.model, runner.device) is not None
     ):
         drafters.append(_decode(parts))
     drafters += _skip_if_possible(parts)
@@ -182,7 +143,7 @@ MAKERS: dict[str, MakeProposer] = {
     "decode": _decode,
     "model": _model,
     "ngram": lambda _: Ngram(),
-    "none": lambda _: Nothing(),
+    "none": lambda _: NoDrafts(),
     "skip": _skip,
 }
 
@@ -190,7 +151,7 @@ MAKERS: dict[str, MakeProposer] = {
 def maker_of(config: EngineConfig) -> MakeProposer:
     """How to build what a configuration names."""
     makers = [MAKERS[name] for name in config.proposers]
-    return makers[0] if len(makers) == 1 else lambda parts: First([make(parts) for make in makers])
+    return makers[0] if len(makers) == 1 else lambda parts: Fallback([make(parts) for make in makers])
 
 
-__all__ = ["MAKERS", "MakeProposer", "Parts", "maker_of"]
+__all__ = ["MAKERS", "MakeProposer", "ProposerParts", "maker_of"]

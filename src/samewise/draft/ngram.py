@@ -12,7 +12,8 @@ from collections import OrderedDict
 from itertools import pairwise
 from typing import NamedTuple
 
-from samewise.types import Ask, Proposal, Verdict
+from samewise.draft.base import Proposer
+from samewise.types import Ask, Proposal
 
 PLACES = 8  # most recent occurrences of a pair that are looked at
 LONGEST = 24  # a match is not followed back further
@@ -102,11 +103,10 @@ class _Pool:
         self.halves[0].extend([*tokens[-self._half :], BREAK])
 
 
-class Ngram:
+class Ngram(Proposer):
     """Suffix matching. Costs microseconds per token, and no pass of any model."""
 
     name = "ngram"
-    quiet = False
 
     def __init__(self, store_tokens: int = STORE_TOKENS) -> None:
         self._limit = store_tokens
@@ -165,9 +165,6 @@ class Ngram:
         if best:
             self._foretold[seq_id] = (best, follows)
         return Heard(best, None if before is None else (before[0], before[1] == tokens[0]))
-
-    def observe(self, verdicts: list[Verdict]) -> None:
-        """Nothing to learn: texts are read when they are asked about."""
 
     def forget(self, seq_id: int) -> None:
         """The sequence is gone; what it was answered may help others, if it may be shared."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from samewise.draft.auto.idle_policy import Rest
-from samewise.draft.base import Drafter
+from samewise.draft.base import Drafter, Proposer
 from samewise.draft.cost_model import Curve, FrameCosts, Luck, Rate, expected
 from samewise.draft.ngram import Ngram
 from samewise.types import Ask, Proposal, Verdict
@@ -45,13 +45,13 @@ class Known:
     cost: Curve = field(default_factory=Curve)  # seconds of one pass, by number of sequences
     rate: Rate = field(default_factory=lambda: Rate(3.4, 4.0))
     tried: int = -EXPLORE  # the step of its last draft
-    changes: int = 0  # how often it had changed its ways when last looked at
+    revision: int = 0  # of the drafter when last looked at
     sizes: set[int] = field(default_factory=set)  # numbers of sequences it has drafted for
 
     def look(self) -> None:
         """Forget what was known of it before it changed its ways."""
-        if self.proposer.changes != self.changes:
-            self.changes, self.tried = self.proposer.changes, -EXPLORE * 10**6
+        if self.proposer.revision != self.revision:
+            self.revision, self.tried = self.proposer.revision, -EXPLORE * 10**6
             self.cost, self.rate, self.sizes = Curve(), Rate(3.4, 4.0), set()
 
     def observe(self, live: int, seconds: float) -> None:
@@ -72,7 +72,7 @@ class Choice(NamedTuple):
 NOBODY = Choice(None, 0, 0.0)
 
 
-class Auto:
+class Auto(Proposer):
     """Suffix matches where they pay, a drafter where it pays, nothing where nothing does."""
 
     name = "auto"
@@ -117,7 +117,7 @@ class Auto:
         self._step += 1
         began = self._clock()
         for drafter in self._drafters.values():
-            drafter.proposer.think(asks)
+            drafter.proposer.on_step(asks)
             drafter.look()
         if self._rest is not None:
             self._rest.apart(self._clock() - began)
@@ -221,9 +221,14 @@ class Auto:
         for drafter in self._drafters.values():
             drafter.proposer.forget(seq_id)
 
-    def stats(self) -> dict[str, Any]:
-        """What it knows and what it has decided so far."""
-        return {
+    def renew(self, contract_id: str) -> None:
+        """Pass on to every drafter."""
+        for drafter in self._drafters.values():
+            drafter.proposer.renew(contract_id)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """What it knows and what it has decided so far, and the reports of its drafters."""
+        own = {
             "decisions": dict(self._decisions),
             "frame_seconds": self._frames.curve.table(),
             "drafters": {
@@ -233,6 +238,10 @@ class Auto:
             "match_acceptance": [round(rate.value, 3) for rate in self._by_length],
             "rest": None if self._rest is None else self._rest.stats(max(1, len(self._live))),
         }
+        reports = {"auto": own}
+        for drafter in self._drafters.values():
+            reports |= drafter.proposer.stats()
+        return reports
 
     # ---- suffix matches: rows are bought, the likeliest first
 

@@ -20,7 +20,7 @@ from samewise.execute.runner import Path, Runner
 from samewise.execute.sampling import Sampler
 from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels.attention.base import PAGE
-from samewise.model.views import Views
+from samewise.model.views import LayerViews
 from samewise.types import Ask, LayerSet, Sampling, Span
 
 LENGTH = 2 * PAGE  # rows of a piece at most
@@ -52,7 +52,9 @@ class Told(NamedTuple):
 class Rehearsal:
     """Scores layer sets on text that was committed lately. Owns the private pages."""
 
-    def __init__(self, runner: Runner, sampler: Sampler, views: Views, pages: range, *, window: int) -> None:
+    def __init__(
+        self, runner: Runner, sampler: Sampler, views: LayerViews, pages: range, *, window: int
+    ) -> None:
         self._runner, self._sampler, self._views = runner, sampler, views
         self._pages, self.window = pages, min(window, len(pages) * PAGE)
         self._turn = 0
@@ -157,7 +159,9 @@ class Rehearsal:
                 if not sampling.plain:
                     position = span.start + place + 1
                     before = span.tokens[span.prompt_len : position] if sampling.edited else []
-                    draws.append(SamplingRow(len(plain), sampling, span.tokens[: span.prompt_len], before, position))
+                    draws.append(
+                        SamplingRow(len(plain), sampling, span.tokens[: span.prompt_len], before, position)
+                    )
                 plain.append(sampling.plain)
         picks = self._sampler.sample(logits, draws)
         sure: list[float] = picks.logprobs.exp().tolist()
