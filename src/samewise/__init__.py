@@ -3,8 +3,8 @@
 >>> from samewise import LLM, SamplingParams
 >>> LLM("smollm2").generate("The capital of France is", SamplingParams(temperature=0))
 
-Importing this package is cheap: torch comes in when a model is first asked for, after the machine's
-traps have been settled.
+Importing this package is cheap: torch is imported when a name that needs it is first used, after the
+environment variables it reads have been pinned.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'samewise' has no attribute {name!r}")
     from samewise import machine
 
-    machine.pin_environment()  # before torch does any work: see its docstring
+    machine.pin_environment()  # before torch is imported
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -1,4 +1,4 @@
-"""What has happened so far, in numbers. Host only."""
+"""Counters of an engine. Host only."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class DrafterCounters:
-    """How one drafter fared."""
+    """What became of one proposer's drafts."""
 
     drafts: int = 0
     guessed: int = 0
     accepted: int = 0
-    branches: int = 0  # that won
+    branches: int = 0  # drafts whose accepted part was a branch
 
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened so far. Owned by the Scheduler."""
+    """Totals since the engine was built. Written by the Scheduler, read by proposers and statistics."""
 
     requests: int = 0
     finished: int = 0

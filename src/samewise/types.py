@@ -1,9 +1,7 @@
-"""The nouns. Everything that crosses a module is one of these, and frozen unless it says otherwise.
+"""The types that cross modules. All are immutable except Sequence.
 
-Small records that are made once per sequence and step are named tuples: as frozen as a frozen
-dataclass and several times cheaper to make. Positions are absolute, intervals half-open.
-
-Host only: this module has never heard of a tensor.
+Records made once per sequence and step are named tuples: immutable like a frozen dataclass and several times
+cheaper to make. Positions are absolute, intervals half-open. Host only: no tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from samewise.errors import BadParameter, InvariantBroken
 
 TopLogprobs = tuple[tuple[int, float], ...]
-"""(token id, log-probability), by falling value, equal values by rising id."""
+"""(token id, log-probability) pairs by falling value; equal values by rising id."""
 
 
 class Finish(StrEnum):
@@ -33,19 +31,19 @@ GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "lark")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must look like: a kind and its text. Knows no tokens; `grammar.py` compiles it."""
+    """A constraint on the output: its kind and its source text. `text/grammar.py` compiles it for a tokenizer."""
 
     kind: str
     text: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMAR_KINDS:
-            raise BadParameter(f"grammar kind {self.kind!r}: known are {', '.join(GRAMMAR_KINDS)}")
+            raise _bad(f"grammar kind {self.kind!r}: known are {', '.join(GRAMMAR_KINDS)}")
         if not isinstance(self.text, str):
-            raise BadParameter(f"a {self.kind} grammar is text, not {type(self.text).__name__}")
+            raise _bad(f"a {self.kind} grammar is text, not {type(self.text).__name__}")
         if (self.kind == "json_object") != (self.text == ""):
             need = "takes no text" if self.text else "needs a text"
-            raise BadParameter(f"a {self.kind} grammar {need}")
+            raise _bad(f"a {self.kind} grammar {need}")
         if self.kind == "json_schema":
             _check_schema(self.text)
 
@@ -70,37 +68,41 @@ class Grammar:
         return cls("lark", rules)
 
 
+def _bad(message: str) -> BadParameter:
+    return BadParameter(message, param="grammar")
+
+
 def _dumps(schema: object) -> str:
     try:
         return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise BadParameter(f"the JSON schema is not JSON: {error}") from error
+        raise _bad(f"the JSON schema is not JSON: {error}") from error
 
 
 def _check_schema(text: str) -> None:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadParameter(f"the JSON schema is not JSON: {error}") from error
+        raise _bad(f"the JSON schema is not JSON: {error}") from error
     if not isinstance(schema, dict):
-        raise BadParameter(f"a JSON schema is an object, not {text[:40]!r}")
+        raise _bad(f"a JSON schema is an object, not {text[:40]!r}")
 
 
 class Guide(Protocol):
-    """Where a sequence stands in its grammar: after its committed tokens, never after a guess.
+    """A sequence's state in its grammar, after its committed tokens.
 
-    Owned by a Sequence; lent with an Ask or a Span. What it says is a function of the grammar and the tokens
-    before a position, so guesses may be asked about in any order and leave nothing behind.
+    Owned by a Sequence; an Ask or a Span holds a reference. Every answer is a function of the grammar and the
+    tokens before a position, so asking about guesses leaves no state behind.
     """
 
     def fits(self, draft: list[int], guesses: tuple[int, ...]) -> int:
-        """How many of `guesses` the grammar lets follow what was committed and drafted."""
+        """How many of `guesses` the grammar allows after the committed tokens and `draft`."""
         ...
 
     def masks(self, guesses: tuple[int, ...]) -> list[bytes | None]:
-        """What may come next: before the first guess, and after each. A bit per token id, lowest first.
+        """The allowed next tokens before the first guess and after each one: a bit per token id, lowest first.
 
-        None where nothing is to be said: behind the end of the text, or where no token fits.
+        None where there is no constraint to apply: after the end of the text, or where no token fits.
         """
         ...
 
@@ -109,17 +111,15 @@ class Guide(Protocol):
         ...
 
     def take(self, token: int) -> Finish | None:
-        """Commit a token. STOP: the text ends with it; ABORT: the grammar cannot take it, or be followed."""
+        """Commit a token. STOP: the text ends with it; ABORT: the grammar does not allow it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen, once everything about the request is known.
+    """How a token is chosen: SamplingParams with every default, text and stop string resolved to token ids.
 
-    Token ids only: stop strings, texts and defaults were resolved before. `index` is the place among
-    the request's n choices. The choice at a position is a function of this, the row's logits and the
-    tokens before it.
+    The token at a position is a function of this, the row's logits and the tokens before it.
     """
 
     temperature: float = 0.0
@@ -134,12 +134,12 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     min_tokens: int = 0
-    stop_ids: frozenset[int] = frozenset()  # end-of-text and the caller's own; barred before min_tokens
-    top_logprobs: int | None = None  # None: none asked for; -1: the whole vocabulary
+    stop_ids: frozenset[int] = frozenset()  # end-of-text and stop_token_ids; masked before min_tokens
+    top_logprobs: int | None = None  # None: not wanted; -1: the whole vocabulary
     seed: int = 0
-    index: int = 0
-    edited: bool = field(init=False)  # logits are changed in a way that depends on the tokens before
-    plain: bool = field(init=False)  # the model's own argmax, nothing added and nothing barred
+    index: int = 0  # which of the request's n choices
+    edited: bool = field(init=False)  # whether logits are changed in a way that depends on earlier tokens
+    plain: bool = field(init=False)  # whether the token is the argmax of the model's own logits
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "edited", self._edited())
@@ -159,13 +159,13 @@ class Sampling:
 
     @property
     def filtered(self) -> bool:
-        """Whether top-k, top-p or min-p can bar a token (greedy choice never needs them)."""
+        """Whether top-k, top-p or min-p can exclude a token; greedy choice never needs them."""
         return self.temperature > 0.0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSet:
-    """Sublayers that a pass leaves out, by the number of their layer. An argument, not a mode."""
+    """The sublayers a pass skips, by layer number. An argument of a pass, not a mode."""
 
     attention: frozenset[int] = frozenset()
     mlp: frozenset[int] = frozenset()
@@ -174,27 +174,23 @@ class LayerSet:
         return len(self.attention) + len(self.mlp)
 
     def __str__(self) -> str:
-        told = [
-            f"{name} {_runs(part)}"
-            for name, part in (("attention", self.attention), ("mlp", self.mlp))
-            if part
-        ]
-        return "; ".join(told) or "nothing"
+        parts = (("attention", self.attention), ("mlp", self.mlp))
+        return "; ".join(f"{name} {_ranges(layers)}" for name, layers in parts if layers) or "nothing"
 
 
-def _runs(numbers: frozenset[int]) -> str:
-    """1-4, 7, 9-10."""
-    runs: list[list[int]] = []
+def _ranges(numbers: frozenset[int]) -> str:
+    """As text: 1-4, 7, 9-10."""
+    ranges: list[list[int]] = []
     for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
         else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+            ranges.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
 class Branch(NamedTuple):
-    """Another way a draft may go on: its first `at` guesses, then these tokens."""
+    """An alternative draft: the first `at` guesses of the draft, then these tokens."""
 
     at: int
     tokens: tuple[int, ...]
@@ -202,56 +198,57 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to be continued. `arrival` orders requests; ids are never reused."""
+    """One sequence to continue. Ids order requests by arrival and are never reused."""
 
     id: int
     prompt: tuple[int, ...]
     sampling: Sampling
     max_tokens: int
     verify: bool = True
-    prompt_logprobs: int | None = None  # None: none; else how many alternatives, beside the token itself
-    score_from: int | None = None  # only log-probabilities of prompt tokens from here on are wanted
-    salt: bytes = b""  # prefixes are shared only between equal salts
-    leader: int | None = None  # a request with the same prompt whose pages are worth waiting for
-    share: bool = True  # whether guesses for others may be taken from its text
-    speculate: bool = True  # whether anybody guesses for it; without, one token a frame
+    prompt_logprobs: int | None = None  # alternatives per prompt token; None: no prompt log-probabilities
+    score_from: int | None = None  # first prompt position to score; None: no scoring
+    salt: bytes = b""  # prefix pages are shared only between requests with equal salts
+    leader: int | None = None  # a request with the same prompt whose prefix pages it waits for
+    share: bool = True  # whether drafts for other requests may use its text
+    speculate: bool = True  # whether it gets drafts; without, one token per frame
 
     @property
-    def scores_from(self) -> int | None:
-        """First prompt position whose own log-probability is wanted, if any."""
-        return self.score_from if self.score_from is not None else None if self.prompt_logprobs is None else 1
+    def first_scored(self) -> int | None:
+        """First prompt position whose log-probability is wanted; None: none is."""
+        if self.score_from is not None:
+            return self.score_from
+        return None if self.prompt_logprobs is None else 1
 
 
 @dataclass(slots=True)
 class Sequence:
-    """A request on its way. The one mutable noun; the Scheduler owns it, nobody else writes to it.
+    """The state of a request. The only mutable type here; only the Scheduler writes to it.
 
-    `tokens` are the prompt and what was committed. `kv_len` is how far canonical KV reaches: positions
-    below it are never written again. Above it lies scratch. `draft` holds guesses not yet replayed; while it
-    is `open` its drafter means to add to it. `branches` are alternatives to it, each replayed as one more
-    span in pages that are only lent to it until the frame has spoken.
+    `kv_len` is how far canonical KV reaches: positions below it are never written again, positions above it
+    are scratch. `draft` holds guesses that were not verified yet. `branches` are alternatives to the draft;
+    each is verified as a span of its own, in pages that are released after the frame unless it wins.
     """
 
     request: Request
-    tokens: list[int]
-    most: int = 0  # it ends when it has this many tokens, if nothing ends it sooner
+    tokens: list[int]  # the prompt, then what was committed
+    max_len: int = 0  # tokens at which it ends with finish reason "length"
     draft: list[int] = field(default_factory=list)
-    drafter: str = ""
+    drafter: str = ""  # the proposer that made the draft
     branches: tuple[Branch, ...] = ()
-    lent: list[array[int]] = field(default_factory=list)  # private pages of the branches in the frame
-    open: bool = False
-    ready_since: int | None = None  # the step from which on it waits for a frame
+    branch_pages: list[array[int]] = field(default_factory=list)  # one entry per branch in the frame
+    drafting: bool = False  # whether its proposer will extend the draft at the next step
+    ready_since: int | None = None  # the step since which it waits for a frame
     kv_len: int = 0
     pages: array[int] = field(default_factory=lambda: array("i"))
     digests: list[bytes] = field(default_factory=list)  # of full pages of known tokens, in order
-    num_indexed: int = 0  # how many of those digests have been offered to the prefix index
+    num_indexed: int = 0  # pages offered to the prefix index so far
     num_cached: int | None = None  # prompt tokens found in the prefix cache when first admitted
-    score_next: int | None = None  # the next prompt position whose log-probability is owed
-    last_served: int = -1
+    score_next: int | None = None  # the next prompt position whose log-probability is still wanted
+    last_served: int = -1  # the last step in which it had rows
     finish: Finish | None = None
     stop_id: int | None = None
-    trusted: bool = False  # its KV above the prompt came from the fast path
-    guide: Guide | None = None  # of a sequence with a grammar
+    unverified_kv: bool = False  # whether KV above the prompt came from the fast path
+    guide: Guide | None = None  # for a request with a grammar
     prompt_len: int = field(init=False)  # fixed here: preemption does not turn output into prompt
 
     def __post_init__(self) -> None:
@@ -259,53 +256,53 @@ class Sequence:
 
     @property
     def given(self) -> int:
-        """Known tokens whose KV is not there yet. At least one while the sequence lives."""
+        """Known tokens without canonical KV. At least one while the sequence runs."""
         return len(self.tokens) - self.kv_len
 
     @property
-    def reading(self) -> bool:
-        """Whether more than the last known token still has to be read."""
+    def prefilling(self) -> bool:
+        """Whether known tokens before the last one still lack KV: a prompt, or tokens of a preempted sequence."""
         return len(self.tokens) - self.kv_len > 1
 
     def check(self) -> None:
-        """Raise InvariantBroken unless the lengths fit together."""
+        """Raise InvariantBroken unless the lengths are consistent."""
         if not 0 <= self.kv_len < len(self.tokens):
             raise InvariantBroken(
                 f"request {self.request.id}: kv_len {self.kv_len} of {len(self.tokens)} tokens"
             )
-        if self.draft and self.reading:
-            raise InvariantBroken(f"request {self.request.id}: drafts while its prompt is still being read")
+        if self.draft and self.prefilling:
+            raise InvariantBroken(f"request {self.request.id}: has a draft while its prompt is being read")
 
 
 class Ask(NamedTuple):
-    """What a proposer may know of a sequence that could use guesses.
+    """What a proposer is told about a sequence that could use guesses.
 
-    `tokens` is the sequence's own list (prompt, then output), lent for reading during one call;
-    `draft` what has been guessed so far. At most `room` further guesses are of use.
+    `tokens` and `draft` are the sequence's own lists, valid during one call. At most `room` further guesses
+    can be used.
     """
 
     seq_id: int
-    tokens: list[int]
+    tokens: list[int]  # the prompt, then what was committed
     prompt_len: int
-    draft: list[int]
+    draft: list[int]  # the guesses so far
     kv_len: int
     pages: array[int]
     sampling: Sampling
     room: int
-    pool: bytes | None = b""  # with whom it shares text; None: with nobody
-    guide: Guide | None = None  # lent, like the tokens: what its grammar lets come next
+    pool: bytes | None = b""  # requests with equal keys may draft from each other's text; None: not shared
+    guide: Guide | None = None
 
 
 class Proposal(NamedTuple):
-    """Guesses to be appended to a sequence's draft, and log-probabilities where the proposer has them.
+    """Guesses to append to a sequence's draft.
 
-    `more`: the drafter would go on at the next step; until it has, the draft is not replayed. `branches` are
-    alternatives to the whole draft, counted from its start.
+    `more`: the proposer will extend the draft at the next step, and it is not verified before that.
+    `branches` are alternatives to the whole draft, counted from its start.
     """
 
     seq_id: int
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[float, ...] = ()  # where the proposer computed them
     tops: tuple[TopLogprobs, ...] = ()
     drafter: str = ""
     more: bool = False
@@ -313,14 +310,10 @@ class Proposal(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A run of consecutive positions of one sequence: `inputs` stand at start, start + 1, …
+    """A run of consecutive positions of one sequence in a frame: `inputs` at start, start + 1, …
 
-    The first `given` inputs are known tokens, the rest guesses. `given` may exceed `len(inputs)`
-    while a prompt is being read. `tokens` is the sequence's own list, lent for reading until the
-    replay returns. `targets` are known tokens whose log-probability is wanted, the first of them
-    predicted by row `target_row`. With a `source` the one input is not known here yet: it is what that
-    row of the frame before answers, and the device puts it in. A `branch` above 0 is one of several spans of
-    its sequence; before the frame, the page `copy[0]` is copied to `copy[1]`.
+    The first `given` inputs are known tokens, the rest guesses; `given` exceeds `len(inputs)` while a prompt
+    is read in pieces. `tokens` is the sequence's own list, valid until the frame has landed.
     """
 
     seq_id: int
@@ -331,20 +324,20 @@ class Span(NamedTuple):
     sampling: Sampling
     tokens: list[int]
     prompt_len: int
-    targets: tuple[int, ...] = ()
-    target_row: int = 0
-    target_tops: int = 0
-    source: int | None = None
+    targets: tuple[int, ...] = ()  # known tokens whose log-probability is wanted
+    target_row: int = 0  # the span's row that predicts the first of them
+    target_tops: int = 0  # alternatives wanted for each
+    source: int | None = None  # the row of the frame in flight whose token is the input, still on the device
     drafter: str = ""
-    guide: Guide | None = None  # lent, like the tokens
-    branch: int = 0
-    copy: tuple[int, int] | None = None
+    guide: Guide | None = None
+    branch: int = 0  # 0: the draft itself; else its branch's number
+    copy: tuple[int, int] | None = None  # (from, to): a page copied before the frame, for a branch
 
 
 class Truth(NamedTuple):
-    """What the replay says of a span: one entry per row, from row `first` on.
+    """What verification computed for a span: one entry per row, from the last given row on.
 
-    Rows before `first` predict tokens that are known already. `scores` answer the span's targets.
+    Earlier rows predict tokens that are known. `scores` are the log-probabilities of the span's targets.
     """
 
     tokens: tuple[int, ...]
@@ -355,7 +348,7 @@ class Truth(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Tokens that may become public, and how far canonical KV then reaches."""
+    """Tokens that may be committed, and how far canonical KV reaches with them."""
 
     seq_id: int
     tokens: tuple[int, ...]
@@ -368,12 +361,12 @@ class Verdict(NamedTuple):
     scores: tuple[float, ...] = ()
     score_tops: tuple[TopLogprobs, ...] = ()
     drafter: str = ""
-    branch: int = 0  # whose span it was: 0 is the draft itself
-    spent: int = 0  # guesses of branches that lost
+    branch: int = 0  # the branch that won; 0: the draft itself
+    lost_guesses: int = 0  # guesses of the other branches
 
 
 class Delta(NamedTuple):
-    """What became public in one step for one request."""
+    """What was committed for one request in one step."""
 
     request_id: int
     tokens: tuple[int, ...]
@@ -387,7 +380,7 @@ class Delta(NamedTuple):
     accepted: int = 0
     guessed: int = 0
     drafter: str = ""
-    frames: int = 0  # that these tokens came from: one; none of a request that opted out
+    frames: int = 0  # 1 if the tokens came from a frame; 0 for an unverified request
 
 
 __all__ = [

@@ -242,7 +242,7 @@ class Loop:
             whole = prompt + seen.tokens
             starts = range(len(prompt), len(whole))
             assert seen.logprobs == [logprob(whole[:p], whole[p]) for p in starts]
-            first = seen.request.scores_from
+            first = seen.request.first_scored
             owed = (
                 [] if first is None else [logprob(prompt[:p], prompt[p]) for p in range(first, len(prompt))]
             )
@@ -795,7 +795,7 @@ def turn(loop: Loop, guess: Callable[[Ask], Proposal]) -> list[Span]:
 def read_prompts(loop: Loop, num: int, **changes: object) -> None:
     for i in range(num):
         loop.add([1, 2, i % VOCAB], 20, **changes)
-    while any(seq.reading for seq in loop.scheduler._running.values()) or loop.scheduler.num_waiting:
+    while any(seq.prefilling for seq in loop.scheduler._running.values()) or loop.scheduler.num_waiting:
         loop.step()
     loop.land()
 
@@ -878,7 +878,7 @@ def test_nothing_is_guessed_behind_a_stop():
     seq.request = Request(0, seq.request.prompt, Sampling(stop_ids=frozenset({3})), 20)
     turn(loop, lambda ask: Proposal(ask.seq_id, (1, 3, 2, 2), more=True))
     assert seq.draft == [1, 3]
-    assert not seq.open
+    assert not seq.drafting
 
 
 def test_a_draft_is_never_longer_than_a_frame_can_replay():

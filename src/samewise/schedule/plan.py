@@ -1,7 +1,4 @@
-"""From a sequence to what is asked of others about it: an Ask, the next Span, the one after that. Pure.
-
-Host only.
-"""
+"""Pure functions from a sequence to its Ask, its next Span, and the Span after the one in flight. Host only."""
 
 from __future__ import annotations
 
@@ -9,14 +6,16 @@ from samewise.types import Ask, Sequence, Span
 
 
 def must_land(span: Span) -> bool:
-    """Whether nothing can be planned behind it: how far its guesses hold, or a token the next choice depends
-    on, is yet to be seen."""
+    """Whether the next span of the sequence depends on this span's tokens.
+
+    True where guesses are verified, or where the next choice depends on the token (penalties, a grammar).
+    """
     rows = len(span.inputs)
     return rows > span.given or (span.sampling.edited and rows >= span.given)
 
 
 def ask_of(seq: Sequence, room: int) -> Ask:
-    """What a proposer may know of a sequence."""
+    """What a proposer is told about a sequence."""
     request = seq.request
     return Ask(
         request.id, seq.tokens, seq.prompt_len, seq.draft, seq.kv_len, seq.pages, request.sampling, room,
@@ -39,7 +38,7 @@ def span_of(seq: Sequence, rows: int, given: int) -> Span:
 
 
 def _with_targets(span: Span, seq: Sequence, first: int) -> Span:
-    """Ask for the log-probabilities owed of prompt tokens from `first` on that this span's rows predict."""
+    """The span with targets: the prompt tokens from `first` on that its rows predict."""
     start, end = span.start, span.start + len(span.inputs)
     if end < first or first >= seq.prompt_len:
         return span
@@ -51,25 +50,30 @@ def _with_targets(span: Span, seq: Sequence, first: int) -> Span:
     )
 
 
-def continued(seq: Sequence, flying: Span | None, last: int, left: int) -> Span | None:
-    """What a sequence wants next if its span in flight, whose last row is `last`, turns out as it must."""
+def continued(seq: Sequence, in_flight: Span | None, last_row: int, left: int) -> Span | None:
+    """A sequence's span after the one in flight, whose last row in its frame is `last_row`; None: no span.
+
+    `left`: rows the frame has left.
+    """
     request, tokens = seq.request, seq.tokens
-    if flying is None:
+    if in_flight is None:
         given = seq.given
         return None if seq.draft else span_of(seq, min(left, given), given)
-    rows = len(flying.inputs)
-    start, given = flying.start + rows, flying.given - rows
-    if given > 0:  # a prompt still being read
+    rows = len(in_flight.inputs)
+    start, given = in_flight.start + rows, in_flight.given - rows
+    if given > 0:  # the prompt is still being read
         inputs = tuple(tokens[start : start + min(left, given)])
         span = Span(
             request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len,
             guide=seq.guide,
         )  # fmt: skip
-        owed = seq.score_next
-        return span if owed is None else _with_targets(span, seq, owed + len(flying.targets))
-    if len(tokens) + 1 >= seq.most:
-        return None  # about to end
-    return Span(request.id, start, (0,), 1, seq.pages, request.sampling, tokens, seq.prompt_len, source=last)
+        scored = seq.score_next
+        return span if scored is None else _with_targets(span, seq, scored + len(in_flight.targets))
+    if len(tokens) + 1 >= seq.max_len:
+        return None  # the token in flight is its last one
+    return Span(
+        request.id, start, (0,), 1, seq.pages, request.sampling, tokens, seq.prompt_len, source=last_row
+    )
 
 
 __all__ = ["ask_of", "continued", "must_land", "span_of"]

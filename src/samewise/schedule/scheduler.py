@@ -1,75 +1,73 @@
-"""Decide who runs, and make verdicts public. Host only: this module has never heard of a tensor.
+"""Decide which sequences run and what the next frame holds, and commit verdicts. Host only: no tensors.
 
-Order is by arrival. A frame's rows go first to sequences that are generating, so that they keep streaming
-while prompts are read, then to prompts; among equals whoever has waited longest goes first. Where those who
-generate leave no row, whoever got nothing for some steps goes before everybody, so nobody starves. When
-pages run out the youngest sequence is preempted: it gives up its pages and later reads its tokens again, to
-the same bits. The oldest can always take what it needs, and a request that could never fit alone was refused.
+Requests are admitted by arrival. A frame's rows go first to sequences that generate, so that they keep
+streaming while prompts are read, then to prompts; among equals the one that waited longest goes first. Where
+the generating sequences leave no row, a sequence that got none for `PATIENCE` steps goes before them, so that
+none starves. When pages run out the youngest sequence is preempted: it releases its pages and later computes
+its KV again, to the same bits. The oldest can always take what it needs: a request that could not run alone
+was refused at intake.
 """
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 from samewise.counters import Counters, DrafterCounters
-from samewise.errors import InvariantBroken, QueueFull
-from samewise.kv.pages import PagePool
-from samewise.kv.prefix import PrefixIndex, chain
+from samewise.errors import QueueFull
+from samewise.kv.prefix import PrefixIndex
 from samewise.schedule.limits import Limits
+from samewise.schedule.paging import Paging
 from samewise.schedule.plan import ask_of, continued, must_land, span_of
 from samewise.types import Ask, Branch, Delta, Finish, Guide, Proposal, Request, Sequence, Span, Verdict
 
-PATIENCE = 4  # steps without a row after which one goes first, a prompt too
+PATIENCE = 4
+"""Steps without a row after which a sequence is served before generating ones. Set by hand."""
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """Owns every Sequence and every page number."""
+    """Owns every Sequence and, through Paging, every page number."""
 
     limits: Limits
     counters: Counters = field(default_factory=Counters)
-    index: PrefixIndex = field(init=False)
+    _paging: Paging = field(init=False)
     _waiting: list[Sequence] = field(default_factory=list)  # by arrival
-    _newcomers: deque[Sequence] = field(default_factory=deque)  # admitted, and nobody was told yet
     _running: dict[int, Sequence] = field(default_factory=dict)  # by admission
+    _newcomers: deque[Sequence] = field(default_factory=deque)  # admitted, not yet reported by `newcomers`
     _step: int = 0
-    _unverified: int = 0  # running or waiting requests that opted out
-    _disturbed: bool = False  # somebody was preempted since the order was fixed
+    _num_unverified: int = 0  # running or waiting requests with verify=False
+    _preempted: bool = False  # whether a sequence was preempted since `_order` was called
 
     def __post_init__(self) -> None:
-        self.index = PrefixIndex(PagePool(self.limits.num_pages), enabled=self.limits.prefix_caching)
+        self._paging = Paging(self.limits)
 
-    # ---- requests come and go
+    # ---- requests
 
     def add(self, request: Request, guide: Guide | None = None) -> None:
-        """Queue a request, or refuse what could never run. With a grammar comes its guide."""
-        limits = self.limits
-        if limits.max_queued is not None and len(self._waiting) >= limits.max_queued:
+        """Queue a checked request, with a guide if it has a grammar."""
+        max_queued = self.limits.max_queued
+        if max_queued is not None and len(self._waiting) >= max_queued:
             raise QueueFull(
-                f"{len(self._waiting)} requests are waiting and max_queued is {limits.max_queued}; "
+                f"{len(self._waiting)} requests are waiting and max_queued is {max_queued}; "
                 "try again later or raise max_queued"
             )
         self.counters.requests += 1
-        self._unverified += not request.verify
+        self._num_unverified += not request.verify
         self.counters.prompt_tokens += len(request.prompt)
-        insort(
-            self._waiting,
-            Sequence(
-                request,
-                list(request.prompt),
-                min(len(request.prompt) + request.max_tokens, limits.max_model_len),
-                score_next=request.scores_from,
-                guide=guide,
-            ),
-            key=_arrival,
+        seq = Sequence(
+            request,
+            list(request.prompt),
+            min(len(request.prompt) + request.max_tokens, self.limits.max_model_len),
+            score_next=request.first_scored,
+            guide=guide,
         )
+        insort(self._waiting, seq, key=_arrival)
 
     def abort(self, request_id: int) -> Delta | None:
-        """Drop a request wherever it is. None if it is not (or no longer) known."""
-        seq = self._drop(request_id)
+        """Drop a request, running or waiting. None if it has ended already."""
+        seq = self._remove(request_id)
         if seq is None:
             return None
         seq.finish = Finish.ABORT
@@ -77,31 +75,19 @@ class Scheduler:
         return Delta(request_id, (), (), (), Finish.ABORT)
 
     def end(self, request_id: int) -> None:
-        """The reader has enough (a stop string stood in the text): retire without a further delta."""
-        if self._drop(request_id) is not None:
+        """Finish a request whose text is complete (a stop string was found), without a further delta."""
+        if self._remove(request_id) is not None:
             self.counters.finished += 1
 
-    def _drop(self, request_id: int) -> Sequence | None:
-        """Take a request out, running or waiting (it may have been preempted a moment ago)."""
-        seq = self._running.get(request_id)
-        if seq is not None:
-            self._leave(seq)
-            return seq
-        seq = next((s for s in self._waiting if s.request.id == request_id), None)
-        if seq is not None:
-            self._waiting.remove(seq)
-            self._unverified -= not seq.request.verify
-        return seq
-
     def preempt(self, request_id: int) -> bool:
-        """Take a running sequence's pages away and queue it again. False if it is not running."""
+        """Release a running sequence's pages and queue it again. False if it is not running."""
         seq = self._running.get(request_id)
         if seq is None:
             return False
         self._preempt(seq)
         return True
 
-    # ---- one step, in the order the loop calls them
+    # ---- one step, in the order of the loop
 
     def admit(self) -> None:
         """Move waiting requests to running while there is room, oldest first."""
@@ -109,7 +95,7 @@ class Scheduler:
         held_back: list[Sequence] = []
         while self._waiting and len(self._running) < self.limits.max_num_seqs:
             seq = self._waiting.pop(0)
-            if self._worth_waiting(seq):
+            if self._waits_for_leader(seq):
                 held_back.append(seq)
             elif not self._start(seq):
                 held_back.append(seq)
@@ -121,86 +107,39 @@ class Scheduler:
 
         A sequence whose draft is complete and waits for its frame is not among them.
         """
-        if not verified and not self._unverified:
+        if not verified and not self._num_unverified:
             return []
         asks: list[Ask] = []
         for seq in list(self._running.values()):
             request = seq.request
-            if request.verify is not verified or seq.reading:
+            if request.verify is not verified or seq.prefilling:
                 continue
             if verified and not request.speculate:
                 continue
-            if request.id in self._running and (seq.open or not seq.draft):
-                room = self._room(seq) if verified else self._room_unverified(seq)
+            if request.id in self._running and (seq.drafting or not seq.draft):
+                room = self._draft_room(seq) if verified else self._burst_room(seq)
                 end = len(seq.tokens) + len(seq.draft) + room
-                if room > 0 and self._reserve(seq, end, force=not verified):
+                # Drafts may use free pages; they never preempt a sequence. An unverified request needs its
+                # pages to go on, so it may.
+                if room > 0 and (self._paging.grow(seq, end) if verified else self._grow(seq, end)):
                     asks.append(ask_of(seq, room))
         return [ask for ask in asks if ask.seq_id in self._running]
 
-    def newcomers(self, most: int) -> list[Ask]:
-        """Sequences lately admitted that will be asked about, until they have `most` tokens or more."""
-        found: list[Ask] = []
-        while self._newcomers and most > 0:
-            seq = self._newcomers.popleft()
-            if seq.request.id in self._running:
-                found.append(ask_of(seq, 0))
-                most -= len(seq.tokens)
-        return found
-
-    def _reserve(self, seq: Sequence, length: int, *, force: bool) -> bool:
-        """Pages for `length` tokens. Guesses are worth a free page, but nobody's place."""
-        return self._grow(seq, -(-length // self.limits.page)) if force else self._grow_idle(seq, length)
-
-    def _room(self, seq: Sequence) -> int:
-        """How many more guesses could be of use."""
-        # The replay adds one token of its own, so the last one need not be guessed.
-        left = seq.most - len(seq.tokens) - len(seq.draft) - 1
-        most = min(self.limits.max_draft, self.limits.frame_rows - 1)
-        return min(left, most - len(seq.draft))
-
-    def _room_unverified(self, seq: Sequence) -> int:
-        """How many tokens it may take at once; one even where it is only to be told that it is done."""
-        return max(1, min(seq.most - len(seq.tokens), self.limits.burst))
-
     def extend(self, proposals: list[Proposal]) -> None:
-        """Append guesses to drafts. What cannot be a guess is dropped, whatever a proposer says."""
-        vocab = self.limits.vocab
-        for live in self._running.values():
-            live.open = False
-        for proposal in proposals:
-            seq = self._running.get(proposal.seq_id)
-            if seq is None or seq.reading or not seq.request.verify:
-                continue
-            if not seq.draft:
-                seq.drafter = proposal.drafter
-            ends = seq.request.sampling.stop_ids
-            before = len(seq.draft)
-            guesses = proposal.tokens[: max(0, self._room(seq))]
-            if seq.guide is not None:
-                guesses = guesses[: seq.guide.fits(seq.draft, guesses)]
-            for token in guesses:
-                if not 0 <= token < vocab:
-                    break
-                seq.draft.append(token)
-                if token in ends:  # what would come after it is of no use
-                    break
-            grown = len(seq.draft) > before
-            seq.branches = tuple(branch for branch in proposal.branches if self._sensible(seq, branch))
-            seq.open = proposal.more and grown and self._room(seq) > 0 and seq.draft[-1] not in ends
+        """Append guesses to drafts. Invalid guesses are dropped: proposers are not trusted.
 
-    def _sensible(self, seq: Sequence, branch: Branch) -> bool:
-        """Whether a branch leaves the draft where it says and ends where a draft may."""
-        at, tokens = branch
-        room = seq.most - len(seq.tokens) - 1
-        most = min(self.limits.max_draft, self.limits.frame_rows - 1, room)
-        inside = bool(tokens) and 0 <= at <= len(seq.draft) and at + len(tokens) <= most
-        if not inside or not all(0 <= token < self.limits.vocab for token in tokens):
-            return False
-        return seq.guide is None or seq.guide.fits(seq.draft[:at], tokens) == len(tokens)
+        A draft that no proposal extends is complete, and is verified with the next frame.
+        """
+        for seq in self._running.values():
+            seq.drafting = False
+        for proposal in proposals:
+            running = self._running.get(proposal.seq_id)
+            if running is not None and not running.prefilling and running.request.verify:
+                self._extend(running, proposal)
 
     def spans(self) -> list[Span]:
-        """The next frame, at most `frame_rows` rows. Empty when nothing needs a replay yet."""
-        if not self._due():
+        """The next frame, at most `frame_rows` rows. Empty when no verification is due yet."""
+        if not self._frame_due():
             return []
         left = frame_rows = self.limits.frame_rows
         step, spans = self._step, list[Span]()
@@ -208,129 +147,47 @@ class Scheduler:
             if left == 0:
                 break
             known = len(seq.tokens) - seq.kv_len
-            if seq.open or (known == 1 and not seq.request.verify):
+            if seq.drafting or (known == 1 and not seq.request.verify):
                 continue
             if spans and seq.draft and left < known + len(seq.draft):
-                continue  # a draft cut short would be thrown away in part; it goes first next time
-            rows = self._fit(seq, min(left, known + len(seq.draft)))
+                continue  # a draft cut short would be wasted in part; it goes first next time
+            rows = self._rows_with_pages(seq, min(left, known + len(seq.draft)))
             if rows:
                 spans.append(span_of(seq, rows, known))
                 seq.last_served = step
                 left -= rows
-        if self._disturbed:
-            # Growing an older sequence preempted a younger one that may have been placed already.
+        if self._preempted:  # a sequence that has a span already may have been preempted for an older one
             spans = [span for span in spans if span.seq_id in self._running]
             left = frame_rows - sum(len(span.inputs) for span in spans)
         if spans:
-            left = self._fill_up(spans, left)
+            left = self._use_free_rows(spans, left)
             self._count_frame(frame_rows - left)
         return spans
 
-    def _fill_up(self, spans: list[Span], left: int) -> int:
-        """Let requests that opted out, then branches, have rows that are left. Returns how many then are."""
-        trunks = list(spans)
-        if self._unverified:
-            spans += self._riders(left)
-            left -= len(spans) - len(trunks)
-        for trunk in trunks:
-            branches = self._branches(trunk, left)
-            spans += branches
-            left -= sum(len(branch.inputs) for branch in branches)
-        return left
+    def spans_ahead(self, in_flight: list[Span]) -> list[Span]:
+        """The frame after the one in flight, planned before its tokens are known.
 
-    def _branches(self, trunk: Span, left: int) -> list[Span]:
-        """Further spans of a sequence, in pages of their own, while there are rows and idle pages for them.
-
-        Each repeats the known tokens and the trunk up to where it leaves it, so that its KV is canonical and
-        can simply be kept if it wins.
+        Without guesses a span's outcome is known except for the token itself: its KV will be there, and the
+        token of its last row is an input that the next frame takes from the device. If that token ends the
+        sequence, the row's result is dropped. Empty where the plan needs the tokens, or preemption.
         """
-        seq = self._running[trunk.seq_id]
-        if not seq.branches or len(trunk.inputs) != seq.given + len(seq.draft):
+        if any(must_land(span) for span in in_flight):
             return []
-        page = self.limits.page
-        shared, within = divmod(seq.kv_len, page)
-        found: list[Span] = []
-        for branch in seq.branches:
-            inputs = (*trunk.inputs[: trunk.given + branch.at], *branch.tokens)
-            lent = (
-                self._lend(-(-(seq.kv_len + len(inputs)) // page) - shared) if len(inputs) <= left else None
-            )
-            if lent is None:
-                break
-            seq.lent.append(lent)
-            copy = (seq.pages[shared], lent[0]) if within else None
-            pages = seq.pages[:shared] + lent
-            found.append(
-                trunk._replace(inputs=inputs, pages=pages, branch=len(seq.lent), copy=copy, targets=())
-            )
-            left -= len(inputs)
-        return found
-
-    def _lend(self, num: int) -> array[int] | None:
-        """Idle pages, or None and nothing taken."""
-        pages = array("i")
-        while len(pages) < num:
-            page = self.index.take()
-            if page is None:
-                self.index.release(pages)
-                return None
-            pages.append(page)
-        return pages
-
-    def _due(self) -> bool:
-        """Whether a frame is worth firing: it is full, a prompt waits, nobody drafts on, or time is up."""
-        drafting, rows, oldest = False, 0, self._step
-        for seq in self._running.values():
-            if seq.reading:
-                return True
-            if seq.open:
-                drafting = True
-            elif seq.request.verify:
-                if seq.ready_since is None:
-                    seq.ready_since = self._step
-                oldest = min(oldest, seq.ready_since)
-                rows += 1 + len(seq.draft)
-        if not drafting:
-            return True
-        limits = self.limits
-        return rows >= (limits.full or limits.frame_rows) or (
-            rows > 0 and self._step - oldest >= limits.deadline
-        )
-
-    def _riders(self, left: int) -> list[Span]:
-        """Requests that opted out, as rows of a frame that runs anyway, if it has room for all of them."""
-        free = [s for s in self._running.values() if not s.request.verify and not s.reading]
-        if len(free) > left or not all(self._grow_idle(seq, len(seq.tokens)) for seq in free):
-            return []
-        for seq in free:
-            seq.last_served = self._step
-        return [span_of(seq, 1, 1) for seq in free]
-
-    def spans_ahead(self, flying: list[Span]) -> list[Span]:
-        """The frame after the one in flight, planned before its answers are known.
-
-        Without guesses every span's outcome is known but for the token itself: its KV will be there,
-        and a span that reached its last given row will have answered one token, which the next frame
-        takes from the device. Should that token end the sequence, the row is dropped when it lands.
-        Empty when this cannot be done without preempting or without knowing tokens.
-        """
-        if any(must_land(span) for span in flying):
-            return []
-        if not any(seq.request.verify or seq.reading for seq in self._running.values()):
-            return []  # nobody left who needs a frame
-        flown: dict[int, tuple[Span | None, int]] = {}
+        if not any(seq.request.verify or seq.prefilling for seq in self._running.values()):
+            return []  # only unverified sequences are left, and they need no frame
+        last_rows: dict[int, tuple[Span | None, int]] = {}
         row = 0
-        for span in flying:
+        for span in in_flight:
             row += len(span.inputs)
-            flown[span.seq_id] = (span, row - 1)
+            last_rows[span.seq_id] = (span, row - 1)
         left = frame_rows = self.limits.frame_rows
         spans: list[Span] = []
         served: list[Sequence] = []
         for seq in self._order():
-            planned = continued(seq, *flown.get(seq.request.id, (None, 0)), left)
+            planned = continued(seq, *last_rows.get(seq.request.id, (None, 0)), left)
             if planned is None:
                 continue
-            if not self._grow_idle(seq, planned.start + len(planned.inputs)):
+            if not self._paging.grow(seq, planned.start + len(planned.inputs)):
                 return []
             spans.append(planned)
             served.append(seq)
@@ -343,20 +200,8 @@ class Scheduler:
             self._count_frame(frame_rows - left)
         return spans
 
-    def _order(self) -> list[Sequence]:
-        """Who is served first. Where there are rows for all, the order cannot matter."""
-        self._disturbed = False
-        live = list(self._running.values())
-        wanted = sum(len(seq.tokens) - seq.kv_len + len(seq.draft) for seq in live)
-        if wanted <= self.limits.frame_rows:
-            return live
-        generating = sum(1 + len(seq.draft) for seq in live if seq.request.verify and not seq.reading)
-        # Where they leave no row for a prompt, one that has waited long enough goes before them.
-        late = self._step - PATIENCE if generating >= self.limits.frame_rows else -1
-        return sorted(live, key=lambda seq: (seq.last_served > late, seq.reading, *_turn(seq)))
-
     def commit(self, verdicts: list[Verdict]) -> list[Delta]:
-        """Make tokens public: here, and only here."""
+        """Make tokens public. The only place where a Delta with tokens is made."""
         deltas: list[Delta] = []
         for verdict in verdicts:
             seq = self._running.get(verdict.seq_id)
@@ -364,7 +209,22 @@ class Scheduler:
                 deltas.append(self._commit(seq, verdict))
         return [delta for delta in deltas if delta.tokens or delta.scores or delta.finish]
 
+    def newcomers(self, max_tokens: int) -> list[Ask]:
+        """Sequences admitted since the last call, until they have `max_tokens` tokens in all or more."""
+        asks: list[Ask] = []
+        while self._newcomers and max_tokens > 0:
+            seq = self._newcomers.popleft()
+            if seq.request.id in self._running:
+                asks.append(ask_of(seq, 0))
+                max_tokens -= len(seq.tokens)
+        return asks
+
     # ---- views
+
+    @property
+    def index(self) -> PrefixIndex:
+        """The prefix cache and the page pool."""
+        return self._paging.index
 
     @property
     def idle(self) -> bool:
@@ -378,7 +238,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold none."""
+        """Requests that hold no pages."""
         return len(self._waiting)
 
     def is_running(self, request_id: int) -> bool:
@@ -391,147 +251,201 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise InvariantBroken unless sequences and pages are consistent."""
-        held: Counter[int] = Counter()
-        for seq in self._running.values():
-            seq.check()
-            held.update(seq.pages)
-            for lent in seq.lent:
-                held.update(lent)
-            if len(seq.pages) * self.limits.page < seq.kv_len:
-                raise InvariantBroken(f"request {seq.request.id} has too few pages for its KV")
-        for seq in self._waiting:
-            if seq.pages or seq.lent:
-                raise InvariantBroken(f"request {seq.request.id} waits but holds pages")
-        self.index.check(dict(held))
+        self._paging.check(self._running.values(), self._waiting)
 
-    # ---- inside
+    # ---- admission and preemption
 
-    def _worth_waiting(self, seq: Sequence) -> bool:
+    def _waits_for_leader(self, seq: Sequence) -> bool:
+        """Whether a request with the same prompt is still reading it: its pages are worth waiting for."""
         leader = self._running.get(seq.request.leader) if seq.request.leader is not None else None
         return (
-            leader is not None and leader.reading and self.index.enabled and seq.request.scores_from is None
+            leader is not None
+            and leader.prefilling
+            and self.index.enabled
+            and seq.request.first_scored is None
         )
 
     def _start(self, seq: Sequence) -> bool:
-        page = self.limits.page
-        matched: list[int] = []
-        if self.index.enabled:
-            # The last known token is always read again: its logits are what the next one needs. So are
-            # the rows whose logits score a prompt token.
-            owed = seq.score_next
-            scoring = owed is not None and owed < seq.prompt_len
-            num = ((owed if scoring and owed is not None else len(seq.tokens)) - 1) // page
-            chain(seq.digests, seq.tokens, seq.request.salt, page, num)
-            matched = self.index.match(seq.digests[:num])
-        for number in matched:
-            self.index.hold(number)
-        needed = len(seq.tokens) // page + 1 - len(matched)
-        if self._running and needed > self.index.num_available:
-            self.index.release(matched)
+        if not self._paging.start(seq, force=not self._running):
             return False
-        seq.pages = array("i", matched)
-        seq.kv_len = len(matched) * page
-        seq.num_indexed = len(matched)
         if seq.num_cached is None:
             seq.num_cached = seq.kv_len
             self.counters.cached_tokens += seq.kv_len
-        if seq.request.verify and seq.request.speculate and self._room(seq) > 0:
+        if seq.request.verify and seq.request.speculate and self._draft_room(seq) > 0:
             self._newcomers.append(seq)
-        seq.last_served = self._step - 1  # as if just served: those already generating go first
+        seq.last_served = self._step - 1  # as if just served: sequences already generating go first
         self._running[seq.request.id] = seq
         return True
 
-    def _fit(self, seq: Sequence, rows: int) -> int:
-        """How many of `rows` rows the sequence can get pages for."""
-        if seq.request.id not in self._running:
-            return 0
-        page = self.limits.page
-        need = seq.kv_len + rows
-        if need > len(seq.pages) * page and not self._grow(seq, -(-need // page)):
-            rows = min(rows, len(seq.pages) * page - seq.kv_len)
-        return max(rows, 0)
+    def _remove(self, request_id: int) -> Sequence | None:
+        """Take a request out, running or waiting."""
+        seq = self._running.get(request_id)
+        if seq is not None:
+            self._retire(seq)
+            return seq
+        seq = next((s for s in self._waiting if s.request.id == request_id), None)
+        if seq is not None:
+            self._waiting.remove(seq)
+            self._num_unverified -= not seq.request.verify
+        return seq
 
-    def _grow(self, seq: Sequence, num_pages: int) -> bool:
-        """Get the sequence `num_pages` pages, preempting younger ones if need be."""
-        while len(seq.pages) < num_pages:
-            page = self.index.take()
-            if page is not None:
-                seq.pages.append(page)
-                continue
+    def _retire(self, seq: Sequence) -> None:
+        del self._running[seq.request.id]
+        self._paging.release(seq)
+        self._num_unverified -= not seq.request.verify
+
+    def _preempt(self, seq: Sequence) -> None:
+        del self._running[seq.request.id]
+        self._paging.release(seq)
+        seq.kv_len = 0
+        seq.num_indexed = 0
+        _clear_draft(seq)
+        seq.unverified_kv = False
+        self._preempted = True
+        self.counters.preempted += 1
+        insort(self._waiting, seq, key=_arrival)
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Get the sequence pages for this many tokens, preempting younger sequences if need be."""
+        while not self._paging.grow(seq, num_tokens):
             youngest = self._running[max(self._running)]
             if youngest is seq:
                 return False
             self._preempt(youngest)
         return True
 
-    def _grow_idle(self, seq: Sequence, length: int) -> bool:
-        """Get the sequence pages for `length` tokens out of those nobody holds."""
-        while len(seq.pages) * self.limits.page < length:
-            page = self.index.take()
-            if page is None:
-                return False
-            seq.pages.append(page)
-        return True
+    # ---- drafts
 
-    def _preempt(self, seq: Sequence) -> None:
-        self._retire(seq)
-        seq.kv_len = 0
-        seq.num_indexed = 0
-        _drop_draft(seq)
-        seq.trusted = False
-        self._disturbed = True
-        self.counters.preempted += 1
-        insort(self._waiting, seq, key=_arrival)
+    def _extend(self, seq: Sequence, proposal: Proposal) -> None:
+        if not seq.draft:
+            seq.drafter = proposal.drafter
+        stop_ids = seq.request.sampling.stop_ids
+        before = len(seq.draft)
+        guesses = proposal.tokens[: max(0, self._draft_room(seq))]
+        if seq.guide is not None:
+            guesses = guesses[: seq.guide.fits(seq.draft, guesses)]
+        for token in guesses:
+            if not 0 <= token < self.limits.vocab:
+                break
+            seq.draft.append(token)
+            if token in stop_ids:  # guesses after the end of the text are useless
+                break
+        grown = len(seq.draft) > before
+        seq.branches = tuple(branch for branch in proposal.branches if self._is_valid(seq, branch))
+        more = proposal.more and grown and self._draft_room(seq) > 0
+        seq.drafting = more and seq.draft[-1] not in stop_ids
 
-    def _leave(self, seq: Sequence) -> None:
-        self._retire(seq)
-        self._unverified -= not seq.request.verify
+    def _is_valid(self, seq: Sequence, branch: Branch) -> bool:
+        """Whether a branch starts inside the draft, ends within the limits and follows the grammar."""
+        at, tokens = branch
+        room = seq.max_len - len(seq.tokens) - 1
+        max_draft = min(self.limits.max_draft, self.limits.frame_rows - 1, room)
+        inside = bool(tokens) and 0 <= at <= len(seq.draft) and at + len(tokens) <= max_draft
+        if not inside or not all(0 <= token < self.limits.vocab for token in tokens):
+            return False
+        return seq.guide is None or seq.guide.fits(seq.draft[:at], tokens) == len(tokens)
 
-    def _retire(self, seq: Sequence) -> None:
-        del self._running[seq.request.id]
-        self.index.release(seq.pages)
-        seq.pages = array("i")
-        self._take_back(seq)
+    def _draft_room(self, seq: Sequence) -> int:
+        """How many more guesses can be used."""
+        # Verification adds one token of its own, so the last token need not be guessed.
+        left = seq.max_len - len(seq.tokens) - len(seq.draft) - 1
+        max_draft = min(self.limits.max_draft, self.limits.frame_rows - 1)
+        return min(left, max_draft - len(seq.draft))
 
-    def _take_back(self, seq: Sequence) -> None:
-        """The pages of branches that are not needed any more."""
-        for lent in seq.lent:
-            self.index.release(lent)
-        seq.lent.clear()
+    def _burst_room(self, seq: Sequence) -> int:
+        """Tokens an unverified sequence may take in this step; at least one, so that it can end."""
+        return max(1, min(seq.max_len - len(seq.tokens), self.limits.burst))
 
-    def _commit(self, seq: Sequence, verdict: Verdict) -> Delta:
-        found = verdict.tokens
-        if verdict.branch:
-            shared = seq.kv_len // self.limits.page
-            kept = seq.lent.pop(verdict.branch - 1)
-            self.index.release(seq.pages[shared:])
-            seq.pages = seq.pages[:shared] + kept
-        self._take_back(seq)
-        num = _append(seq, found)
-        seq.kv_len = min(verdict.kv_len, len(seq.tokens) - 1)
-        if verdict.scores and seq.score_next is not None:
-            seq.score_next += len(verdict.scores)
-        if not verdict.verified:
-            seq.trusted = True
-            self.counters.unverified_tokens += num
-        elif not seq.trusted and seq.kv_len // self.limits.page > seq.num_indexed:
-            self._share(seq)
-        self.counters.output_tokens += num
-        if verdict.guessed:
-            self._count(verdict)
-        _drop_draft(seq)
-        if seq.finish is not None:
-            self._leave(seq)
-            self.counters.finished += 1
-        if num < len(found):
-            verdict = verdict._replace(
-                tokens=found[:num], logprobs=verdict.logprobs[:num], tops=verdict.tops[:num]
+    # ---- frames
+
+    def _frame_due(self) -> bool:
+        """Whether a frame should run: it is full, a prompt waits, no draft is growing, or one waited too long."""
+        drafting, rows, oldest = False, 0, self._step
+        for seq in self._running.values():
+            if seq.prefilling:
+                return True
+            if seq.drafting:
+                drafting = True
+            elif seq.request.verify:
+                if seq.ready_since is None:
+                    seq.ready_since = self._step
+                oldest = min(oldest, seq.ready_since)
+                rows += 1 + len(seq.draft)
+        if not drafting:
+            return True
+        limits = self.limits
+        full = rows >= (limits.full or limits.frame_rows)
+        return full or (rows > 0 and self._step - oldest >= limits.deadline)
+
+    def _order(self) -> list[Sequence]:
+        """Running sequences in the order they are served. Any order will do where there are rows for all."""
+        self._preempted = False
+        running = list(self._running.values())
+        wanted = sum(len(seq.tokens) - seq.kv_len + len(seq.draft) for seq in running)
+        if wanted <= self.limits.frame_rows:
+            return running
+        generating = sum(1 + len(seq.draft) for seq in running if seq.request.verify and not seq.prefilling)
+        # Where generating sequences leave no row for a prompt, one that waited long enough goes first.
+        late = self._step - PATIENCE if generating >= self.limits.frame_rows else -1
+        return sorted(
+            running,
+            key=lambda seq: (seq.last_served > late, seq.prefilling, seq.last_served, seq.request.id),
+        )
+
+    def _rows_with_pages(self, seq: Sequence, rows: int) -> int:
+        """How many of `rows` rows the sequence can get pages for."""
+        if seq.request.id not in self._running:
+            return 0
+        if rows > self._paging.room(seq) and not self._grow(seq, seq.kv_len + rows):
+            rows = min(rows, self._paging.room(seq))
+        return max(rows, 0)
+
+    def _use_free_rows(self, spans: list[Span], left: int) -> int:
+        """Give free rows to unverified requests, then to branches. Returns how many rows are left."""
+        drafts = list(spans)
+        if self._num_unverified:
+            spans += self._unverified_rows(left)
+            left -= len(spans) - len(drafts)
+        for draft in drafts:
+            branches = self._branch_spans(draft, left)
+            spans += branches
+            left -= sum(len(branch.inputs) for branch in branches)
+        return left
+
+    def _unverified_rows(self, left: int) -> list[Span]:
+        """One row for each unverified request, if there are rows and free pages for all of them."""
+        unverified = [s for s in self._running.values() if not s.request.verify and not s.prefilling]
+        if len(unverified) > left or not all(self._paging.grow(seq, len(seq.tokens)) for seq in unverified):
+            return []
+        for seq in unverified:
+            seq.last_served = self._step
+        return [span_of(seq, 1, 1) for seq in unverified]
+
+    def _branch_spans(self, draft: Span, left: int) -> list[Span]:
+        """Spans for a sequence's branches, in pages of their own, while there are rows and free pages.
+
+        Each repeats the known tokens and the draft up to its fork, so that its KV is canonical and can be kept
+        as it is if it wins.
+        """
+        seq = self._running[draft.seq_id]
+        if not seq.branches or len(draft.inputs) != seq.given + len(seq.draft):
+            return []
+        shared, partial = divmod(seq.kv_len, self.limits.page)
+        spans: list[Span] = []
+        for branch in seq.branches:
+            inputs = (*draft.inputs[: draft.given + branch.at], *branch.tokens)
+            lent = self._paging.lend(seq, seq.kv_len + len(inputs)) if len(inputs) <= left else None
+            if lent is None:
+                break
+            copy = (seq.pages[shared], lent[0]) if partial else None
+            number = len(seq.branch_pages)
+            spans.append(
+                draft._replace(
+                    inputs=inputs, pages=seq.pages[:shared] + lent, branch=number, copy=copy, targets=()
+                )
             )
-        return Delta(
-            verdict.seq_id, verdict.tokens, verdict.logprobs, verdict.tops, seq.finish, seq.stop_id,
-            verdict.scores, verdict.score_tops, seq.num_cached or 0, verdict.accepted,
-            verdict.guessed + verdict.spent, verdict.drafter, int(seq.request.verify and num > 0),
-        )  # fmt: skip
+            left -= len(inputs)
+        return spans
 
     def _count_frame(self, rows: int) -> None:
         sizes = self.limits.frame_sizes or (self.limits.frame_rows,)
@@ -539,8 +453,36 @@ class Scheduler:
         self.counters.rows += rows
         self.counters.padded_rows += sizes[bisect_left(sizes, rows)] - rows
 
-    def _count(self, verdict: Verdict) -> None:
-        guessed = verdict.guessed + verdict.spent
+    # ---- commit
+
+    def _commit(self, seq: Sequence, verdict: Verdict) -> Delta:
+        if verdict.branch:
+            self._paging.keep_branch(seq, verdict.branch)
+        self._paging.release_branches(seq)
+        num = _append(seq, verdict.tokens)
+        seq.kv_len = min(verdict.kv_len, len(seq.tokens) - 1)
+        if verdict.scores and seq.score_next is not None:
+            seq.score_next += len(verdict.scores)
+        if not verdict.verified:
+            seq.unverified_kv = True
+            self.counters.unverified_tokens += num
+        elif not seq.unverified_kv:
+            self._paging.share(seq)
+        self.counters.output_tokens += num
+        if verdict.guessed:
+            self._count_guesses(verdict)
+        _clear_draft(seq)
+        if seq.finish is not None:
+            self._retire(seq)
+            self.counters.finished += 1
+        return Delta(
+            verdict.seq_id, verdict.tokens[:num], verdict.logprobs[:num], verdict.tops[:num], seq.finish,
+            seq.stop_id, verdict.scores, verdict.score_tops, seq.num_cached or 0, verdict.accepted,
+            verdict.guessed + verdict.lost_guesses, verdict.drafter, int(seq.request.verify and num > 0),
+        )  # fmt: skip
+
+    def _count_guesses(self, verdict: Verdict) -> None:
+        guessed = verdict.guessed + verdict.lost_guesses
         self.counters.guessed += guessed
         self.counters.accepted += verdict.accepted
         self.counters.rolled_back += guessed - verdict.accepted
@@ -550,48 +492,34 @@ class Scheduler:
         drafter.accepted += verdict.accepted
         drafter.branches += verdict.branch > 0
 
-    def _share(self, seq: Sequence) -> None:
-        """Offer full canonical pages to the prefix index."""
-        page = self.limits.page
-        full = seq.kv_len // page
-        if self.index.enabled:
-            chain(seq.digests, seq.tokens, seq.request.salt, page, full)
-            for i in range(seq.num_indexed, full):
-                self.index.offer(seq.digests[i], seq.pages[i])
-        seq.num_indexed = full
 
-
-def _append(seq: Sequence, found: tuple[int, ...]) -> int:
-    """Add tokens until one of them, or a limit, ends the sequence. Returns how many were added."""
+def _append(seq: Sequence, new: tuple[int, ...]) -> int:
+    """Append tokens until one of them, or the length limit, ends the sequence. Returns how many were added."""
     tokens, stop_ids = seq.tokens, seq.request.sampling.stop_ids
     before, guide = len(tokens), seq.guide
-    for token in found[: seq.most - before]:
+    for token in new[: seq.max_len - before]:
         if guide is not None:
             seq.finish = guide.take(token)
-            if seq.finish is Finish.ABORT:  # not a token of this grammar, so not one of this text
+            if seq.finish is Finish.ABORT:  # the grammar does not allow this token
                 break
         tokens.append(token)
         if token in stop_ids:
             seq.finish, seq.stop_id = Finish.STOP, token
         if seq.finish is not None:
             break
-    if found and len(tokens) >= seq.most and seq.finish is None:
-        seq.finish = Finish.LENGTH  # also at max_tokens=0: a prompt that was only to be scored
+    if new and len(tokens) >= seq.max_len and seq.finish is None:
+        seq.finish = Finish.LENGTH  # also with max_tokens=0: the prompt was only to be scored
     return len(tokens) - before
 
 
-def _drop_draft(seq: Sequence) -> None:
+def _clear_draft(seq: Sequence) -> None:
     if seq.draft:
         seq.draft.clear()
-    seq.drafter, seq.open, seq.ready_since, seq.branches = "", False, None, ()
+    seq.drafter, seq.drafting, seq.ready_since, seq.branches = "", False, None, ()
 
 
 def _arrival(seq: Sequence) -> int:
     return seq.request.id
-
-
-def _turn(seq: Sequence) -> tuple[int, int]:
-    return (seq.last_served, seq.request.id)
 
 
 __all__ = ["PATIENCE", "Scheduler"]

@@ -1,0 +1,140 @@
+"""Which KV pages a sequence has: matched in the prefix index, taken, lent to branches, released. Host only.
+
+Decides nothing about who runs: preempting a sequence to free its pages is the Scheduler's decision.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+from samewise.errors import InvariantBroken
+from samewise.kv.pages import PagePool
+from samewise.kv.prefix import PrefixIndex, chain
+from samewise.schedule.limits import Limits
+from samewise.types import Sequence
+
+
+class Paging:
+    """Owns the page pool and the prefix index. Owned by the Scheduler."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._page = limits.page
+        self.index = PrefixIndex(PagePool(limits.num_pages), enabled=limits.prefix_caching)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-num_tokens // self._page)
+
+    def start(self, seq: Sequence, *, force: bool) -> bool:
+        """Give a sequence the cached pages of its prefix. False, and nothing taken, if the rest would not fit.
+
+        With `force` it starts in any case: nothing else runs whose pages it could wait for.
+        """
+        matched = self._match(seq)
+        for number in matched:
+            self.index.hold(number)
+        needed = len(seq.tokens) // self._page + 1 - len(matched)
+        if not force and needed > self.index.num_available:
+            self.index.release(matched)
+            return False
+        seq.pages = array("i", matched)
+        seq.kv_len = len(matched) * self._page
+        seq.num_indexed = len(matched)
+        return True
+
+    def _match(self, seq: Sequence) -> list[int]:
+        """Cached pages of the sequence's prefix.
+
+        The last known token is always computed again, because its logits give the next token. So are the rows
+        whose logits score a prompt token.
+        """
+        if not self.index.enabled:
+            return []
+        end = len(seq.tokens)
+        if seq.score_next is not None and seq.score_next < seq.prompt_len:
+            end = seq.score_next
+        num = (end - 1) // self._page
+        chain(seq.digests, seq.tokens, seq.request.salt, self._page, num)
+        return self.index.match(seq.digests[:num])
+
+    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Add free pages until the sequence can hold this many tokens; False if there are too few.
+
+        Pages added before the shortage stay with the sequence.
+        """
+        while len(seq.pages) * self._page < num_tokens:
+            page = self.index.take()
+            if page is None:
+                return False
+            seq.pages.append(page)
+        return True
+
+    def room(self, seq: Sequence) -> int:
+        """Tokens that fit into the sequence's pages above its canonical KV."""
+        return len(seq.pages) * self._page - seq.kv_len
+
+    def lend(self, seq: Sequence, num_tokens: int) -> array[int] | None:
+        """Pages for a branch of `num_tokens` tokens beside the sequence's full canonical pages.
+
+        They are the sequence's until its frame has landed. None, and nothing taken, if there are too few.
+        """
+        num = self.pages_for(num_tokens) - seq.kv_len // self._page
+        pages = array("i")
+        while len(pages) < num:
+            page = self.index.take()
+            if page is None:
+                self.index.release(pages)
+                return None
+            pages.append(page)
+        seq.branch_pages.append(pages)
+        return pages
+
+    def keep_branch(self, seq: Sequence, branch: int) -> None:
+        """Replace the draft's pages by those of the branch that won (counted from 1)."""
+        shared = seq.kv_len // self._page
+        won = seq.branch_pages.pop(branch - 1)
+        self.index.release(seq.pages[shared:])
+        seq.pages = seq.pages[:shared] + won
+
+    def release_branches(self, seq: Sequence) -> None:
+        """Free the pages lent to branches."""
+        for pages in seq.branch_pages:
+            self.index.release(pages)
+        seq.branch_pages.clear()
+
+    def release(self, seq: Sequence) -> None:
+        """Free all pages of a sequence."""
+        self.index.release(seq.pages)
+        seq.pages = array("i")
+        self.release_branches(seq)
+
+    def share(self, seq: Sequence) -> None:
+        """Offer the sequence's full canonical pages to the prefix index."""
+        full = seq.kv_len // self._page
+        if full <= seq.num_indexed:
+            return
+        if self.index.enabled:
+            chain(seq.digests, seq.tokens, seq.request.salt, self._page, full)
+            for i in range(seq.num_indexed, full):
+                self.index.offer(seq.digests[i], seq.pages[i])
+        seq.num_indexed = full
+
+    def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Raise InvariantBroken unless every page is accounted for."""
+        held: Counter[int] = Counter()
+        for seq in running:
+            seq.check()
+            held.update(seq.pages)
+            for pages in seq.branch_pages:
+                held.update(pages)
+            if self.room(seq) < 0:
+                raise InvariantBroken(f"request {seq.request.id} has too few pages for its KV")
+        for seq in waiting:
+            if seq.pages or seq.branch_pages:
+                raise InvariantBroken(f"request {seq.request.id} waits but holds pages")
+        self.index.check(dict(held))
+
+
+__all__ = ["Paging"]
