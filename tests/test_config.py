@@ -1,16 +1,18 @@
-"""EngineConfig and memory(): what is refused, with which value and which remedy."""
+"""EngineConfig: what is refused, with its value and remedy, and what is made from its declarations."""
 
 import dataclasses
+import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samewise.config import UNITS, EngineConfig, EngineSettings, memory
+from samewise.config import SETTINGS, UNITS, EngineConfig, parse_memory, settings_page, settings_signature
 from samewise.errors import BadParameter, CallerError
 
 
@@ -33,7 +35,7 @@ from samewise.errors import BadParameter, CallerError
         ("frame_rows", 0, "from 1 to 4096"),
         ("frame_rows", 5000, "from 1 to 4096"),
         ("frame_sizes", [], "at least one"),
-        ("frame_sizes", "16", "a list of numbers"),
+        ("frame_sizes", "16", "a list of whole numbers"),
         ("frame_sizes", [16, 0], "from 1 to 65536"),
         ("frame_sizes", [2.5], "whole number"),
         ("max_queued", -1, "whole number"),
@@ -57,28 +59,29 @@ def test_a_bad_value_is_named_with_its_remedy(name: str, value: Any, remedy: str
         EngineConfig(**{name: value})
     assert f"{name}={value!r}" in str(caught.value)
     assert remedy in str(caught.value)
+    assert caught.value.param == name
 
 
 @pytest.mark.parametrize("name", ["trust_remote_code", "enable_prefix_caching", "compile"])
-def test_a_switch_is_true_or_false_and_no_word(name: str) -> None:
-    """`trust_remote_code="false"` must not mean yes."""
+def test_a_flag_is_a_bool_and_not_a_word(name: str) -> None:
+    """`trust_remote_code="false"` must not be true."""
     with pytest.raises(BadParameter, match=f"{name}='false'"):
         EngineConfig(**{name: "false"})
 
 
-def test_a_date_is_checked_when_it_is_given_not_when_a_chat_begins() -> None:
+def test_a_date_is_checked_when_the_configuration_is_made() -> None:
     assert EngineConfig(date="2024-07-26").date == "2024-07-26"
     with pytest.raises(BadParameter, match=r"date='yesterday'.*YYYY-MM-DD"):
         EngineConfig(date="yesterday")
 
 
-def test_a_queue_that_holds_nobody_would_refuse_everybody() -> None:
+def test_a_queue_of_no_requests_is_refused() -> None:
     with pytest.raises(BadParameter, match="max_queued=0"):
         EngineConfig(max_queued=0)
 
 
 @pytest.mark.parametrize(
-    ("typo", "meant"),
+    ("typo", "suggestion"),
     [
         ("frame_row", "frame_rows"),
         ("max_num_seq", "max_num_seqs"),
@@ -87,17 +90,23 @@ def test_a_queue_that_holds_nobody_would_refuse_everybody() -> None:
         ("Dtype", "dtype"),
     ],
 )
-def test_a_typo_is_answered_with_the_name_that_was_meant(typo: str, meant: str) -> None:
-    with pytest.raises(BadParameter, match=rf"'{typo}'; did you mean {meant}\?"):
+def test_a_misspelt_setting_is_refused_with_a_suggestion(typo: str, suggestion: str) -> None:
+    with pytest.raises(BadParameter, match=rf"'{typo}'; did you mean {suggestion}\?"):
         EngineConfig.of(**{typo: 1})
 
 
-def test_a_name_like_no_other_gets_the_list() -> None:
+def test_the_error_of_an_unknown_setting_carries_its_name() -> None:
+    with pytest.raises(BadParameter) as caught:
+        EngineConfig.of(frame_row=1)
+    assert caught.value.param == "frame_row"
+
+
+def test_an_unknown_setting_without_a_similar_one_gets_the_list() -> None:
     with pytest.raises(BadParameter, match=r"'zzzz'; known are model, revision.*date"):
         EngineConfig.of(zzzz=1)
 
 
-def test_errors_are_value_errors_too() -> None:
+def test_errors_are_value_errors() -> None:
     with pytest.raises(ValueError, match="dtype"):
         EngineConfig(dtype="x")
     assert issubclass(BadParameter, CallerError)
@@ -113,7 +122,7 @@ def test_a_configuration_is_frozen_and_keyword_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("value", "expected"),
     [
         (None, None),
         (2**30, 2**30),
@@ -132,14 +141,14 @@ def test_a_configuration_is_frozen_and_keyword_only() -> None:
         ("4096", 4096),
     ],
 )
-def test_memory_reads_bytes_shares_and_units(given: Any, found: Any) -> None:
-    value = memory(given)
-    assert value == found
-    assert type(value) is type(found)
+def test_memory_is_read_as_bytes_or_a_share(value: Any, expected: Any) -> None:
+    memory = parse_memory(value)
+    assert memory == expected
+    assert type(memory) is type(expected)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "text",
     [
         "",
         " ",
@@ -158,65 +167,84 @@ def test_memory_reads_bytes_shares_and_units(given: Any, found: Any) -> None:
         "GB1",
     ],
 )
-def test_memory_refuses_what_it_cannot_read(given: str) -> None:
+def test_memory_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(BadParameter, match=r"kv_memory=.*give bytes .*or a share"):
-        memory(given)
+        parse_memory(text)
 
 
-@pytest.mark.parametrize("given", ["infGB", "1e400 B", "-infKiB"])
-def test_an_endless_memory_is_refused_like_any_other_nonsense(given: str) -> None:
+@pytest.mark.parametrize("text", ["infGB", "1e400 B", "-infKiB"])
+def test_infinite_memory_is_refused(text: str) -> None:
     with pytest.raises(BadParameter, match="give bytes"):
-        memory(given)
+        parse_memory(text)
 
 
-@pytest.mark.parametrize("given", ["150%", "-1GiB"])
-def test_the_error_repeats_what_was_written(given: str) -> None:
-    with pytest.raises(BadParameter, match=f"kv_memory='{given}'"):
-        memory(given)
+@pytest.mark.parametrize("text", ["150%", "-1GiB"])
+def test_the_error_repeats_the_text(text: str) -> None:
+    with pytest.raises(BadParameter, match=f"kv_memory='{text}'"):
+        parse_memory(text)
 
 
 @settings(deadline=None)
 @given(num=st.integers(1, 2**20), unit=st.sampled_from(sorted(UNITS)))
 def test_units_multiply(num: int, unit: str) -> None:
-    assert memory(f"{num}{unit}") == num * UNITS[unit]
+    assert parse_memory(f"{num}{unit}") == num * UNITS[unit]
 
 
 @settings(deadline=None)
 @given(st.text(max_size=8))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        found = memory(text)
+        memory = parse_memory(text)
     except BadParameter:
         return
-    assert found is not None
-    assert found > 0
+    assert memory is not None
+    assert memory > 0
 
 
-def test_configuration_does_not_bring_torch_in() -> None:
+def test_configuration_imports_no_torch() -> None:
     code = "import sys, samewise.config, samewise.contract; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_keywords_people_see_are_the_configuration() -> None:
-    names = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert EngineSettings.__annotations__.keys() == names - {"model"}
+def test_the_signature_lists_every_setting_with_its_default() -> None:
+    model, *others = settings_signature().parameters.values()
+    assert (model.name, model.kind) == ("model", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    assert [p.name for p in others] == [f.name for f in dataclasses.fields(EngineConfig)][1:]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in others)
+    assert EngineConfig(**{p.name: p.default for p in (model, *others)}) == EngineConfig()
+
+
+def test_every_setting_has_a_meaning_that_is_a_sentence() -> None:
+    for setting in SETTINGS.values():
+        assert setting.meaning[0].isupper(), setting.name
+        assert setting.meaning.endswith("."), setting.name
+
+
+def test_the_page_of_settings_is_made_from_the_declarations() -> None:
+    page = Path(__file__).parent.parent / "docs" / "settings.md"
+    remedy = (
+        "write it again: python -c 'from samewise import config; print(config.settings_page(), end=str())'"
+    )
+    assert page.read_text(encoding="utf-8") == settings_page(), f"docs/settings.md is old; {remedy}"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"proposer": "magic"}, "proposer='magic': choose one of auto, none"),
-        ({"proposer": "ngram+magic"}, "'magic'"),
+        ({"proposer": "ngram+magic"}, "proposer='ngram+magic': choose one of"),
         ({"proposer": "auto+ngram"}, "auto and none stand alone"),
         ({"proposer": "model"}, "needs draft_model"),
         ({"proposer": "ngram", "draft_model": "x"}, "draft_model='x' is for proposer='model' or 'auto'"),
         ({"proposer": "none", "draft_weights": "int8"}, "draft_weights='int8' is for proposer='decode'"),
     ],
 )
-def test_proposers_that_cannot_be(settings: dict[str, str], message: str) -> None:
+def test_proposers_that_exclude_each_other_or_lack_something_are_refused(
+    settings: dict[str, str], message: str
+) -> None:
     with pytest.raises(BadParameter, match=re.escape(message)):
         EngineConfig.of(**settings)
 
 
-def test_several_proposers_in_turn() -> None:
+def test_several_proposers_are_given_in_order() -> None:
     assert EngineConfig(proposer="ngram+decode").proposers == ["ngram", "decode"]

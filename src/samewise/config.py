@@ -172,11 +172,13 @@ class EngineConfig:
         "Weights decode drafts with: int8, int4 on CPU, fp8 on CUDA; auto: int8 where smaller, else same.",
         (*ANSWERING, "bench"),
     )  # fmt: skip
-    verify_deadline: int = setting(4, integer(0, 10**6), "")
-    search_every: int = setting(16, integer(1, 10**9), "")
-    search_share: float = setting(0.02, SHARE, "")
-    search_rounds: int = setting(64, integer(1, 10**6), "")
-    search_window: int = setting(64, integer(32, 4096), "")
+    verify_deadline: int = setting(
+        4, integer(0, 10**6), "Steps a finished draft may wait for others in its frame."
+    )
+    search_every: int = setting(16, integer(1, 10**9), "Tokens between two scores of a layer set.")
+    search_share: float = setting(0.02, SHARE, "Share of the time that layer sets are scored.")
+    search_rounds: int = setting(64, integer(1, 10**6), "Most scores of a search.")
+    search_window: int = setting(64, integer(32, 4096), "Tokens a layer set is scored on.")
     workload: str = setting(
         "", string("a short text", empty=True),
         "Name under which the proposer skip remembers the layer sets it found.", ANSWERING,
