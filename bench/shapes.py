@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from samewise.execute.load import Loaded  # noqa: E402
 from samewise.model.arch import inspect_model  # noqa: E402
 from samewise.model.attention_binding import ATTENTION  # noqa: E402
-from samewise.model.load import wrap  # noqa: E402
+from samewise.model.load import wrap_modules  # noqa: E402
 
 
 def shape_8b(layers: int = 32) -> Any:
@@ -50,7 +50,7 @@ def shape_tiny(layers: int = 2) -> Any:
 def random_on(config: Any, device: torch.device, dtype: torch.dtype) -> Loaded:
     """Random weights of the config's shape, made on the device."""
     model = bare(config, device, dtype, ATTENTION)
-    return Loaded(wrap(model), inspect_model(config), {"weights": "random"})
+    return Loaded(wrap_modules(model), inspect_model(config), {"weights": "random"})
 
 
 def random_on_card(config: Any) -> Loaded:

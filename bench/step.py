@@ -101,7 +101,7 @@ def watching(engine: Engine) -> Iterator[Parts]:
         (scheduler, "extend", "propose"),
         (scheduler, "spans", "spans"),
         (scheduler, "spans_ahead", "spans"),
-        (runner, "load", "pack"),
+        (runner, "stage_frame", "pack"),
         (decode, "pack_fast", "pack"),
         (verifier, "run", "launch"),
         (
@@ -110,9 +110,9 @@ def watching(engine: Engine) -> Iterator[Parts]:
             "launch" if cuda else "frame",
         ),  # where the device is the host, it is the work itself
         (runner, "fast", "launch" if cuda else "fast pass"),
-        (type(engine.sampler), "pick", "launch" if cuda else "sampler"),
+        (type(engine.parts.sampler), "sample", "launch" if cuda else "sampler"),
         (type(engine.fast), "propose", "fast path"),
-        (verify.Flight, "verdicts", "judge"),
+        (verify.FrameInFlight, "verdicts", "judge"),
         (torch.cuda.Event, "synchronize", "wait"),
         (scheduler, "commit", "commit"),
         (type(engine), "_publish", "deltas"),
@@ -164,8 +164,8 @@ def profile(engine: Engine, load: Load, steps: int) -> tuple[Found, list[Piece],
             for owner, name, label in (
                 (FrameLinear, "forward", "samewise::linear"),
                 (type(engine.runner.kernel), "__call__", "samewise::attention"),
-                (layer.Native, "__call__", "samewise::layer"),
-                (type(engine.sampler), "pick", "samewise::sampler"),
+                (layer.FusedForward, "__call__", "samewise::layer"),
+                (type(engine.parts.sampler), "sample", "samewise::sampler"),
             ):
                 block.enter_context(replaced(owner, name, labelled(label)))
         parts = block.enter_context(watching(engine))

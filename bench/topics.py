@@ -29,7 +29,7 @@ from samewise.engine import Engine
 from samewise.execute.load import fingerprint, load
 from samewise.model.arch import inspect_model
 from samewise.model.attention_binding import ATTENTION
-from samewise.model.load import wrap
+from samewise.model.load import wrap_modules
 
 EXTRA = 32  # channels of the residual stream beside the model's own: a whole group of its four-bit grid
 LONGEST = 1200  # tokens of a question
@@ -102,7 +102,7 @@ def manifold(loaded, table):
                 getattr(new.mlp, name).weight[:, :own] = getattr(layer.mlp, name).weight
             new.mlp.gate_proj.weight[:, mark + topic] = SHUT
             new.mlp.down_proj.weight[:own] = layer.mlp.down_proj.weight
-    wrapped = wrap(made)
+    wrapped = wrap_modules(made)
     return replace(loaded, model=wrapped, arch=arch, facts={"weights": fingerprint(wrapped)})
 
 

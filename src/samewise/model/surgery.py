@@ -1,7 +1,7 @@
-"""The only module that touches a torch module's insides (`_modules`, `__class__`, `forward`, `__dict__`).
+"""The only module that touches a torch module's insides: `_modules`, `__class__`, `forward`, `__dict__`.
 
 Every function either returns a new module that shares its weights with the original, or changes one module in
-the way its docstring states. No other module of this package reads or writes these attributes.
+the way its docstring states. `tests/model/test_surgery.py` checks that no other module does.
 """
 
 from __future__ import annotations
@@ -15,51 +15,54 @@ from torch import nn
 M = TypeVar("M", bound=nn.Module)
 
 
-def adopt_state(kind: type[M], module: nn.Module) -> M:
-    """A module of class `kind` over the very same parameters, buffers and attributes as `module`."""
-    made = kind.__new__(kind)
-    made.__dict__ = module.__dict__
-    return made
+def with_class(module: nn.Module, cls: type[M]) -> M:
+    """A module of class `cls` that shares all state with `module`: parameters, buffers, attributes."""
+    result = cls.__new__(cls)
+    result.__dict__ = module.__dict__
+    return result
 
 
-def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Make `module` an instance of `kind`, a subclass of its class; its state stays."""
-    module.__class__ = kind
+def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Make `module` an instance of `cls`, a subclass of its class; its state stays."""
+    module.__class__ = cls
 
 
 def replace_child(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Put `child` under `name` in `module`, even where its type is not the one transformers expects."""
+    """Put `child` under `name` in `module`, whatever its type."""
     module._modules[name] = child
 
 
-def twin(model: nn.Module) -> nn.Module:
-    """The same model in new module objects: parameters are shared; bindings, buffers and children are not."""
-    made: dict[nn.Module, nn.Module] = {}
+def copy_modules(model: nn.Module) -> nn.Module:
+    """The same model in new module objects over the same tensors.
+
+    Attributes set, children replaced or buffers registered in the copy do not show in the original.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
 
     def copied(module: nn.Module) -> nn.Module:
-        if module not in made:
-            made[module] = fresh = copy.copy(module)
-            fresh._parameters = dict(module._parameters)
-            fresh._buffers = dict(module._buffers)
-            fresh._modules = {name: child and copied(child) for name, child in module._modules.items()}
-        return made[module]
+        if module not in copies:
+            copies[module] = result = copy.copy(module)
+            result._parameters = dict(module._parameters)
+            result._buffers = dict(module._buffers)
+            result._modules = {name: child and copied(child) for name, child in module._modules.items()}
+        return copies[module]
 
     return copied(model)
 
 
 def with_children(module: nn.Module, changes: Mapping[str, nn.Module]) -> nn.Module:
     """A shallow copy of `module` with other children under some names; the original is not changed."""
-    made = copy.copy(module)
-    made._modules = {**module._modules, **changes}  # a copy shares this dict with its original otherwise
-    return made
+    result = copy.copy(module)
+    result._modules = {**module._modules, **changes}  # copy.copy alone would share this dict
+    return result
 
 
 def with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """A shallow copy of `module` without children, whose `forward` is `forward`."""
-    made = copy.copy(module)
-    made._modules = {}
-    made.forward = forward
-    return made
+    result = copy.copy(module)
+    result._modules = {}
+    result.forward = forward
+    return result
 
 
 def with_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
@@ -77,18 +80,18 @@ def with_layers(model: nn.Module, name: str, layers: list[nn.Module]) -> nn.Modu
     return with_module(model, name, nn.ModuleList(layers))
 
 
-def is_untouched(module: nn.Module) -> bool:
-    """Whether a module has no forward hooks and no `forward` of its own beside its class's."""
+def runs_class_forward(module: nn.Module) -> bool:
+    """Whether a call runs only the class's `forward`: no hooks, no `forward` set on the instance."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 __all__ = [
-    "adopt_state",
     "change_class",
-    "is_untouched",
+    "copy_modules",
     "replace_child",
-    "twin",
+    "runs_class_forward",
     "with_children",
+    "with_class",
     "with_forward",
     "with_layers",
     "with_module",

@@ -1,8 +1,8 @@
-"""A layer seen whole, without its attention, without its MLP, or passed by.
+"""Layers with sublayers left out, for drafting: without attention, without the MLP, or skipped.
 
-A view is a shallow copy of a layer with modules of its own: what it leaves out adds nothing to the residual
-stream. Weights and seats are the layer's; nothing is set, so nothing has to be put back. How a layer is built
-is found by watching one pass, not by its family's name.
+A view is a shallow copy of a layer with other children: a sublayer left out adds zeros to the residual
+stream. Weights and attention bindings are the layer's own, and the layer itself is never changed. How a layer
+is built is read from one recorded pass, not from its family's name.
 """
 
 from __future__ import annotations
@@ -19,37 +19,29 @@ from samewise.model.surgery import with_children, with_forward, with_layers
 from samewise.types import LayerSet
 
 
-class _Silent(nn.Module):
-    """A sublayer that adds nothing."""
+class _ZeroMLP(nn.Module):
+    """An MLP that adds nothing."""
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Zeros of the input's shape, which take no memory."""
+        """Zeros of the input's shape; one element in memory."""
         return hidden_states.new_zeros(()).expand(hidden_states.shape)
 
 
-class _SilentAttention(_Silent):
+class _ZeroAttention(nn.Module):
     """Attention that adds nothing and writes no KV."""
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """Zeros, and no weights."""
-        return super().forward(hidden_states), None
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """Zeros of the input's shape, and no attention weights."""
+        return hidden_states.new_zeros(()).expand(hidden_states.shape), None
 
 
-class _Same(nn.Module):
-    """What feeds only a silent sublayer need not be computed."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x."""
-        return x
-
-
-class Views:
+class LayerViews:
     """Every layer of a model with any of its sublayers left out.
 
-    `watch` runs any pass through the model; what feeds what is seen from it.
+    `run_pass` runs any pass through the model; which modules feed which is recorded from it.
     """
 
-    def __init__(self, model: nn.Module, arch: Arch, watch: Callable[[], object]) -> None:
+    def __init__(self, model: nn.Module, arch: Arch, run_pass: Callable[[], object]) -> None:
         self._model = model
         self._name, layers = layer_list(model, arch)
         self._layers: list[nn.Module] = list(layers)
@@ -60,25 +52,26 @@ class Views:
             _mlp_name(layer, attention, arch.model_type)
             for layer, attention in zip(self._layers, self._attention, strict=True)
         ]
-        self._feeders = _watch(self._layers[0], (self._attention[0], self._mlp[0]), watch)
-        self._made: dict[tuple[int, bool, bool, bool], nn.Module] = {}
+        self._attention_feeders, self._mlp_feeders = _find_feeders(
+            self._layers[0], (self._attention[0], self._mlp[0]), run_pass
+        )
+        self._views: dict[tuple[int, bool, bool, bool], nn.Module] = {}
 
     @property
     def num_layers(self) -> int:
         """How many layers there are."""
         return len(self._layers)
 
-    def weights(self, layer: int) -> tuple[float, float]:
-        """Bytes of a layer's attention and of its MLP."""
-        parts = (self._attention[layer], self._mlp[layer])
-        sizes = [
-            float(sum(p.nbytes for p in self._layers[layer].get_submodule(part).parameters()))
-            for part in parts
-        ]
-        return sizes[0], sizes[1]
+    def sublayer_bytes(self, layer: int) -> tuple[float, float]:
+        """Bytes of weights in a layer's attention and in its MLP."""
+        attention, mlp = (
+            float(sum(p.nbytes for p in self._layers[layer].get_submodule(name).parameters()))
+            for name in (self._attention[layer], self._mlp[layer])
+        )
+        return attention, mlp
 
     def without(self, skipped: LayerSet, prepare: Callable[[nn.Module], Any] | None = None) -> nn.Module:
-        """The model with these sublayers left out; every view goes once through `prepare`, if given."""
+        """The model with these sublayers left out; `prepare`, if given, is applied once to each view."""
         layers = [
             self._view(i, prepare, attention=i in skipped.attention, mlp=i in skipped.mlp)
             for i in range(len(self._layers))
@@ -95,94 +88,88 @@ class Views:
     def _view(
         self, i: int, prepare: Callable[[nn.Module], Any] | None, *, attention: bool, mlp: bool
     ) -> nn.Module:
+        """Layer i without its attention, its MLP or both, where these are True; made once."""
         key = (i, attention, mlp, prepare is not None)
-        if key not in self._made:
+        if key not in self._views:
             if attention and mlp:
-                self._made[key] = _passed_by(self._layers[i])
+                self._views[key] = with_forward(self._layers[i], _return_input)
             else:
-                view = self._some(i, attention=attention, mlp=mlp)
-                self._made[key] = view if prepare is None else prepare(view)
-        return self._made[key]
+                view = self._without_sublayer(i, attention=attention, mlp=mlp)
+                self._views[key] = view if prepare is None else prepare(view)
+        return self._views[key]
 
-    def _some(self, i: int, *, attention: bool, mlp: bool) -> nn.Module:
-        layer = self._layers[i]
-        if not attention and not mlp:
-            return layer
-        changes: dict[str, nn.Module] = {}
-        for out, name, stand_in in (
-            (attention, self._attention[i], _SilentAttention()),
-            (mlp, self._mlp[i], _Silent()),
-        ):
-            if out:
-                changes[name] = stand_in
-                for feeder in self._feeders[0 if name == self._attention[i] else 1]:
-                    changes[feeder] = _Same()
-        return with_children(layer, changes)
+    def _without_sublayer(self, i: int, *, attention: bool, mlp: bool) -> nn.Module:
+        """Modules that only feed the sublayer left out are replaced too, to save their time."""
+        if attention:
+            changes: dict[str, nn.Module] = {name: nn.Identity() for name in self._attention_feeders}
+            return with_children(self._layers[i], changes | {self._attention[i]: _ZeroAttention()})
+        if mlp:
+            changes = {name: nn.Identity() for name in self._mlp_feeders}
+            return with_children(self._layers[i], changes | {self._mlp[i]: _ZeroMLP()})
+        return self._layers[i]
 
 
-def _passed_by(layer: nn.Module) -> nn.Module:
-    """Stands where the layer stood, with whatever the model may want to know of it, and does nothing."""
-    return with_forward(layer, _straight_through)
-
-
-def _straight_through(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _return_input(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return hidden_states
 
 
 def _mlp_name(layer: nn.Module, attention: str, family: str) -> str:
-    found = [
+    """The one child beside attention that has linears."""
+    names = [
         name
         for name, child in layer.named_children()
         if name != attention and any(isinstance(m, nn.Linear) for m in child.modules())
     ]
-    if "." in attention or len(found) != 1:
+    if "." in attention or len(names) != 1:
         raise BadParameter(
             f"proposer='skip': a layer of {family} is not one attention and one MLP (beside {attention} it "
-            f"has {', '.join(found) or 'nothing'}); use another proposer"
+            f"has {', '.join(names) or 'nothing'}); use another proposer",
+            param="proposer",
         )
-    return found[0]
+    return names[0]
 
 
-class _Watcher:
-    """Sees whose output a layer's modules are given."""
+class _FlowRecorder:
+    """Records which of a layer's children are given the output of which."""
 
     def __init__(self) -> None:
-        self._made: dict[str, torch.Tensor] = {}
-        self.taken: dict[str, list[str]] = {}  # by maker: who took its output
+        self._outputs: dict[str, torch.Tensor] = {}
+        self.consumers: dict[str, list[str]] = {}  # producer -> children given its output, in order
 
     def before(self, name: str) -> Callable[..., None]:
-        def note(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            for given in (*args, *named.values()):
-                for maker in [maker for maker, output in self._made.items() if given is output]:
-                    self.taken.setdefault(maker, []).append(name)
+        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for value in (*args, *kwargs.values()):
+                for producer in [other for other, output in self._outputs.items() if value is output]:
+                    self.consumers.setdefault(producer, []).append(name)
 
-        return note
+        return record
 
     def after(self, name: str) -> Callable[..., None]:
-        def note(_: nn.Module, __: Any, output: Any) -> None:
+        def record(_: nn.Module, __: Any, output: Any) -> None:
             if isinstance(output, torch.Tensor):
-                self._made[name] = output
+                self._outputs[name] = output
 
-        return note
+        return record
 
 
-def _watch(
-    layer: nn.Module, parts: tuple[str, str], watch: Callable[[], object]
+def _find_feeders(
+    layer: nn.Module, sublayers: tuple[str, str], run_pass: Callable[[], object]
 ) -> tuple[list[str], list[str]]:
-    """For each part, the siblings whose output goes to it and to nobody else."""
-    watcher, handles = _Watcher(), []
+    """For each sublayer, the children whose output goes to it and nowhere else."""
+    recorder, handles = _FlowRecorder(), []
     for name, child in layer.named_children():
-        handles.append(child.register_forward_pre_hook(watcher.before(name), with_kwargs=True))
-        handles.append(child.register_forward_hook(watcher.after(name)))
+        handles.append(child.register_forward_pre_hook(recorder.before(name), with_kwargs=True))
+        handles.append(child.register_forward_hook(recorder.after(name)))
     try:
-        watch()
+        run_pass()
     finally:
         for handle in handles:
             handle.remove()
     attention, mlp = (
-        [maker for maker, takers in watcher.taken.items() if takers == [part]] for part in parts
+        [producer for producer, consumers in recorder.consumers.items() if consumers == [sublayer]]
+        for sublayer in sublayers
     )
     return attention, mlp
 
 
-__all__ = ["Views"]
+__all__ = ["LayerViews"]
