@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from samewise.errors import BadPrompt, InvariantBroken, QueueFull
+from samewise.errors import InvariantBroken, QueueFull
 from samewise.schedule.limits import Limits
 from samewise.schedule.scheduler import PATIENCE, Scheduler
 from samewise.types import Ask, Delta, Finish, Proposal, Request, Sampling, Span, Truth, Verdict
@@ -712,26 +712,6 @@ def test_a_full_queue_refuses_and_names_the_limit() -> None:
         loop.add([3], 2)
     loop.step()
     loop.add([3], 2)
-    loop.drain()
-
-
-@pytest.mark.parametrize(
-    ("prompt_len", "max_tokens", "message"),
-    [
-        (0, 4, "the prompt is empty"),
-        (60, 4, r"60 tokens and max_model_len is 60.*truncate_prompt_tokens"),
-        (61, 0, r"61 tokens and max_model_len is 60"),
-        (20, 40, r"grow to 60 tokens and the KV cache holds 36.*raise kv_memory"),
-    ],
-)
-def test_what_could_never_run_is_refused_with_a_remedy(
-    prompt_len: int, max_tokens: int, message: str
-) -> None:
-    loop = Loop(limits(num_pages=10 if max_tokens == 40 else 40))
-    with pytest.raises(BadPrompt, match=message):
-        loop.add([1] * prompt_len, max_tokens)
-    assert loop.scheduler.idle
-    loop.add([1] * 20, 3)
     loop.drain()
 
 
