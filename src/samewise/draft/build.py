@@ -21,6 +21,7 @@ from samewise.draft.skip.pricing import Pricing
 from samewise.draft.skip.score_layer_set import Rehearsal
 from samewise.draft.skip.search import Search
 from samewise.draft.skip.skip import Skip
+from samewise.draft.tuning import DEFAULTS, Tuning
 from samewise.errors import BadParameter
 from samewise.execute.budget import count_pages
 from samewise.execute.choices import pick_draft_quantizer, pick_linear
@@ -52,6 +53,7 @@ class ProposerParts:
     ahead: bool = False
     private: range = range(0)  # pages nobody else uses
     counters: Counters = field(default_factory=Counters)  # the engine's own, for reading
+    tuning: Tuning = DEFAULTS
 
     @property
     def chain(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from samewise.draft.base import Drafter
 from samewise.draft.quantized import QuantizedCopy
 from samewise.execute.pack import pack_fast
-from samewise.execute.runner import CHAIN, Path, Runner
+from samewise.execute.runner import PASS_LIMITS, FastPath, Runner
 from samewise.execute.sampling import Sampler, SamplerOutput
 from samewise.execute.sampling_rows import SamplingRow, rows_of_asks
 from samewise.types import Ask, Proposal, TopLogprobs
@@ -38,12 +38,12 @@ class Decode(Drafter):
         sampler: Sampler,
         perturb: Perturb | None = None,
         *,
-        path: Path | None = None,
+        path: FastPath | None = None,
         copy: QuantizedCopy | None = None,
         chain: int = 1,
     ) -> None:
         self._runner, self._sampler, self._perturb = runner, sampler, perturb
-        self._path, self._chain = path if copy is None else copy.path, min(chain, CHAIN)
+        self._path, self._chain = path if copy is None else copy.path, min(chain, PASS_LIMITS.max_chain)
         self._copy, self._renewed = copy, False
 
     @torch.inference_mode()

@@ -9,8 +9,9 @@ from functools import partial
 
 import torch
 
-from samewise.execute.runner import Path, Runner
+from samewise.execute.runner import FastPath, Runner
 from samewise.kernels.linear.packed import PackedWeight
+from samewise.model.fp8 import use_fp8
 from samewise.model.linear import pack_linears
 from samewise.model.surgery import copy_modules
 
@@ -21,7 +22,7 @@ log = logging.getLogger("samewise")
 class QuantizedCopy:
     """A path through quantized weights, and how to quantize again after the weights were replaced."""
 
-    path: Path
+    path: FastPath
     requantize: Callable[[], object]
 
 
@@ -29,7 +30,7 @@ def packed_copy(runner: Runner, quantize: Callable[[torch.Tensor], PackedWeight 
     """A copy whose linears run from weights packed by `quantize` (CPU: int8 or int4)."""
     model = copy_modules(runner.model)
     pack_linears(model, quantize)
-    return QuantizedCopy(runner.path(model), partial(pack_linears, model, quantize))
+    return QuantizedCopy(runner.fast_path(model), partial(pack_linears, model, quantize))
 
 
 def fp8_copy(runner: Runner) -> QuantizedCopy | None:
@@ -40,7 +41,7 @@ def fp8_copy(runner: Runner) -> QuantizedCopy | None:
     log.info("float8 drafts: faster here for linears of %s", ", ".join(shapes) or "no shape")
     if not linears:
         return None
-    return QuantizedCopy(runner.path(model), lambda: [linear.renew() for linear in linears])
+    return QuantizedCopy(runner.fast_path(model), lambda: [linear.renew() for linear in linears])
 
 
 __all__ = ["QuantizedCopy", "fp8_copy", "packed_copy"]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from samewise.execute.pack import pack_frame
-from samewise.execute.runner import Path, Runner
+from samewise.execute.runner import FastPath, Runner
 from samewise.execute.sampling import Sampler
 from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels.attention.base import PAGE
@@ -59,15 +59,15 @@ class Rehearsal:
         self._pages, self.window = pages, min(window, len(pages) * PAGE)
         self._turn = 0
         self._recent: deque[tuple[int, ...]] = deque(maxlen=RECENT)
-        self._modules = Path(runner.model, None)  # that can be listened to
-        self._paths: dict[LayerSet, Path] = {}
+        self._modules = FastPath(runner.model, None)  # that can be listened to
+        self._paths: dict[LayerSet, FastPath] = {}
 
     def remember(self, tokens: list[int], prompt_len: int) -> None:
         """An answer has ended; its last tokens may be rehearsed later."""
         if len(tokens) - prompt_len >= LENGTH:
             self._recent.append(tuple(tokens[-LENGTH:]))
 
-    def path(self, skipped: LayerSet) -> Path:
+    def path(self, skipped: LayerSet) -> FastPath:
         """The way through the model that leaves these sublayers out. The latest few are kept."""
         path = self._paths.pop(skipped, None) or self._runner.skipping(self._views, skipped)
         self._paths[skipped] = path
@@ -148,7 +148,7 @@ class Rehearsal:
         return [(found[attention], found[mlp]) for _, (attention, mlp) in self._views.layers()]
 
     @torch.inference_mode()
-    def _says(self, pieces: list[Piece], path: Path) -> tuple[list[int], list[float | None]]:
+    def _says(self, pieces: list[Piece], path: FastPath) -> tuple[list[int], list[float | None]]:
         """What every row that is asked says, and how surely, where it is greedy."""
         logits = self._look(pieces, path).float()
         draws: list[SamplingRow] = []
@@ -168,7 +168,7 @@ class Rehearsal:
         said: list[int] = picks.tokens.tolist()
         return said, [share if greedy else None for share, greedy in zip(sure, plain, strict=True)]
 
-    def _look(self, pieces: list[Piece], path: Path) -> torch.Tensor:
+    def _look(self, pieces: list[Piece], path: FastPath) -> torch.Tensor:
         """Logits of the rows that are asked, in order."""
         spans = [piece.span for piece in pieces]
         rows = sum(len(span.inputs) for span in spans)

@@ -1,0 +1,264 @@
+"""Every hand-set constant of drafting, with its unit, why it has this value, and how the value was found.
+
+None of them can change the output: they only decide when and how far drafts go. Users do not set them; tests and
+experiments pass a `Tuning` to `Engine`. Where no way of finding a value is named, it was set by hand and not
+measured against others. Host only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from samewise.errors import BadParameter
+
+
+@dataclass(frozen=True, slots=True)
+class CostModelTuning:
+    """Measured seconds and measured acceptance (cost_model.py)."""
+
+    # Weight of a new measurement in the moving average of a cost. Follows a change in about ten measurements.
+    sample_weight: float = 0.2
+    # A measurement above this multiple of the average is taken for a disturbance (another process ran) ...
+    outlier_factor: float = 4.0
+    # ... and gets this weight: a lasting change is still followed, in some hundred measurements.
+    outlier_weight: float = 0.01
+    # First measurements of a size of which the lowest is kept: they may include compiling or page faults.
+    num_first_samples: int = 4
+    # Frame sizes with decode rows that are enough to fit a line without frames that read prompts.
+    min_sizes_for_fit: int = 3
+
+    # Trials over which an acceptance rate fades. About twelve drafts of sixteen tokens.
+    rate_memory: float = 200.0
+    # The same for the rates of one sequence, which is shorter than a workload.
+    sequence_rate_memory: float = 40.0
+    # Prior misses of MissRatio, observed and expected alike: fewer misses than these change little.
+    miss_prior: float = 2.0
+    # Expected misses over which MissRatio fades: one sequence's text changes quickly.
+    miss_memory: float = 12.0
+    # Bins of confidence in a Calibration. Enough to tell 0.9 from 0.99, few enough to fill in some hundred drafts.
+    confidence_bins: int = 12
+    # Trials over which each bin of a Calibration fades.
+    calibration_memory: float = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class NgramTuning:
+    """Suffix matching (ngram.py)."""
+
+    # Most recent occurrences of a token pair that are compared. Bounds a lookup to about 4 µs.
+    max_places: int = 8
+    # Tokens to which a match is followed back; longer matches are believed alike.
+    max_match: int = 24
+    # Shortest match that is used, in the sequence's own text ...
+    min_own_match: int = 2
+    # ... and in answers of other requests, which are less likely to repeat.
+    min_shared_match: int = 3
+    # Drafted tokens per matched token, where `ngram` is used without `auto`.
+    draft_per_match: int = 2
+    # Tokens of earlier answers kept in all pools together: bounds host memory.
+    store_tokens: int = 200_000
+    # Pools (cache salts) kept at once; the least recently used is dropped first.
+    max_pools: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTuning:
+    """The draft model (model.py)."""
+
+    # Rows of one draft-model pass, over all sequences: a long prompt is read in pieces between other work.
+    read_rows: int = 64
+    # Share of free memory for the draft model's KV where `kv_memory` is not set.
+    kv_share: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class AutoTuning:
+    """What `auto` asks of drafts before it pays for them (auto/)."""
+
+    # Throughput a drafter must promise, as a multiple of not drafting: estimates are a few percent off.
+    min_speedup: float = 1.05
+    # Chance of being reached and right below which no row is worth verifying, even a padding row.
+    min_chance: float = 0.05
+    # Multiple of its row's price that a match must bring: the matches that look best are overestimated most.
+    price_factor: float = 1.15
+    # Factor on the chance of each token further ahead than `far_per_match` times the match's length.
+    far_factor: float = 0.75
+    far_per_match: int = 2
+    # Acceptance of the next token after a match of 0, 1, 2, ... tokens, before anything was measured. Longer
+    # matches count as the last entry. Between the rates seen for 2 to 4 tokens: 0.13-0.25 in chat, code and maths,
+    # 0.86 in retrieval.
+    match_prior: tuple[float, ...] = (
+        0.2, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9,
+    )  # fmt: skip
+    # Trials that each entry of `match_prior` counts for.
+    match_prior_trials: float = 10.0
+    # Acceptance of a drafter before anything was measured, and the trials it counts for: optimistic, so that
+    # it is tried, and soon outweighed.
+    drafter_prior: float = 0.85
+    drafter_prior_trials: float = 4.0
+    # Steps after which a drafter that did not pay is tried again: at most one trial in 400 steps is lost.
+    retry_steps: int = 400
+    # The same for a drafter whose pass was never timed; the first pass of a size is not timed.
+    retry_steps_untimed: int = 8
+    # Tokens of a trial draft.
+    trial_tokens: int = 4
+    # Steps that a chosen drafter may take until its first draft (a draft model reads the prompt first).
+    max_wait_steps: int = 32
+    # Trials at which a sequence's own acceptance weighs as much as that of all sequences.
+    own_rate_trials: float = 12.0
+
+    # Frames for which `auto` is not asked after it had nothing to propose, where the device runs beside the
+    # host. A match ends the pause earlier; so does a new sequence with a drafter ready.
+    pause_frames: int = 96
+    # Multiple of the measured price of asking that expected tokens must be worth to end a pause: the frame
+    # waits for the drafts, and the next frame waits for their verdict.
+    wake_factor: float = 2.0
+    # Worth of a token that one of several sequences gains: the others are no faster for it.
+    shared_token_worth: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class SearchTuning:
+    """The layer-set search, SWIFT's phase 1 (skip/search.py, skip/optimiser.py)."""
+
+    # Committed tokens between two scores.
+    every: int = 16
+    # Share of the time that scoring may take.
+    share: float = 0.02
+    # Scores after which the search ends.
+    rounds: int = 64
+    # Scores without a better set after which it ends.
+    patience: int = 16
+    # Rows of a scoring pass: committed tokens that a candidate is scored on, at most.
+    window: int = 64
+    # Tokens to score on below which no score is taken.
+    min_targets: int = 24
+
+    # -log(agreement) that one skipped sublayer is believed to cost before anything is known, and the standard
+    # deviation of that belief. Checked with bench/search.py: 82 % of the possible gain after 40 rounds.
+    prior_loss: float = 0.15
+    prior_loss_std: float = 0.3
+    # With a hint (the share that a sublayer adds to the residual stream): loss = slope * share + loss floor, standard
+    # deviation = slope * share + deviation floor. Checked with bench/search.py, where hints are off by a factor of
+    # two: 84 % of the possible gain after 5 rounds.
+    hint_slope: float = 0.5
+    hint_loss_floor: float = 0.001
+    hint_std_floor: float = 0.004
+    # Variance of a score beyond that of its trials, on the scale of -log(agreement): losses only nearly add up.
+    model_variance: float = 0.01
+    # Chance that an unguided candidate is the incumbent with one to `max_flips` sublayers changed; else it is
+    # drawn at random.
+    mutation_chance: float = 0.5
+    max_flips: int = 3
+    # Rounds before the search may end because nothing better is believed possible ...
+    min_rounds: int = 6
+    # ... which is when the incumbent has this share of the throughput believed possible.
+    good_enough: float = 0.98
+    # Throughput by which a candidate must exceed the incumbent: scores are estimates.
+    min_gain: float = 1.01
+
+    # A search that found nothing is tried again after so many committed tokens, then after twice as many ...
+    retry_tokens: int = 4096
+    # ... up to this.
+    max_retry_tokens: int = 2**20
+    # Factor on the price of a frame over the window, for a scoring step that was never timed.
+    first_step_factor: float = 1.5
+    # Seconds: longer gaps between steps are idle time and add nothing to the time that may be spent.
+    max_gap: float = 1.0
+
+    # Rows of one piece of text to score on, in KV pages.
+    piece_pages: int = 2
+    # Ended answers whose last tokens are kept to score on.
+    recent_answers: int = 8
+    # Paths through the model (one per layer set) kept for the next score: incumbent, candidates, full model.
+    max_paths: int = 6
+
+    def __post_init__(self) -> None:
+        _whole("search.every", self.every, 1, 10**9)
+        _whole("search.rounds", self.rounds, 1, 10**6)
+        _whole("search.window", self.window, 32, 4096)
+        share = self.share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise BadParameter(
+                f"search.share={share!r}: give a share of the time, above 0 and at most 1",
+                param="search.share",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SkipTuning:
+    """Drafting with a layer set, SWIFT's phase 2 (skip/pacing.py, skip/pricing.py)."""
+
+    # Alternatives that are looked at for an unsure token.
+    num_alternatives: int = 3
+    # Branches of one draft: each costs its own rows and a copied page.
+    max_branches: int = 4
+    # Probability above which, on a CPU, alternatives of a greedy token are not even computed ...
+    sure_probability: float = 0.95
+    # ... and chance of acceptance from which on they are not considered.
+    sure_chance: float = 0.95
+    # Chance below which no branch is offered, even in padding rows.
+    min_branch_chance: float = 0.02
+    # Acceptance of the first alternative before anything was measured (the second half of it, and so on),
+    # and the trials it counts for.
+    alternative_prior: float = 0.4
+    alternative_prior_trials: float = 2.0
+    # Acceptance that a set is paced by, at least, until its own first tokens were measured.
+    min_prior_chance: float = 0.5
+
+    # First tokens after which their acceptance is compared with what was promised.
+    min_first_tokens: float = 24.0
+    # First tokens over which that acceptance fades.
+    first_token_memory: float = 64.0
+    # Share of the promised acceptance below which a set is dropped.
+    broken_share: float = 0.5
+    # Sets dropped in a row after which the search pauses.
+    max_broken_sets: int = 3
+    # Fall of the acceptance that opens the search again, at least ...
+    min_drop: float = 0.15
+    # ... and in standard deviations of so many trials, so that chance alone does not.
+    num_deviations: float = 2.5
+
+    # Weight of a new measurement of the share of a pass that no skipping saves.
+    fixed_share_weight: float = 0.3
+    # That share before anything was measured, and its upper limit.
+    fixed_share: float = 0.1
+    max_fixed_share: float = 0.9
+    # Candidate numbers of sequences that are tried for another pass: bounds host time per step.
+    max_batch_splits: int = 32
+    # Entries of the timeline in stats(): the first and the latest.
+    max_events: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """All of them. The engine passes it to the proposers it builds."""
+
+    cost_model: CostModelTuning = field(default_factory=CostModelTuning)
+    ngram: NgramTuning = field(default_factory=NgramTuning)
+    model: ModelTuning = field(default_factory=ModelTuning)
+    auto: AutoTuning = field(default_factory=AutoTuning)
+    search: SearchTuning = field(default_factory=SearchTuning)
+    skip: SkipTuning = field(default_factory=SkipTuning)
+    # Steps that a complete draft waits for others to share its frame.
+    draft_deadline: int = 4
+
+
+DEFAULTS = Tuning()
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise BadParameter(f"{name}={value!r}: give a whole number from {low} to {high}", param=name)
+
+
+__all__ = [
+    "DEFAULTS",
+    "AutoTuning",
+    "CostModelTuning",
+    "ModelTuning",
+    "NgramTuning",
+    "SearchTuning",
+    "SkipTuning",
+    "Tuning",
+]
