@@ -1,6 +1,6 @@
-"""Public doubles for testing: tiny random models, a tokenizer, proposers that are wrong on purpose.
+"""Public test doubles: tiny random models, a tokenizer, proposers that are wrong on purpose.
 
-Nothing here is patched into anything: an engine takes its model and its proposer as arguments.
+An engine takes its model and its proposer as arguments, so nothing has to be patched.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from samewise.config import EngineConfig
 from samewise.draft.base import Proposer
 from samewise.draft.build import MakeProposer, ProposerParts
 from samewise.draft.decode import Decode
+from samewise.draft.tuning import Tuning
 from samewise.engine import Engine
 from samewise.execute.load import Loaded, fingerprint
 from samewise.model.arch import inspect_model
 from samewise.model.attention_binding import ATTENTION
-from samewise.model.load import wrap
+from samewise.model.load import wrap_modules
 from samewise.text.grammar import Grammars
 from samewise.types import Ask, Branch, Delta, LayerSet, Proposal, Request, Sampling
 
@@ -59,11 +60,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"original_max_position_embeddings": 512},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
 }
-"""Model families, and what makes each of them itself, at a size that runs in milliseconds."""
+"""Supported model families and their distinguishing settings, at a size that runs in milliseconds."""
 
 
 def tiny_config(family: str = "llama", **overrides: Any) -> Any:
-    """A transformers config of a family, small."""
+    """A small transformers config of a family."""
     settings = COMMON | FAMILIES[family] | overrides
     return AutoConfig.for_model(family, **settings)
 
@@ -71,7 +72,7 @@ def tiny_config(family: str = "llama", **overrides: Any) -> Any:
 def tiny_model(
     family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Any:
-    """A random transformers model of a family, spread widely enough that its tokens vary."""
+    """A random transformers model of a family, with weights large enough that its tokens vary."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
@@ -95,21 +96,21 @@ def tiny(
 ) -> Loaded:
     """A tiny random model ready for an Engine, with a byte-level tokenizer."""
     arch = inspect_model(tiny_config(family, **overrides))
-    model = wrap(tiny_model(family, seed=seed, dtype=dtype, **overrides))
+    model = wrap_modules(tiny_model(family, seed=seed, dtype=dtype, **overrides))
     eos_ids = frozenset({257}) if eos else frozenset[int]()
     return Loaded(model, arch, {"weights": fingerprint(model)}, byte_tokenizer(), {}, eos_ids)
 
 
 PLANTED = LayerSet(frozenset({5}), frozenset({3, 8}))
-"""The sublayers between first and last that do something in a planted model."""
+"""The sublayers of a planted model, between its first and last layer, that matter to its output."""
 
 
 def planted(
     layers: int = 16, hidden: int = 256, *, keep: LayerSet = PLANTED, faint: float = 1e-3, **overrides: Any
 ) -> Loaded:
-    """A deep model in which most sublayers add almost nothing, and those in `keep` and at the ends much.
+    """A deep model in which most sublayers add almost nothing; those in `keep` and in the end layers matter.
 
-    The best layer set is known by construction: see `planted_best`.
+    The best layer set to skip is known by construction: see `planted_best`.
     """
     sizes = {
         "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 3 * hidden,
@@ -124,22 +125,22 @@ def planted(
 
 
 def two_topics(layers: int = 12, hidden: int = 128, **overrides: Any) -> Loaded:
-    """A planted model with two topics: the lower half of the vocabulary, and the upper.
+    """A planted model with two topics: the lower and the upper half of the vocabulary.
 
-    The MLP of layer 3 works on the first topic alone, that of layer 8 on the second: what can be left out
-    changes with what is talked about. One channel of the residual stream carries the topic.
+    The MLP of layer 3 works on the first topic only, that of layer 8 on the second, so the best layer set
+    changes with the topic. Channel 0 of the residual stream carries the topic.
     """
     loaded = planted(layers, hidden, keep=LayerSet(frozenset({5}), frozenset({3, 8})), **overrides)
     model: Any = loaded.model
     with torch.no_grad():
         sign = torch.ones(model.lm_head.weight.shape[0])
         sign[len(sign) // 2 :] = -1.0
-        for layer in model.model.layers:  # nobody changes the channel
+        for layer in model.model.layers:  # no layer writes to channel 0
             layer.self_attn.o_proj.weight[0] = 0.0
             layer.mlp.down_proj.weight[0] = 0.0
         model.model.embed_tokens.weight[:, 0] = 8.0 * sign
         model.lm_head.weight[:, 0] = sign
-        model.model.layers[0].self_attn.o_proj.weight.mul_(0.05)  # or it would drown the channel
+        model.model.layers[0].self_attn.o_proj.weight.mul_(0.05)  # keeps channel 0 dominant
         model.model.layers[0].mlp.down_proj.weight.mul_(0.02)
         for place, way in ((3, 1.0), (8, -1.0)):
             layer = model.model.layers[place]
@@ -150,7 +151,7 @@ def two_topics(layers: int = 12, hidden: int = 128, **overrides: Any) -> Loaded:
 
 
 def planted_best(layers: int = 16, keep: LayerSet = PLANTED) -> LayerSet:
-    """What can be left out of a planted model."""
+    """The sublayers that a planted model can skip."""
     middle = frozenset(range(1, layers - 1))
     return LayerSet(middle - keep.attention, middle - keep.mlp)
 
@@ -159,6 +160,7 @@ def tiny_engine(
     family: str = "llama",
     *,
     make_proposer: MakeProposer | None = None,
+    tuning: Tuning | None = None,
     seed: int = 0,
     eos: bool = False,
     ahead: bool | None = None,
@@ -169,7 +171,9 @@ def tiny_engine(
     settings = {"model": f"tiny-{family}", "kv_memory": 2**24, "device": "cpu"} | settings
     dtype = str(settings.get("dtype", "float32"))
     loaded = tiny(family, seed=seed, dtype=getattr(torch, dtype), eos=eos, **(overrides or {}))
-    return Engine(loaded, EngineConfig.of(**settings), make_proposer=make_proposer, ahead=ahead)
+    return Engine(
+        loaded, EngineConfig.of(**settings), tuning=tuning, make_proposer=make_proposer, ahead=ahead
+    )
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -190,7 +194,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Scripted(Proposer):
-    """Proposes what a function says: `script(ask)` → guesses."""
+    """Proposes the guesses that a function returns: `script(ask)`."""
 
     name = "scripted"
 
@@ -198,12 +202,12 @@ class Scripted(Proposer):
         self._script = script
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
-        """Whatever the script says, cut to the room there is."""
+        """The script's guesses, cut to `ask.room`."""
         return [Proposal(ask.seq_id, tuple(self._script(ask))[: ask.room]) for ask in asks]
 
 
 class Adversary(Proposer):
-    """Proposes random tokens, any number of them, to whomever it likes."""
+    """Proposes random tokens, any number of them, for a random part of the asks in random order."""
 
     name = "adversary"
 
@@ -211,7 +215,7 @@ class Adversary(Proposer):
         self._vocab, self._random = vocab, random.Random(seed)
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
-        """Noise."""
+        """Random guesses."""
         picked = [ask for ask in asks if self._random.random() < 0.8]
         self._random.shuffle(picked)
         return [
@@ -224,10 +228,10 @@ class Adversary(Proposer):
 
 
 class Jitter(Proposer):
-    """Drafts with the model itself at whatever batch is live, with noise on its logits.
+    """Drafts with the target model's fast path and noise on its logits.
 
-    Right often enough that drafts are accepted in part: first, middle and last guesses all go wrong
-    sooner or later. It writes scratch KV, as real drafters do.
+    Drafts are accepted in part: over a run, first, middle and last guesses are all wrong at times. It writes
+    scratch KV, as real drafters do.
     """
 
     name = "jitter"
@@ -235,15 +239,15 @@ class Jitter(Proposer):
     def __init__(self, parts: ProposerParts, *, scale: float = 1.0, num: int = 5, seed: int = 0) -> None:
         generator = torch.Generator(parts.runner.device).manual_seed(seed)
 
-        def bend(logits: torch.Tensor) -> torch.Tensor:
+        def add_noise(logits: torch.Tensor) -> torch.Tensor:
             noise = torch.randn(logits.shape, generator=generator, device=logits.device)
             return logits + scale * noise
 
-        self._draft = Decode(parts.runner, parts.sampler, bend)
+        self._draft = Decode(parts.runner, parts.sampler, add_noise)
         self._num, self._random = num, random.Random(seed)
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
-        """Up to `num` guesses each, one pass per guess."""
+        """Up to `num` guesses for each ask, one pass per guess."""
         guesses: dict[int, list[int]] = {ask.seq_id: [] for ask in asks}
         for _ in range(self._random.randint(0, self._num)):
             live = [
@@ -257,37 +261,37 @@ class Jitter(Proposer):
 
 
 class Forked(Jitter):
-    """Drafts like Jitter's, and beside each some that go another way: branches, often with a common start."""
+    """Jitter's drafts with branches: further drafts of the same sequence, often with a common start."""
 
     name = "forked"
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
-        """A draft each, and up to three ways it might go instead."""
-        trunks = {p.seq_id: p.tokens for p in super().propose(asks)}
+        """A draft for each ask, and up to three branches."""
+        drafts = {p.seq_id: p.tokens for p in super().propose(asks)}
         others = [super(Forked, self).propose(asks) for _ in range(self._random.randint(0, 3))]
         branches: dict[int, list[Branch]] = {}
-        for found in others:
-            for seq_id, tokens in ((p.seq_id, p.tokens) for p in found):
-                trunk = trunks[seq_id]
-                same = [a == b for a, b in zip(trunk, tokens, strict=False)]
+        for proposals in others:
+            for seq_id, tokens in ((p.seq_id, p.tokens) for p in proposals):
+                draft = drafts[seq_id]
+                same = [a == b for a, b in zip(draft, tokens, strict=False)]
                 at = same.index(False) if False in same else len(same)
                 if at < len(tokens):
                     branches.setdefault(seq_id, []).append(Branch(at, tokens[at:]))
         return [
             Proposal(seq_id, tokens, drafter=self.name, branches=tuple(branches.get(seq_id, ())))
-            for seq_id, tokens in trunks.items()
+            for seq_id, tokens in drafts.items()
         ]
 
 
 def shuffled(items: Iterable[T], seed: int) -> list[T]:
     """The same items in another order."""
-    found = list(items)
-    random.Random(seed).shuffle(found)
-    return found
+    shuffled_items = list(items)
+    random.Random(seed).shuffle(shuffled_items)
+    return shuffled_items
 
 
 class Transcript:
-    """What became public for one request: tokens and the exact log-probabilities beside them."""
+    """What was committed for one request: tokens and exact log-probabilities (as hexadecimal floats)."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -296,7 +300,7 @@ class Transcript:
         self.finish: str | None = None
 
     def take(self, delta: Delta) -> None:
-        """Append what a delta says."""
+        """Append a delta."""
         self.tokens += delta.tokens
         self.logprobs += [value.hex() for value in delta.logprobs]
         self.scores += [value.hex() for value in delta.scores]
@@ -312,7 +316,7 @@ class Transcript:
 
 
 def paced(engine: Engine, seconds: float = 0.003) -> Engine:
-    """The same engine at a larger model's pace: whoever leaves early leaves in the middle."""
+    """The same engine, slowed to a larger model's pace, so that a test can cancel a request in the middle."""
     step = engine.step
 
     def slower() -> list[Delta]:
@@ -324,7 +328,7 @@ def paced(engine: Engine, seconds: float = 0.003) -> Engine:
 
 
 def preempting(engine: Engine, seed: int, rate: float = 0.2) -> list[Delta]:
-    """One step, before which any running sequence may have lost its pages."""
+    """One step, before which each running sequence is preempted with probability `rate`."""
     rng = random.Random(f"{seed} {engine.scheduler.counters.frames} {engine.scheduler.counters.preempted}")
     for request_id in engine.scheduler.running_ids():
         if rng.random() < rate:
@@ -359,23 +363,24 @@ def run(
     verify: bool = True,
     check: bool = True,
 ) -> list[Transcript]:
-    """Run (prompt, sampling, max_tokens) requests to their end, each arriving at its step."""
-    todo = list(asks)
-    when = [0] * len(todo) if arrivals is None else list(arrivals)
-    found = [Transcript() for _ in todo]
+    """Run (prompt, sampling, max_tokens) requests to their end; request i arrives at step `arrivals[i]`."""
+    requests = list(asks)
+    due = [0] * len(requests) if arrivals is None else list(arrivals)
+    transcripts = [Transcript() for _ in requests]
     by_id: dict[int, Transcript] = {}
-    clock = 0
-    while not engine.idle or len(by_id) < len(todo):
-        for i, (prompt, sampling, most) in enumerate(todo):
-            if when[i] == clock:
-                by_id[submit(engine, prompt, sampling, max_tokens=most, verify=verify)] = found[i]
+    num_steps = 0
+    while not engine.idle or len(by_id) < len(requests):
+        for i, (prompt, sampling, max_tokens) in enumerate(requests):
+            if due[i] == num_steps:
+                request_id = submit(engine, prompt, sampling, max_tokens=max_tokens, verify=verify)
+                by_id[request_id] = transcripts[i]
         for delta in step(engine):
             if delta.request_id in by_id:
                 by_id[delta.request_id].take(delta)
         if check:
             engine.check()
-        clock += 1
-    return found
+        num_steps += 1
+    return transcripts
 
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 Holds: engine (the loop, requests, weights); assemble (builds the parts); certify (probe and contract);
 weights (replacing them); stats; frame_log (what the last frames were used for).
-State: an Engine owns its Scheduler, its proposer, the frame in flight and its counters; one thread owns an Engine.
+State: an Engine owns its Scheduler, its proposer and the frame in flight; one thread owns an Engine.
 Imports: text (the grammar library's version), verify, draft, schedule, execute and what they import.
 """
 

@@ -9,24 +9,25 @@ import torch
 
 from samewise import machine
 from samewise.config import EngineConfig
+from samewise.draft.tuning import Tuning
 from samewise.execute import numerics
-from samewise.execute.load import (
-    FRAME_ROWS,
-    Loaded,
-    count_pages,
-    frame_sizes,
-    longest,
+from samewise.execute.budget import count_pages
+from samewise.execute.choices import (
+    candidate_frame_sizes,
     pick_device,
+    pick_frame_rows,
     pick_kernel,
     pick_linear,
+    pick_max_model_len,
 )
+from samewise.execute.load import Loaded
 from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
 from samewise.kernels.attention.base import PAGE
 from samewise.kernels.linear import packed
 from samewise.model.linear import pack_linears, stack_siblings
 from samewise.model.rope import pin_rope
-from samewise.model.surgery import twin
+from samewise.model.surgery import copy_modules
 from samewise.schedule.limits import Limits
 from samewise.verify import operators
 from samewise.verify.operators import Operator
@@ -59,31 +60,31 @@ class Assembly:
     @property
     def linear_name(self) -> str:
         """The linears' name in the contract."""
-        return packed.name() if self.linears == "native" else "torch"
+        return packed.kernel_name() if self.linears == "native" else "torch"
 
 
-def assemble(loaded: Loaded, config: EngineConfig, *, ahead: bool | None) -> Assembly:
+def assemble(loaded: Loaded, config: EngineConfig, tuning: Tuning, *, ahead: bool | None) -> Assembly:
     """Everything between a loaded model and an engine. `ahead`: see Verifier; by default on CUDA only."""
     machine.pin_environment()
     device = pick_device(config.device)
     platform = _platform_facts(device, numerics.pin_switches(device))
     arch = loaded.arch
-    max_model_len = longest(config, arch)
+    max_model_len = pick_max_model_len(config, arch)
     linears = pick_linear(config.linear, device)
-    linear_name = packed.name() if linears == "native" else "torch"
-    frame_rows = config.frame_rows or FRAME_ROWS["cuda" if device.type == "cuda" else linears]
+    linear_name = packed.kernel_name() if linears == "native" else "torch"
+    frame_rows = pick_frame_rows(config, device, linears)
     kernel = pick_kernel(config.attention, device)
     compiled = device.type == "cuda" if config.compile is None else config.compile
     loaded.model.to(device)
     if device.type == "cuda":  # on a CPU the wider product is no faster
         stack_siblings(loaded.model)  # before any graph is captured: stacking moves the weights
-    model = twin(loaded.model)  # another engine may run over the same weights
+    model = copy_modules(loaded.model)  # another engine may run over the same weights
     rope = pin_rope(model, max_model_len)
     if linears == "native":
         pack_linears(model)
     sizes: tuple[int, ...] = (frame_rows,)
     if operators.elastic(model):
-        sizes = frame_sizes(
+        sizes = candidate_frame_sizes(
             frame_rows, linears=linears, compiled=compiled, device=device.type, asked=config.frame_sizes
         )
     elif config.frame_sizes is not None:
@@ -92,7 +93,7 @@ def assemble(loaded: Loaded, config: EngineConfig, *, ahead: bool | None) -> Ass
         model, frame_rows, platform | {"linear": linear_name}, sizes, merged=compiled
     )
     num_pages = count_pages(config, arch, max_model_len, device, widest=sizes[-1])
-    window = config.search_window
+    window = tuning.search.window
     num_scratch = -(-window // PAGE)
     runner = Runner(
         model,
@@ -121,7 +122,7 @@ def assemble(loaded: Loaded, config: EngineConfig, *, ahead: bool | None) -> Ass
         vocab=arch.vocab,
         max_draft=config.draft_tokens,
         burst=FAST_PASSES[device.type],
-        deadline=config.verify_deadline,
+        deadline=tuning.draft_deadline,
         max_queued=config.max_queued,
         prefix_caching=config.enable_prefix_caching,
     )

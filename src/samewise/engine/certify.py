@@ -40,7 +40,7 @@ def certify(
         **parts.platform,
         "architecture": loaded.arch.model_type,
         "attention": runner.kernel.name,
-        "compile": numerics.compiler(parts.device) if runner.compiled else "off",
+        "compile": numerics.compiler_name(parts.device) if runner.compiled else "off",
         "date": config.date or "none",
         "dtype": str(next(runner.model.parameters()).dtype).removeprefix("torch."),
         "frame rows": str(parts.frame_rows),

@@ -17,6 +17,7 @@ from samewise.counters import Counters
 from samewise.draft.build import MakeProposer, ProposerParts, maker_of
 from samewise.draft.cost_model import FrameCosts
 from samewise.draft.decode import Decode
+from samewise.draft.tuning import Tuning
 from samewise.engine.assemble import assemble
 from samewise.engine.certify import certify, settings_of
 from samewise.engine.frame_log import FrameLog
@@ -42,12 +43,14 @@ class Engine:
         loaded: Loaded,
         config: EngineConfig,
         *,
+        tuning: Tuning | None = None,
         make_proposer: MakeProposer | None = None,
         ahead: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        tuning = tuning or Tuning()
         self.config, self.loaded, self._clock = config, loaded, clock
-        self.parts = parts = assemble(loaded, config, ahead=ahead)
+        self.parts = parts = assemble(loaded, config, tuning, ahead=ahead)
         self.device, self.runner, self.verifier = parts.device, parts.runner, parts.verifier
         self.limits = parts.limits
         self.frames = FrameCosts(self.runner.sizes)
@@ -56,7 +59,7 @@ class Engine:
         proposer_parts = ProposerParts(
             self.runner, parts.sampler, loaded.arch.vocab, config, self.frames, clock, loaded,
             self.limits.max_model_len, ahead=self.verifier.ahead, private=parts.scratch_pages,
-            counters=counters,
+            counters=counters, tuning=tuning,
         )  # fmt: skip
         self.fast = Decode(self.runner, parts.sampler, chain=self.limits.burst)
         self.proposer = (make_proposer or maker_of(config))(proposer_parts)
