@@ -1,4 +1,4 @@
-"""SamplingParams: what is refused, how it says so, and what the sampler gets."""
+"""SamplingParams: what is refused, the errors, and what the sampler gets."""
 
 import math
 import pickle
@@ -13,15 +13,15 @@ from samewise.params import SamplingParams, derive_seed
 from samewise.types import Sampling
 
 
-def resolve(params: SamplingParams, **given: Any) -> Sampling:
-    wanted: dict[str, Any] = {
+def resolve(params: SamplingParams, **changes: Any) -> Sampling:
+    arguments: dict[str, Any] = {
         "vocab": 100,
         "eos_ids": frozenset({2}),
         "encode": encode,
         "seed": 5,
         "index": 0,
     }
-    return params.resolve(**wanted | given)
+    return params.resolve(**arguments | changes)
 
 
 def encode(text: str) -> list[int]:
@@ -88,8 +88,9 @@ def encode(text: str) -> list[int]:
     ],
 )
 def test_a_bad_value_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(BadParameter, match=name):
+    with pytest.raises(BadParameter, match=name) as caught:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.param == name
 
 
 def test_messages_name_the_value_and_the_remedy() -> None:
@@ -104,7 +105,7 @@ def test_unknown_names_are_refused_with_a_suggestion() -> None:
         SamplingParams(zzz=1)  # type: ignore[call-arg]
 
 
-def test_defaults_are_vllms() -> None:
+def test_defaults_are_those_of_vllm() -> None:
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (
         1,
@@ -117,7 +118,7 @@ def test_defaults_are_vllms() -> None:
     assert params.verify
 
 
-def test_it_is_frozen_and_travels() -> None:
+def test_params_are_frozen_and_can_be_pickled_cloned_and_hashed() -> None:
     params = SamplingParams(stop=["a", "b"], logit_bias={1: 2}, seed=-1)
     with pytest.raises(AttributeError):
         params.n = 2  # type: ignore[misc]
@@ -129,19 +130,25 @@ def test_it_is_frozen_and_travels() -> None:
         params.clone(n=0)
 
 
-def test_one_stop_or_several() -> None:
+def test_stop_is_one_string_or_several() -> None:
     assert SamplingParams(stop="ab").stops == ("ab",)
     assert SamplingParams(stop=["a", "b"]).stops == ("a", "b")
     with pytest.raises(BadParameter, match="detokenize"):
         SamplingParams(stop="a", detokenize=False)
 
 
-def test_from_optional_takes_none_for_the_default() -> None:
+def test_from_optional_reads_none_as_the_default() -> None:
     params = SamplingParams.from_optional(temperature=None, top_p=0.5, max_tokens=None)
     assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 0.5, None)
 
 
-def test_callers_lists_are_copied() -> None:
+def test_an_iterator_is_read_once() -> None:
+    params = SamplingParams(stop=iter(["a", "b"]), stop_token_ids=iter([1, 2]))  # type: ignore[arg-type]
+    assert params.stops == ("a", "b")
+    assert params.stop_token_ids == (1, 2)
+
+
+def test_lists_and_mappings_are_copied() -> None:
     stops, bias = ["a"], {1: 1.0}
     params = SamplingParams(stop=stops, logit_bias=bias)
     stops.append("b")
@@ -150,7 +157,7 @@ def test_callers_lists_are_copied() -> None:
     assert params.logit_bias == {1: 1.0}
 
 
-def test_resolve_maps_everything() -> None:
+def test_resolve_passes_every_parameter_to_the_sampler() -> None:
     params = SamplingParams(
         temperature=0.7,
         top_k=5,
@@ -183,27 +190,27 @@ def test_resolve_maps_everything() -> None:
     )
 
 
-def test_nearly_zero_is_greedy() -> None:
+def test_a_temperature_near_zero_is_greedy() -> None:
     assert resolve(SamplingParams(temperature=1e-6)).plain
     assert resolve(SamplingParams(temperature=0)).plain
     assert resolve(SamplingParams(temperature=1e-3)).temperature == 1e-3
 
 
 @pytest.mark.parametrize("off", [0, -1, 100, 10**6])
-def test_top_k_is_off_in_several_ways(off: int) -> None:
+def test_top_k_is_off_for_zero_minus_one_and_the_vocabulary(off: int) -> None:
     assert resolve(SamplingParams(top_k=off)).top_k == 0
 
 
-def test_the_callers_seed_wins() -> None:
+def test_a_given_seed_replaces_the_derived_one() -> None:
     assert resolve(SamplingParams(seed=-3)).seed == -3
     assert resolve(SamplingParams()).seed == 5
 
 
-def test_ignore_eos_leaves_the_callers_stops() -> None:
+def test_ignore_eos_keeps_the_stop_token_ids() -> None:
     assert resolve(SamplingParams(ignore_eos=True, stop_token_ids=[4])).stop_ids == {4}
 
 
-def test_bad_words_come_in_both_spellings() -> None:
+def test_bad_words_are_encoded_with_and_without_a_space() -> None:
     words = resolve(SamplingParams(bad_words=["ab", " ab"])).bad_words
     assert words == (tuple(encode("ab")), tuple(encode(" ab")))
     with pytest.raises(BadParameter, match="no tokenizer"):
@@ -211,24 +218,24 @@ def test_bad_words_come_in_both_spellings() -> None:
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
-def test_ids_outside_the_vocabulary_are_named(name: str) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(name: str) -> None:
     with pytest.raises(BadParameter, match=rf"{name}=\[100, 300\].*0 to 99"):
         resolve(SamplingParams(**{name: [1, 100, 300]}))  # type: ignore[arg-type]
 
 
-def test_bias_outside_the_vocabulary_is_named() -> None:
+def test_bias_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(BadParameter, match=r"logit_bias=\[100\]"):
         resolve(SamplingParams(logit_bias={100: 1.0}))
 
 
-def test_a_derived_seed_is_the_requests_own() -> None:
-    seeds = {derive_seed(0, [1, 2]), derive_seed(1, [1, 2]), derive_seed(0, [12]), derive_seed(0, [1, 2], 1)}
-    assert len(seeds) == 4
-    assert derive_seed(0, [1, 2]) == derive_seed(0, (1, 2), 0) == 1281965685483725
+def test_a_derived_seed_depends_on_the_engines_seed_and_the_prompt_alone() -> None:
+    seeds = {derive_seed(0, [1, 2]), derive_seed(1, [1, 2]), derive_seed(0, [12])}
+    assert len(seeds) == 3
+    assert derive_seed(0, [1, 2]) == derive_seed(0, (1, 2)) == 1281965685483725
     assert all(0 <= seed < 2**53 for seed in seeds)
 
 
 @pytest.mark.parametrize("module", ["params", "text"])
-def test_host_modules_bring_no_torch(module: str) -> None:
+def test_host_modules_import_no_torch(module: str) -> None:
     code = f"import sys, samewise.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

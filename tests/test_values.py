@@ -5,7 +5,7 @@ import math
 import pytest
 
 from samewise.errors import BadParameter
-from samewise.values import FLAG, integer, number, one_of, string
+from samewise.values import FINITE, FLAG, integer, number, one_of, string
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from samewise.values import FLAG, integer, number, one_of, string
         (string("a name"), ["x"], ["", 1, b"x"], "give a name"),
         (string("a name", empty=True), ["", "x"], [1], "give a name"),
         (FLAG, [True, False], [0, 1, "false", None], "give True or False"),
-        (number("0 to 1", lambda x: 0 <= x <= 1), [0, 0.5], [2, math.nan, True, "1"], "give 0 to 1"),
+        (FINITE, [0, -0.5], [math.nan, math.inf, True, "1", None], "give a finite number"),
     ],
 )
 def test_good_values_pass_and_bad_ones_are_refused_with_name_and_remedy(values, good, bad, message):
@@ -34,6 +34,14 @@ def test_none_is_accepted_only_where_optional():
     assert integer(1).read("n", None, optional=True) is None
     with pytest.raises(BadParameter, match=r"1 or more, or None$"):
         integer(1).read("n", 0, optional=True)
+
+
+def test_a_value_is_first_read_by_the_larger_set():
+    share = number("0 to 1", lambda value: 0 <= value <= 1)
+    with pytest.raises(BadParameter, match="x=nan: give a finite number"):
+        share.read("x", math.nan)
+    with pytest.raises(BadParameter, match="x=2: give 0 to 1"):
+        share.read("x", 2)
 
 
 def test_numbers_are_stored_as_floats():

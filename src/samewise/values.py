@@ -15,21 +15,26 @@ from samewise.errors import BadParameter
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A set of values, described by `text`. `verb` asks for one; `convert` gives the form that is stored."""
+    """A set of values, described by `text`. `verb` asks for one; `convert` gives the form that is stored.
+
+    `within` is a larger set with an error of its own: a value is read by it first.
+    """
 
     text: str
     contains: Callable[[Any], bool]
     verb: str = "give"
     convert: Callable[[Any], Any] | None = None
+    within: Values | None = None
 
     def read(self, name: str, value: Any, *, optional: bool = False) -> Any:
         """The value as it is stored; BadParameter where it is not one of these (or None, if `optional`)."""
         if value is None and optional:
             return None
-        if not self.contains(value):
+        known = value if self.within is None else self.within.read(name, value)
+        if not self.contains(known):
             also = ", or None" if optional else ""
             raise BadParameter(f"{name}={value!r}: {self.verb} {self.text}{also}", param=name)
-        return value if self.convert is None else self.convert(value)
+        return known if self.convert is None else self.convert(known)
 
 
 def one_of(*choices: str) -> Values:
@@ -48,9 +53,7 @@ def integer(low: int, high: int | None = None) -> Values:
 
 def number(text: str, contains: Callable[[float], bool]) -> Values:
     """A finite number, stored as a float."""
-    return Values(
-        text, lambda value: is_number(value) and math.isfinite(value) and contains(value), convert=float
-    )
+    return Values(text, contains, within=FINITE)
 
 
 def string(text: str, *, empty: bool = False) -> Values:
@@ -59,6 +62,7 @@ def string(text: str, *, empty: bool = False) -> Values:
 
 
 FLAG = Values("True or False", lambda value: isinstance(value, bool))
+FINITE = Values("a finite number", lambda value: is_number(value) and math.isfinite(value), convert=float)
 
 
 def is_integer(value: object) -> bool:
@@ -71,4 +75,4 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-__all__ = ["FLAG", "Values", "integer", "is_integer", "is_number", "number", "one_of", "string"]
+__all__ = ["FINITE", "FLAG", "Values", "integer", "is_integer", "is_number", "number", "one_of", "string"]
