@@ -1,22 +1,29 @@
-"""The demonstration: one question, four situations, two ways of decoding, and whose bits moved."""
+"""`samewise demo`: the bits of one answer in four situations, with and without verification."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from samewise.llm.answers import Answer, Desk
-from samewise.llm.llm import LLM
+from samewise.cli.loading import load_llm
+from samewise.cli.options import MaxTokens, Settings, engine_options
 from samewise.params import SamplingParams
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from samewise.llm.answer import Answer
+    from samewise.llm.llm import LLM
+
 QUESTION = "Why is the sky blue? Answer in two sentences."
-CROWD = (
+OTHER_QUESTIONS = (
     "Name three rivers in Europe.",
     "Write a haiku about rain.",
     "What is 17 times 6?",
@@ -25,24 +32,31 @@ CROWD = (
     "Who wrote Hamlet?",
     "Explain what a compiler does in one sentence.",
 )
-SITUATIONS = ("alone", "in a crowd of 8", "in another order", "after a preemption")
+SITUATIONS = ("alone", "in a batch of 8", "in another order", "after a preemption")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the question got in one situation."""
+    """The answer to QUESTION in one situation; `digest` is of the bits of its log-probabilities."""
 
     token_ids: tuple[int, ...]
     digest: str
 
 
-def demo(console: Console, make: Callable[..., LLM], *, max_tokens: int = 32) -> bool:
-    """Show it. Returns whether verified decoding gave one digest throughout.
+@engine_options("demo")
+def demo(max_tokens: MaxTokens = 32, *, settings: Settings) -> None:
+    """Watch the model answer, then see which bits depend on the load."""
+    if not show(Console(), lambda **changes: load_llm(**settings | changes), max_tokens=max_tokens):
+        raise typer.Exit(1)
 
-    Ordinary decoding is what everybody does: dynamic batching over torch's own linears.
+
+def show(console: Console, load: Callable[..., LLM], *, max_tokens: int) -> bool:
+    """Run and print the demonstration. Returns whether verified decoding gave one digest throughout.
+
+    Ordinary decoding is dynamic batching over torch's own linears, without verification.
     """
     with console.status("loading the model and proving the frame property …"):
-        llm = make()
+        llm = load()
     report = llm.engine.report
     console.print(
         f"contract [bold]{llm.contract}[/]: {report.frames} frames and {report.operators} operators probed "
@@ -50,10 +64,10 @@ def demo(console: Console, make: Callable[..., LLM], *, max_tokens: int = 32) ->
     )
     _stream(console, llm)
     with console.status("loading it again, with torch's own linears, for ordinary decoding …"):
-        ordinary = make(linear="torch")
-    outcomes = _all(console, {"ordinary": ordinary, "verified": llm}, max_tokens)
+        ordinary = load(linear="torch")
+    outcomes = _measure(console, {"ordinary": ordinary, "verified": llm}, max_tokens)
     console.print(_table(outcomes))
-    counts = {way: len({o.digest for o in found.values()}) for way, found in outcomes.items()}
+    counts = {way: len({outcome.digest for outcome in row.values()}) for way, row in outcomes.items()}
     console.print(
         f"\ndifferent log-probability digests: ordinary decoding [bold]{counts['ordinary']}[/], "
         f"verified [bold]{counts['verified']}[/]"
@@ -69,38 +83,41 @@ def _stream(console: Console, llm: LLM) -> None:
     console.print("\n")
 
 
-def _all(console: Console, ways: dict[str, LLM], max_tokens: int) -> dict[str, dict[str, Outcome]]:
-    """Every situation, each way, with a line of progress for each."""
-    outcomes: dict[str, dict[str, Outcome]] = {way: {} for way in ways}
+def _measure(console: Console, llms: dict[str, LLM], max_tokens: int) -> dict[str, dict[str, Outcome]]:
+    """Outcomes by way of decoding and situation."""
+    outcomes: dict[str, dict[str, Outcome]] = {way: {} for way in llms}
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(SITUATIONS) * 2)
-        for way, found in outcomes.items():
+        task = progress.add_task("", total=len(SITUATIONS) * len(llms))
+        for way, llm in llms.items():
             for situation in SITUATIONS:
                 progress.update(task, description=f"asking {situation}, {way} decoding")
-                found[situation] = _ask(ways[way], situation, verify=way == "verified", max_tokens=max_tokens)
+                outcomes[way][situation] = _ask(
+                    llm, situation, verify=way == "verified", max_tokens=max_tokens
+                )
                 progress.advance(task)
     return outcomes
 
 
 def _ask(llm: LLM, situation: str, *, verify: bool, max_tokens: int) -> Outcome:
-    """Ask the question in a situation, and look at nothing but its own answer."""
-    desk = Desk(llm.engine)
+    from samewise.llm.step_loop import StepLoop
+
+    loop = StepLoop(llm.engine)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, verify=verify)
-    prompts = [QUESTION] if situation == "alone" else [QUESTION, *CROWD]
+    questions = [QUESTION] if situation == "alone" else [QUESTION, *OTHER_QUESTIONS]
     if situation == "in another order":
-        prompts.reverse()
-    answers = {
-        prompt: desk.submit(desk.ask(desk.chat_prompt([{"role": "user", "content": prompt}]), params))
-        for prompt in prompts
-    }
-    mine = answers[QUESTION]
-    disturbed = situation != "after a preemption"
+        questions.reverse()
+    answers = {}
+    for question in questions:
+        prompt = loop.intake.chat_prompt([{"role": "user", "content": question}])
+        answers[question] = loop.submit(loop.intake.check(prompt, params))
+    answer = answers[QUESTION]
+    preempted = situation != "after a preemption"  # true also where there is nothing to preempt
     while not llm.engine.idle:
-        desk.step()
-        if not disturbed and len(mine.choices[0].token_ids) >= max_tokens // 2:
-            disturbed = llm.engine.preempt(mine.choices[0].engine_id)
-    return _outcome(mine)
+        loop.step()
+        if not preempted and len(answer.choices[0].token_ids) >= max_tokens // 2:
+            preempted = llm.engine.preempt(answer.choices[0].engine_id)
+    return _outcome(answer)
 
 
 def _outcome(answer: Answer) -> Outcome:
@@ -115,13 +132,12 @@ def _table(outcomes: dict[str, dict[str, Outcome]]) -> Table:
     for way in outcomes:
         table.add_column(f"{way} decoding")
     for situation in SITUATIONS:
-        row = [situation]
-        for found in outcomes.values():
-            same = found[situation].digest == found[SITUATIONS[0]].digest
-            mark = "[green]same[/]" if same else "[red]differs[/]"
-            row.append(f"{found[situation].digest}  {mark}")
-        table.add_row(*row)
+        cells = [situation]
+        for row in outcomes.values():
+            same = row[situation].digest == row[SITUATIONS[0]].digest
+            cells.append(f"{row[situation].digest}  {'[green]same[/]' if same else '[red]differs[/]'}")
+        table.add_row(*cells)
     return table
 
 
-__all__ = ["Outcome", "demo"]
+__all__ = ["Outcome", "demo", "show"]

@@ -1,0 +1,80 @@
+"""`samewise batch`: answer a file of requests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from samewise.cli.loading import load_engine
+from samewise.cli.options import Settings, engine_options
+from samewise.errors import MachineError
+
+if TYPE_CHECKING:
+    from samewise.engine import Engine
+    from samewise.jobs.batch import BatchSummary
+
+
+@engine_options("batch")
+def batch(
+    source: Annotated[Path, typer.Argument(help="Requests, one a line: custom_id, method, url, body.")],
+    target: Annotated[Path, typer.Argument(help="File of the answers; answers already in it are kept.")],
+    served_model_name: Annotated[
+        Optional[list[str]], typer.Option(help="A name requests may call the model by; repeatable.")
+    ] = None,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Drop lines that failed before, and try them again.")
+    ] = False,
+    key: Annotated[Optional[Path], typer.Option(help="Private key to sign receipts with.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Go on under another contract.")] = False,
+    *,
+    settings: Settings,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format. Killed at any moment, it goes on where it was.
+
+    [dim]samewise batch requests.jsonl answers.jsonl[/]
+    """
+    try:
+        from samewise.jobs.batch import run
+    except ModuleNotFoundError as error:
+        raise MachineError(f"samewise batch needs {error.name}: pip install 'samewise[serve]'") from error
+    from tqdm.auto import tqdm
+
+    from samewise.receipts.signing import SigningKey
+
+    signer = None if key is None else SigningKey.load(key)
+    with tqdm(desc="Answers", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
+
+        def show(summary: BatchSummary) -> None:
+            bar.total, bar.n = summary.total, summary.done
+            bar.refresh()
+
+        def show_error(number: int, message: str) -> None:
+            bar.write(f"{source}, line {number}: {message}", sys.stderr)
+
+        try:
+            summary = run(
+                source, target, lambda: _load(settings), names=tuple(served_model_name or ()),
+                key=signer, retry=retry_errors, force=force, on_progress=show, on_error=show_error,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            bar.write(f"stopped; run the same command to go on: finished answers are in {target}", sys.stderr)
+            raise typer.Exit(130) from None
+    typer.echo(
+        f"{summary.total} lines: {summary.answered} answered, {summary.failed} bad, "
+        f"{summary.done_before} done before",
+        err=True,
+    )
+    if summary.failed:
+        raise typer.Exit(1)
+
+
+def _load(settings: Settings) -> Engine:
+    engine = load_engine(**settings)
+    typer.echo(f"contract {engine.contract}", err=True)
+    return engine
+
+
+__all__ = ["batch"]

@@ -1,0 +1,89 @@
+"""`samewise bench`: measure proposers and peers side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+from samewise.cli.options import MaxTokens, Settings, engine_options
+from samewise.config import PROPOSERS, EngineConfig
+
+
+@engine_options("bench")
+def bench(
+    proposers: Annotated[
+        str, typer.Option(help=f"Comma-separated: {', '.join(PROPOSERS)}, ngram+skip, unverified.")
+    ] = "none,ngram,auto",
+    batches: Annotated[str, typer.Option("--batch", help="Requests at once, comma-separated.")] = "1,8",
+    repeats: Annotated[int, typer.Option(help="Interleaved runs of everything.", min=1)] = 3,
+    max_tokens: MaxTokens = 96,
+    workload: Annotated[
+        Optional[Path], typer.Option(help="A file in Spec-Bench's format; default: the project's own set.")
+    ] = None,
+    tasks: Annotated[str, typer.Option(help="Only these tasks, comma-separated.")] = "",
+    limit: Annotated[int, typer.Option(help="Questions per task; 0: all.", min=0)] = 2,
+    synthetic: Annotated[Optional[int], typer.Option(help="Random prompts of this length instead.")] = None,
+    rate: Annotated[Optional[float], typer.Option(help="Requests per second; default: all at once.")] = None,
+    verified: Annotated[float, typer.Option(help="Share of requests verified.", min=0, max=1)] = 1.0,
+    inject: Annotated[
+        str,
+        typer.Option(
+            help="Mismatch rates, e.g. 0,0.01,0.1: draws what rolling back costs, at the first --batch."
+        ),
+    ] = "",
+    timeline: Annotated[
+        bool, typer.Option(help="The proposer skip over one task after the other: draws its phases.")
+    ] = False,
+    search_share: Annotated[float, typer.Option(help="Share of the time that skip may search.")] = 0.02,
+    peers: Annotated[
+        bool, typer.Option(help="Compare with transformers, and with vLLM and llama.cpp if installed.")
+    ] = True,
+    out: Annotated[Path, typer.Option(help="Folder of the picture.")] = Path("bench-out"),
+    *,
+    settings: Settings,
+) -> None:
+    """Measure proposers and peers side by side: a table, a picture, one last line of JSON.
+
+    [dim]samewise bench[/]
+    [dim]samewise bench --proposers auto --workload questions.jsonl --limit 5[/]
+    [dim]samewise bench --inject 0,0.01,0.05,0.2[/]
+    """
+    from samewise.bench.run import BenchOptions, as_line
+    from samewise.bench.run import bench as measure
+
+    config = EngineConfig.of(search_share=search_share, **settings)
+    sizes, rates = _numbers("batch", batches), _numbers("inject", inject)
+    if not sizes or any(size < 1 or size != int(size) for size in sizes):
+        raise typer.BadParameter(f"--batch {batches!r}: give whole numbers from 1")
+    if any(not 0 <= one <= 1 for one in rates):
+        raise typer.BadParameter(f"--inject {inject!r}: give rates from 0 to 1")
+    if rate is not None and rate <= 0:
+        raise typer.BadParameter(f"--rate {rate}: give more than 0 requests a second")
+    if rate is not None and (rates or timeline):
+        raise typer.BadParameter(f"--rate {rate}: with --inject and --timeline all requests come at once")
+    if rate is not None and peers:
+        typer.echo("no peers: with --rate requests arrive one after the other, and peers take all at once")
+        peers = False
+    options = BenchOptions(
+        proposers=_names(proposers), batches=tuple(int(size) for size in sizes), repeats=repeats,
+        max_tokens=max_tokens, verified=verified, workload=workload, tasks=_names(tasks), limit=limit or None,
+        synthetic=synthetic, rate=rate, peers=peers, inject=rates, timeline=timeline, out=out,
+    )  # fmt: skip
+    typer.echo(as_line(measure(Console(), config, options)))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in _names(text))
+    except ValueError:
+        raise typer.BadParameter(f"--{name} {text!r}: give numbers, comma-separated") from None
+
+
+__all__ = ["bench"]

@@ -1,0 +1,42 @@
+"""Load a model for a command. torch is imported here, after the options were read."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samewise.engine import Engine
+    from samewise.llm.llm import LLM
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Loading makes millions of objects that all stay; collecting among them only takes time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def load_llm(**settings: Any) -> LLM:
+    """An LLM of these settings."""
+    with without_garbage_collection():
+        from samewise.llm.llm import LLM
+
+        return LLM(**settings)
+
+
+def load_engine(**settings: Any) -> Engine:
+    """An engine of these settings."""
+    with without_garbage_collection():
+        from samewise.config import EngineConfig
+        from samewise.engine import build
+
+        return build(EngineConfig.of(**settings))
+
+
+__all__ = ["load_engine", "load_llm", "without_garbage_collection"]

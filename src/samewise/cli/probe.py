@@ -1,0 +1,74 @@
+"""`samewise probe`: prove the frame property on this machine and print the contract."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from samewise.cli.loading import load_engine
+from samewise.cli.options import AsJson, Settings, engine_options
+
+if TYPE_CHECKING:
+    from samewise.engine import Engine
+
+
+@engine_options("probe")
+def probe(as_json: AsJson = False, *, settings: Settings) -> None:
+    """Prove the frame property on this machine and print the contract, fact by fact."""
+    engine = load_engine(**settings)
+    report, contract = engine.report, engine.contract
+    if as_json:
+        facts = {
+            "contract": contract.id,
+            "facts": dict(contract.facts),
+            "sizes": {str(size): how for size, how in engine.parts.sizes.items()},
+            "operators": [asdict(operator) for operator in engine.parts.operators],
+        }
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    table = Table(title=f"contract {contract.id}", show_header=False, title_style="bold")
+    for name, value in contract.facts:
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    if engine.runner.elastic:
+        console.print(sizes_table(engine))
+    console.print(
+        f"[green]holds[/]: {report.frames} frames and {report.operators} shapes of linear gave the bits of "
+        f"{engine.parts.frame_rows} rows at every offset of a frame and beside any other rows "
+        f"({report.seconds:.1f} s)"
+    )
+
+
+def sizes_table(engine: Engine) -> Table:
+    """The number of rows at which each operator runs, in a frame of each size."""
+    if engine.runner.native:
+        table = Table(title="sizes of a frame", show_header=False, title_style="bold")
+        table.add_row("from", str(engine.runner.sizes[0]))
+        table.add_row("to", str(engine.runner.widest))
+        table.add_row("linears", "natural at every size")
+        return table
+    table = Table(title="what runs at how many rows, in a frame of", title_style="bold")
+    for name in ("operator", "shape", *(str(size) for size in engine.parts.sizes)):
+        table.add_column(name, justify="left" if name in ("operator", "shape") else "right")
+    for operator in engine.parts.operators:
+        pieces = [_pieces(size, piece) for size, piece in operator.pieces.items()]
+        table.add_row(operator.name.split(".")[-1], f"{operator.outputs}×{operator.inputs}", *pieces)
+    frames = [how if how == "as it is" else how.split(":")[0] for how in engine.parts.sizes.values()]
+    table.add_row("norms and all else", "", *("=" if how == "as it is" else how for how in frames))
+    return table
+
+
+def _pieces(size: int, piece: int) -> str:
+    """A frame of `size` rows in pieces of `piece`: `=` for one piece, `2×8`, or the padded number of rows."""
+    if piece == size:
+        return "="
+    return f"{piece}" if piece > size else f"{size // piece}×{piece}"
+
+
+__all__ = ["probe", "sizes_table"]

@@ -1,0 +1,46 @@
+"""`samewise probe`: the contract and the table of frame sizes."""
+
+import io
+import json
+from dataclasses import replace
+
+from rich.console import Console
+
+from samewise.cli.probe import sizes_table
+from samewise.testing import tiny_engine
+
+
+def test_the_contract_is_printed_fact_by_fact(run, model):
+    result = run("probe", "-m", model, "--device", "cpu")
+    assert result.code == 0
+    assert "holds" in result.out
+    assert "contract sw-" in result.out
+    as_json = run("probe", "-m", model, "--device", "cpu", "--json")
+    report = json.loads(as_json.out)
+    assert report["contract"] in result.out
+    assert {"weights", "dtype", "probe", "frame rows"} <= report["facts"].keys()
+    assert len(report["operators"]) == 5
+    assert set(report["sizes"].values()) == {"as it is"}
+
+
+def test_the_table_of_sizes_shows_the_rows_at_which_each_operator_runs():
+    engine = tiny_engine(linear="torch", frame_rows=16, proposer="none")
+    assert list(engine.parts.sizes) == [1, 2, 8, 16, 64]
+    first, *others = engine.parts.operators
+    engine.parts = replace(
+        engine.parts,
+        operators=[replace(first, pieces={1: 8, 2: 8, 8: 8, 16: 16, 64: 16}), *others],
+        sizes=engine.parts.sizes | {1: "norms of 64: at 16 rows"},
+    )
+    text = io.StringIO()
+    Console(file=text, width=160).print(sizes_table(engine))
+    lines = [line.replace("│", " ").split() for line in text.getvalue().splitlines()]
+    name = first.name.split(".")[-1]
+    assert [name, f"{first.outputs}×{first.inputs}", "8", "8", "=", "=", "4×16"] in lines
+    assert ["norms", "and", "all", "else", "norms", "of", "64", "=", "=", "=", "="] in lines
+
+
+def test_probe_and_generate_report_the_same_contract(run, model):
+    contract = json.loads(run("probe", "-m", model, "--device", "cpu", "--json").out)["contract"]
+    result = run("generate", "x", "-m", model, "-n", "1", "--json", "--kv-memory", "4MiB", "--device", "cpu")
+    assert result.records[0]["contract"] == contract
