@@ -1,7 +1,7 @@
-"""Pages as numbers: which are free, and how many sequences hold each.
+"""KV pages as numbers: which are free, and how many sequences hold each.
 
-Page 0 is the trash page: padding rows write there and nobody reads it, so it is never handed out.
-Host only: the tensors behind the numbers live elsewhere.
+Page 0 is the trash page: padding rows write there, no row reads it, and it is never allocated.
+Host only: the tensors behind the numbers are in `store`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ TRASH = 0
 
 
 class PagePool:
-    """A free list and reference counts. Every page but the trash is free, held or resting.
+    """A free list and reference counts. Every page but the trash page is free, held or evictable.
 
-    Resting pages are held by nobody but are not free either: the prefix index keeps their content
-    and says when one may be freed.
+    An evictable page is held by no sequence but is not free: its content is in the prefix index, which
+    frees it when it evicts it.
     """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
-            raise InvariantBroken(f"a pool of {num_pages} pages has none to hand out")
+            raise InvariantBroken(f"a pool of {num_pages} pages has none to allocate")
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, TRASH, -1))
         self._refs = [0] * num_pages
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken at once."""
+        """Pages on the free list."""
         return len(self._free)
 
     def refs(self, page: int) -> int:
@@ -35,7 +35,7 @@ class PagePool:
         return self._refs[page]
 
     def take(self) -> int | None:
-        """A free page, held once; None when there is none."""
+        """Allocate a free page with one holder; None when there is none."""
         if not self._free:
             return None
         page = self._free.pop()
@@ -43,11 +43,11 @@ class PagePool:
         return page
 
     def hold(self, page: int) -> None:
-        """One more sequence holds a page that is held or resting."""
+        """Add a holder to a page that is held or evictable."""
         self._refs[page] += 1
 
     def release(self, page: int) -> int:
-        """One sequence fewer holds the page. Returns how many still do; at 0 it rests until freed."""
+        """Remove a holder. Returns how many are left; at 0 the page is evictable until it is freed."""
         left = self._refs[page] - 1
         if left < 0:
             raise InvariantBroken(f"page {page} released more often than held")
@@ -55,21 +55,21 @@ class PagePool:
         return left
 
     def free(self, page: int) -> None:
-        """Give a resting page back to the free list."""
+        """Put an evictable page back on the free list."""
         if self._refs[page] or page == TRASH:
             raise InvariantBroken(f"page {page} freed while held {self._refs[page]} times")
         self._free.append(page)
 
-    def check(self, held: dict[int, int], resting: set[int]) -> None:
-        """Raise unless every page is exactly one of trash, free, held (as often as told) or resting."""
+    def check(self, held: dict[int, int], evictable: set[int]) -> None:
+        """Raise unless every page is exactly one of trash, free, held (page -> holders) or evictable."""
         free = set(self._free)
         if len(free) != len(self._free):
             raise InvariantBroken("a page is on the free list twice")
         for page in range(self.num_pages):
-            homes = [page == TRASH, page in free, held.get(page, 0) > 0, page in resting]
-            if sum(homes) != 1 or self._refs[page] != held.get(page, 0):
+            states = [page == TRASH, page in free, held.get(page, 0) > 0, page in evictable]
+            if sum(states) != 1 or self._refs[page] != held.get(page, 0):
                 raise InvariantBroken(
-                    f"page {page}: trash, free, held, resting = {homes}; "
+                    f"page {page}: trash, free, held, evictable = {states}; "
                     f"{self._refs[page]} references for {held.get(page, 0)} holders"
                 )
 

@@ -1,6 +1,6 @@
-"""KVStore: the K and V tensors behind the page numbers, one pair a layer.
+"""The K and V tensors behind the page numbers, one pair per layer.
 
-Memory is not initialised: attention must never let what lies in an unwritten slot leak.
+Memory is not initialised: attention must never read a slot that was not written.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from samewise.errors import MachineError
-from samewise.kernels.attention.base import PAGE, Kernel, LayerKV
+from samewise.kernels.attention.base import PAGE, AttentionKernel, LayerKV
 
 
 def page_bytes(shapes: list[tuple[int, int]], dtype: torch.dtype) -> int:
-    """Bytes one page takes over all layers, given each layer's (KV heads, head size)."""
+    """Bytes of one page over all layers, given each layer's (KV heads, head size)."""
     return sum(2 * heads * dim * PAGE * dtype.itemsize for heads, dim in shapes)
 
 
@@ -21,7 +21,7 @@ class KVStore:
 
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: AttentionKernel,
         shapes: list[tuple[int, int]],
         num_pages: int,
         dtype: torch.dtype,
@@ -40,7 +40,7 @@ class KVStore:
 
     @torch.inference_mode()
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages, (from, to), bit for bit, in the order of what the device is given."""
+        """Copy pages (from, to) bit for bit, on the device's current stream."""
         if not pairs:
             return
         device = self.layers[0].k.device
@@ -50,7 +50,7 @@ class KVStore:
                 pages.index_copy_(0, targets, pages.index_select(0, sources))
 
     def fill(self, value: float) -> None:
-        """Overwrite everything. For tests: a store may hold any junk before it is written."""
+        """Overwrite every element, for tests that results do not depend on unwritten slots."""
         for layer in self.layers:
             layer.k.fill_(value)
             layer.v.fill_(value)

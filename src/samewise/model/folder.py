@@ -1,4 +1,4 @@
-"""What stands beside the weights in a model's folder: tokenizer, generation defaults, tensors by name."""
+"""A model's folder: its tokenizer, its generation defaults, its tensors by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from samewise.model.source import Source, weight_files
 
 
 def read_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:
-    """The model's tokenizer; None for a folder that has none (token ids then)."""
+    """The model's tokenizer; None for a folder without one, whose prompts must be token ids."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if not any((source.path / name).exists() for name in names):
         return None
@@ -26,34 +26,36 @@ def read_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:
 
 
 def generation_defaults(source: Source) -> dict[str, Any]:
-    """generation_config.json as it stands; empty if there is none."""
+    """The content of generation_config.json; empty if there is none."""
     path = source.path / "generation_config.json"
     if not path.exists():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    return fields if isinstance(fields, dict) else {}
 
 
 def eos_ids(generation: Mapping[str, Any], config: Any) -> frozenset[int]:
     """End-of-text ids: the generation config's, one or a list, else the model's own."""
-    found = generation.get("eos_token_id")
-    if found is None:
-        found = getattr(config, "eos_token_id", None)
-    if found is None:
+    ids = generation.get("eos_token_id")
+    if ids is None:
+        ids = getattr(config, "eos_token_id", None)
+    if ids is None:
         return frozenset()
-    return frozenset(found if isinstance(found, list | tuple) else [found])
+    return frozenset(ids if isinstance(ids, list | tuple) else [ids])
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor in a folder's safetensors files, sharded or not."""
     files = weight_files(folder) if any(folder.glob("*.safetensors")) else []
     if not files:
-        raise UnknownModel(f"{folder} holds no *.safetensors; give a folder of weights or named tensors")
-    found: dict[str, torch.Tensor] = {}
+        raise UnknownModel(
+            f"{folder} holds no *.safetensors; give a folder of weights or named tensors", param="update"
+        )
+    tensors: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    return tensors
 
 
 __all__ = ["eos_ids", "generation_defaults", "read_tensors", "read_tokenizer"]

@@ -1,7 +1,7 @@
-"""Turn one GGUF file into a safetensors folder that transformers loads like any other.
+"""Convert one GGUF file to a safetensors folder that transformers loads like any other.
 
-The weights are unpacked to float32 exactly as the file defines them. What cannot be carried over without
-loss is refused, never dropped. Knows nothing of names, caches or downloads.
+Weights are unpacked to float32 exactly as the file defines them. A file that cannot be converted without loss
+is refused. Names, caches and downloads are handled elsewhere.
 """
 
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
-DTYPES = {"F32": "float32", "F16": "float16"}  # anything else was made from, or is, bfloat16
+DTYPES = {"F32": "float32", "F16": "float16"}  # other types are bfloat16, or quantized from it
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 SPECIAL_KEYS = {
     "bos_token": "bos_token_id",
@@ -26,15 +26,15 @@ SPECIAL_KEYS = {
     "pad_token": "padding_token_id",
     "unk_token": "unknown_token_id",
 }
-DIGITS_APART = {"gpt-2": False, "smollm": True}  # the byte-level vocabularies built here, by `ggml.pre`
-CONTROL, USER_DEFINED = 3, 4  # kinds of token in `ggml.token_type`
+SPLITS_DIGITS = {"gpt-2": False, "smollm": True}  # the byte-level vocabularies built here, by `ggml.pre`
+CONTROL, USER_DEFINED = 3, 4  # token types in `ggml.token_type`
 
 
 def convert(gguf: Path, reader: "GGUFReader", folder: Path) -> None:
     """Write config, weights, tokenizer and generation config of `gguf`, as read by `read`, into `folder`.
 
-    The same file gives the same bytes whichever supported transformers does it. Raises UnsupportedModel for
-    a file that transformers cannot express, OSError or SafetensorError when the disk does not hold it.
+    The same file gives the same bytes with every supported version of transformers. Raises UnsupportedModel
+    for a file that transformers cannot express, OSError or SafetensorError for a full disk.
     """
     config = _config(gguf, reader)
     tensors = _tensors(gguf, reader, config)
@@ -45,12 +45,12 @@ def convert(gguf: Path, reader: "GGUFReader", folder: Path) -> None:
 
 
 def unpacked_bytes(reader: "GGUFReader") -> int:
-    """How much disk `convert` needs, from the sizes the file declares."""
+    """Bytes of disk `convert` needs: 4 per weight, and 32 MiB for the tokenizer and the rest."""
     return sum(int(tensor.n_elements) for tensor in reader.tensors) * 4 + (32 << 20)
 
 
 def read(gguf: Path) -> "GGUFReader":
-    """The file's metadata and tensors, still packed. Takes seconds: the vocabulary is read word by word."""
+    """The file's metadata and its tensors, still packed. Takes seconds for a large vocabulary."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -60,11 +60,13 @@ def read(gguf: Path) -> "GGUFReader":
     try:
         return GGUFReader(gguf)
     except (ValueError, IndexError) as error:
-        raise UnsupportedModel(f"{gguf} is not a readable GGUF file ({error}); download it again") from error
+        raise UnsupportedModel(
+            f"{gguf} is not a readable GGUF file ({error}); download it again", param="model"
+        ) from error
 
 
 def _field(reader: "GGUFReader", name: str) -> Any:
-    """The value of a metadata field, or None where the file does not have it."""
+    """The value of a metadata field; None if the file does not have it."""
     field = reader.get_field(name)
     return None if field is None else field.contents()
 
@@ -73,14 +75,17 @@ def _config(gguf: Path, reader: "GGUFReader") -> "PretrainedConfig":
     from transformers import AutoConfig
 
     if _field(reader, "split.count") not in {None, 0, 1}:
-        raise UnsupportedModel(f"{gguf} is one part of several; join them first: llama-gguf-split --merge")
+        raise UnsupportedModel(
+            f"{gguf} is one part of several; join them first: llama-gguf-split --merge", param="model"
+        )
     try:
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     except (ValueError, KeyError, NotImplementedError) as error:
         arch = _field(reader, "general.architecture")
         raise UnsupportedModel(
             f"{gguf}: transformers cannot read GGUF files of architecture {arch!r} ({error}); "
-            "use the model's safetensors checkpoint"
+            "use the model's safetensors checkpoint",
+            param="model",
         ) from error
     scaling = _field(reader, f"{_field(reader, 'general.architecture')}.rope.scaling.type")
     if (
@@ -88,42 +93,46 @@ def _config(gguf: Path, reader: "GGUFReader") -> "PretrainedConfig":
         and (config.rope_parameters or {}).get("rope_type", "default") == "default"
     ):
         raise UnsupportedModel(
-            f"{gguf}: its RoPE scaling {scaling!r} would be lost; use the model's safetensors checkpoint"
+            f"{gguf}: its RoPE scaling {scaling!r} would be lost; use the model's safetensors checkpoint",
+            param="model",
         )
     return config
 
 
 def _tensors(gguf: Path, reader: "GGUFReader", config: "PretrainedConfig") -> "dict[str, torch.Tensor]":
-    """Every tensor of the file under its transformers name, in float32; all of the model's, or an error."""
+    """Every tensor of the file under its transformers name, in float32: exactly the model's."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Not from_pretrained: newer versions may leave the blocks packed and fetch kernels for them.
+    # Not from_pretrained: newer versions of transformers may keep the blocks packed and fetch kernels.
     tensors: dict[str, torch.Tensor] = load_gguf_checkpoint(
         str(gguf), return_tensors=True, model_to_load=model
     )["tensors"]
     if len(tensors) != len(reader.tensors):
         raise UnsupportedModel(
             f"{gguf}: {len(reader.tensors) - len(tensors)} of its tensors (scaled RoPE tables, say) have no "
-            f"place in transformers' {config.model_type}; use the model's safetensors checkpoint"
+            f"place in transformers' {config.model_type}; use the model's safetensors checkpoint",
+            param="model",
         )
-    want = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         for name in set(model.all_tied_weights_keys) - set(tensors):
-            del want[name]
-    have = {name: tensor.shape for name, tensor in tensors.items()}
-    if wrong := sorted(name for name in want.keys() | have.keys() if want.get(name) != have.get(name)):
+            del expected[name]
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    names = expected.keys() | shapes.keys()
+    if wrong := sorted(name for name in names if expected.get(name) != shapes.get(name)):
         raise UnsupportedModel(
-            f"{gguf}: tensors missing or of another shape than {config.model_type}'s: {wrong[:5]}"
+            f"{gguf}: tensors missing or of another shape than {config.model_type}'s: {wrong[:5]}",
+            param="model",
         )
     return {name: tensor.to(torch.float32).contiguous() for name, tensor in sorted(tensors.items())}
 
 
 def _dtype(reader: "GGUFReader") -> str:
-    """The dtype to run in where the user leaves it open: that of most weights in the file."""
+    """The checkpoint's dtype, which `dtype="auto"` uses on CUDA: that of most weights in the file."""
     sizes: Counter[str] = Counter()
     for tensor in reader.tensors:
         sizes[tensor.tensor_type.name] += int(tensor.n_elements)
@@ -156,9 +165,9 @@ def _write_tokenizer(folder: Path, gguf: Path, config: "PretrainedConfig", reade
 
     if (
         _field(reader, "tokenizer.ggml.model") == "gpt2"
-        and _field(reader, "tokenizer.ggml.pre") in DIGITS_APART
+        and _field(reader, "tokenizer.ggml.pre") in SPLITS_DIGITS
     ):
-        backend = _byte_level(reader, digits_apart=DIGITS_APART[_field(reader, "tokenizer.ggml.pre")])
+        backend = _byte_level(reader, split_digits=SPLITS_DIGITS[_field(reader, "tokenizer.ggml.pre")])
     else:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
         backend = tokenizer.backend_tokenizer
@@ -168,7 +177,7 @@ def _write_tokenizer(folder: Path, gguf: Path, config: "PretrainedConfig", reade
         "model_max_length": getattr(config, "max_position_embeddings", None),
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    # By id, from the file: transformers 5.17 hands out the start token as the end token.
+    # By id, from the file: transformers 5.17 returns the start token as the end token.
     tokens = _field(reader, "tokenizer.ggml.tokens")
     for name, key in SPECIAL_KEYS.items():
         if (index := _field(reader, f"tokenizer.ggml.{key}")) is not None:
@@ -178,11 +187,11 @@ def _write_tokenizer(folder: Path, gguf: Path, config: "PretrainedConfig", reade
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _byte_level(reader: "GGUFReader", *, digits_apart: bool) -> "Tokenizer":
-    """A byte-level BPE from what the file lists.
+def _byte_level(reader: "GGUFReader", *, split_digits: bool) -> "Tokenizer":
+    """A byte-level BPE from the file's tokens and merges.
 
-    transformers goes by architecture instead, differently in every version, and misses that some models split
-    digits off before words, which decides how the spaces in front of a number are cut.
+    transformers chooses a tokenizer by architecture instead, differently in every version, and without the
+    digit splitting of some models, which decides how spaces before a number are cut.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -191,7 +200,7 @@ def _byte_level(reader: "GGUFReader", *, digits_apart: bool) -> "Tokenizer":
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words]) if digits_apart else words
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words]) if split_digits else words
     tokenizer.decoder = decoders.ByteLevel()
     kinds = zip(tokens, _field(reader, "tokenizer.ggml.token_type"), strict=True)
     added = [(token, kind) for token, kind in kinds if kind in {CONTROL, USER_DEFINED}]

@@ -1,8 +1,8 @@
-"""Say no, before any weight is read, to a model whose bits we could not answer for.
+"""Refuse, before any weight is read, a model whose output could depend on the batch.
 
-What is run: dense decoders with rotary positions, plain causal attention, full or in a sliding window.
-Each rule below reads one feature of the config and gives the reason, or None. Features come first, so that a
-model not yet written is refused for what it does; the names at the end are for what a config does not show.
+Supported are dense decoders with rotary positions and plain causal attention, full or in a sliding window.
+Each rule reads one feature of the config and returns the reason for refusing, or None. Most rules go by
+features, so that future models are refused too; HIDDEN lists families whose config does not show the feature.
 """
 
 import inspect
@@ -21,18 +21,19 @@ Rule = Callable[[Fields], str | None]
 
 
 def refuse(config: "PretrainedConfig") -> None:
-    """Return if a model of this config can be run under the promise; else raise UnsupportedModel."""
+    """Raise UnsupportedModel, with the reason, unless a model of this config can be run under the promise."""
     fields = config.to_dict()
     reasons = (reason for rule in RULES if (reason := rule(fields)) is not None)
     reason = next(reasons, None) or _composite(config) or _unreachable(config)
     if reason is not None:
         raise UnsupportedModel(
             f"model type {fields.get('model_type') or '(none)'} cannot be run under the promise: "
-            f"{reason}. Dense decoders with rotary positions can: llama, qwen3, mistral, gemma3_text ..."
+            f"{reason}. Dense decoders with rotary positions can: llama, qwen3, mistral, gemma3_text ...",
+            param="model",
         )
 
 
-# ------------------------------------------------------------------------------ what the model is made of
+# -------------------------------------------------------------------------------------------- structure
 
 
 def _quantised(fields: Fields) -> str | None:
@@ -40,7 +41,7 @@ def _quantised(fields: Fields) -> str | None:
     if not quantisation:
         return None
     method = quantisation.get("quant_method", "unnamed") if isinstance(quantisation, Mapping) else "unnamed"
-    return f"its checkpoint is quantised ({method}), for kernels we cannot pin; use the original weights"
+    return f"its checkpoint is quantised ({method}) for kernels with no fixed bits; use the original weights"
 
 
 def _encoder_decoder(fields: Fields) -> str | None:
@@ -65,7 +66,7 @@ EXPERT_COUNT = re.compile(r"(.*_)?n(um)?_(\w+_)?experts|.*_expert_num")
 def _experts(fields: Fields) -> str | None:
     for name, value in fields.items():
         if EXPERT_COUNT.fullmatch(name) and isinstance(value, int) and value > 1:
-            return f"it is a mixture of experts ({name}={value}), batched by the company a token keeps"
+            return f"it is a mixture of experts ({name}={value}), which groups a batch's tokens by expert"
     if fields.get("enable_moe_block") or {"sparse", "moe"} & set(fields.get("mlp_layer_types") or ()):
         return "it is a mixture of experts"
     return None
@@ -86,16 +87,16 @@ def _chunked(fields: Fields) -> str | None:
 
 def _state(fields: Fields) -> str | None:
     for name in LAYER_LISTS:
-        kinds = set(map(str, fields.get(name) or ()))
-        if strange := sorted(kinds - PLAIN_LAYERS):
-            return f"it has layers other than full and sliding attention ({name}: {strange[0]})"
+        layer_types = set(map(str, fields.get(name) or ()))
+        if others := sorted(layer_types - PLAIN_LAYERS):
+            return f"it has layers other than full and sliding attention ({name}: {others[0]})"
     for name, value in fields.items():
         if STATE.fullmatch(name) and value:
             return f"it carries state from token to token besides keys and values ({name}={value})"
     return None
 
 
-# ------------------------------------------------------------------------------------------ its attention
+# -------------------------------------------------------------------------------------------- attention
 
 
 def _softcapped(fields: Fields) -> str | None:
@@ -144,7 +145,7 @@ def _sparse(fields: Fields) -> str | None:
 
 
 def _uneven_heads(fields: Fields) -> str | None:
-    """One K and one V tensor of one shape per layer, made by that layer: nothing else fits the pages."""
+    """KV pages hold one K and one V tensor per layer, of one shape for all layers, written by that layer."""
     if fields.get("kv_lora_rank"):
         return f"its attention is multi-latent (kv_lora_rank={fields['kv_lora_rank']})"
     key, value = fields.get("qk_head_dim") or fields.get("head_dim"), fields.get("v_head_dim")
@@ -162,41 +163,39 @@ def _uneven_heads(fields: Fields) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------ its positions
+# -------------------------------------------------------------------------------------------- positions
 
 FIXED_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
-PINNED_ROPE = {"longrope"}  # looks at the longest position in the batch, until rope.pin_rope fixes it at load
+PINNED_ROPE = {"longrope"}  # depends on the longest position in the batch until rope.pin_rope fixes it
 
 
-def rope_settings(fields: Fields) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
-    """(layer type, its RoPE parameters); the layer type is None where one setting serves all layers."""
-    whole = fields.get("rope_parameters") or {}
-    if any(isinstance(value, Mapping) for value in whole.values()):
-        # A layer type with None has no rotary positions at all, which is fine.
-        yield from ((layer_type, one) for layer_type, one in whole.items() if one is not None)
-    elif whole:
-        yield None, whole
+def _rope_settings(fields: Fields) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    """(layer type, its RoPE parameters); the layer type is None where all layers share one setting."""
+    parameters = fields.get("rope_parameters") or {}
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        # Layers of a type with None have no positions, which is supported.
+        yield from ((layer_type, one) for layer_type, one in parameters.items() if one is not None)
+    elif parameters:
+        yield None, parameters
 
 
 def _positions(fields: Fields) -> str | None:
-    settings = list(rope_settings(fields))
+    settings = list(_rope_settings(fields))
     if not settings:
         return "its positions are not rotary (no rope_parameters)"
     for layer_type, one in settings:
-        kind = one.get("rope_type") or one.get("type") or "default"
-        where = f"RoPE type {kind!r}" + (f" of {layer_type} layers" if layer_type else "")
-        if kind == "dynamic":
-            return (
-                f"its {where} depends on the longest position in the batch, so on the company a request keeps"
-            )
-        if kind not in FIXED_ROPE | PINNED_ROPE:
+        rope_type = one.get("rope_type") or one.get("type") or "default"
+        where = f"RoPE type {rope_type!r}" + (f" of {layer_type} layers" if layer_type else "")
+        if rope_type == "dynamic":
+            return f"its {where} depends on the longest position in the batch"
+        if rope_type not in FIXED_ROPE | PINNED_ROPE:
             return f"its {where} is not known here ({', '.join(sorted(FIXED_ROPE | PINNED_ROPE))} are)"
         if one.get("mrope_section"):
             return "its positions have several axes (mrope_section)"
     return None
 
 
-# --------------------------------------------------------------------------------------- what a config hides
+# --------------------------------------------------------------------------- features a config does not show
 
 HIDDEN = {
     "bloom": "its attention is biased by distance (alibi)",
@@ -225,11 +224,11 @@ def _named(fields: Fields) -> str | None:
 
 
 def _unreachable(config: "PretrainedConfig") -> str | None:
-    """Read the model's class: can our attention replace its own, and is it handed more than we take?"""
+    """Whether attention can be replaced in the model's class, and has no sinks; read from its source."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config).__module__.startswith("transformers_modules"):
-        return None  # code that came with the checkpoint, which the user has chosen to trust
+        return None  # the checkpoint's own code, with trust_remote_code: the inspection finds out
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers has no causal language model for it"
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -257,4 +256,4 @@ RULES: tuple[Rule, ...] = (
     _positions,
 )
 
-__all__ = ["refuse", "rope_settings"]
+__all__ = ["refuse"]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from samewise.errors import InvariantBroken
 from samewise.kv.pages import PagePool
-from samewise.kv.prefix import PrefixIndex, chain
+from samewise.kv.prefix import PrefixIndex, extend_digests
 from samewise.schedule.limits import Limits
 from samewise.types import Sequence
 
@@ -56,7 +56,7 @@ class Paging:
         if seq.score_next is not None and seq.score_next < seq.prompt_len:
             end = seq.score_next
         num = (end - 1) // self._page
-        chain(seq.digests, seq.tokens, seq.request.salt, self._page, num)
+        extend_digests(seq.digests, seq.tokens, seq.request.salt, self._page, num)
         return self.index.match(seq.digests[:num])
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
@@ -116,9 +116,9 @@ class Paging:
         if full <= seq.num_indexed:
             return
         if self.index.enabled:
-            chain(seq.digests, seq.tokens, seq.request.salt, self._page, full)
+            extend_digests(seq.digests, seq.tokens, seq.request.salt, self._page, full)
             for i in range(seq.num_indexed, full):
-                self.index.offer(seq.digests[i], seq.pages[i])
+                self.index.add(seq.digests[i], seq.pages[i])
         seq.num_indexed = full
 
     def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
