@@ -1,8 +1,8 @@
-"""Many requests from a file, in OpenAI's batch format, answered into another: resumable at any moment.
+"""Answer a file of requests, in OpenAI's batch format, into another file; resumable after any interruption.
 
-Each answer is appended as one line and is on the disk before the next; whoever is killed finds, when run
-again, all that was finished, cuts off a line that was torn, and goes on with the rest. The engine is kept
-full: requests join it as others end, so the order of the answers is that in which they were finished.
+Each answer is appended as one line and is on disk before the next is begun. A run over an existing output
+file keeps every finished answer, cuts off an incomplete last line and answers the rest. Requests join the
+engine as others end, so answers are in the order in which they were finished.
 """
 
 from __future__ import annotations
@@ -13,158 +13,138 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from samewise.engine import Engine
 from samewise.errors import BadParameter, CallerError
-from samewise.jobs.batch_file import Line, Record, Results, read_lines, survey, went_well
-from samewise.llm.answers import Answer, Desk
+from samewise.jobs.batch_file import BatchLine, OutputFile, OutputLine, is_answer, line_numbers, read_lines
+from samewise.llm.answer import Answer
+from samewise.llm.step_loop import StepLoop
 from samewise.openai.errors import ApiError
-from samewise.openai.parse import Parsed, Terms, parse, respond
-from samewise.openai.parsed import CHAT, Dialect
-from samewise.openai.replies import refuse_aborted
-from samewise.openai.toolbox import special_tokens
+from samewise.openai.parse import ParsedRequest, ParseOptions, parse, served_name
+from samewise.openai.replies import refuse_aborted, respond
 from samewise.outputs import RequestOutput
-from samewise.receipts.receipt import make, whole
-from samewise.receipts.signing import SigningKey
+from samewise.receipts import SigningKey, is_complete
 
 
 @dataclass(slots=True)
-class Tally:
-    """How a batch fared."""
+class BatchSummary:
+    """Counts of the lines of a batch."""
 
     total: int = 0
-    before: int = 0  # finished by an earlier run
+    done_before: int = 0  # by an earlier run
     answered: int = 0
-    bad: int = 0
+    failed: int = 0
 
     @property
     def done(self) -> int:
-        """Lines that have an outcome by now."""
-        return self.before + self.answered + self.bad
+        """Lines that have an output line by now."""
+        return self.done_before + self.answered + self.failed
 
 
 @dataclass(slots=True)
-class _Job:
-    """A request on its way. Owned by a Batch."""
+class _LiveLine:
+    """A line whose request is running. Owned by a BatchRunner."""
 
-    line: Line
-    parsed: Parsed
+    line: BatchLine
+    parsed: ParsedRequest
     answers: list[Answer]
 
     @property
     def finished(self) -> bool:
         return all(answer.finished for answer in self.answers)
 
+    @property
+    def num_choices(self) -> int:
+        return len(self.answers) * self.parsed.params.n
 
-class Batch:
-    """Answers lines on one engine, as many together as it will take."""
+
+class BatchRunner:
+    """Answers lines on one engine. Owns the engine's step loop."""
 
     def __init__(self, engine: Engine, *, names: tuple[str, ...] = (), key: SigningKey | None = None) -> None:
-        self._engine, self._desk, self._key = engine, Desk(engine), key
+        self._loop, self._key = StepLoop(engine), key
         self._names = (*names, engine.config.model)
-        special = special_tokens(self._desk.tokenizer)
-        self._terms = Terms(
-            defaults=self._desk.default_params(),
-            proposer=engine.config.proposer,
-            receipts=True,
-            dialect=Dialect(self._desk.template, special, engine.contract.id),
+        self._options = ParseOptions.of(
+            self._loop.intake, proposer=engine.config.proposer, contract_id=engine.contract.id
         )
-        self._room = 2 * engine.config.max_num_seqs  # half of it waits, so that the engine never does
-        self._busy = 0
+        # Twice what runs at once: the engine's queue then never runs empty between two lines.
+        self._max_choices = 2 * engine.config.max_num_seqs
+        self._num_choices = 0
 
-    def run(self, lines: Iterator[Line]) -> Iterator[tuple[Line, Record]]:
-        """A record for every line, as they are finished. Leaving early drops what is under way."""
-        live: dict[Answer, _Job] = {}
+    def run(self, lines: Iterator[BatchLine]) -> Iterator[tuple[BatchLine, OutputLine]]:
+        """The output of every line, as they are finished. Closing the iterator aborts what is running."""
+        live: dict[Answer, _LiveLine] = {}
         more = True
         try:
             while more or live:
-                while more and self._busy < self._room:
+                while more and self._num_choices < self._max_choices:
                     line = next(lines, None)
                     more = line is not None
                     if line is not None:
-                        begun = self._begin(line)
-                        if isinstance(begun, _Job):
-                            live |= dict.fromkeys(begun.answers, begun)
-                            self._busy += len(begun.answers) * begun.parsed.params.n
+                        started = self._start(line)
+                        if isinstance(started, _LiveLine):
+                            live |= dict.fromkeys(started.answers, started)
+                            self._num_choices += started.num_choices
                         else:
-                            yield line, begun
+                            yield line, started
                 if live:
                     yield from self._step(live)
         finally:
             for answer in live:
-                self._desk.abort(answer)
-            self._busy = 0
+                self._loop.abort(answer)
+            self._num_choices = 0
 
-    def _step(self, live: dict[Answer, _Job]) -> list[tuple[Line, Record]]:
-        found: list[tuple[Line, Record]] = []
-        for answer in self._desk.step():
-            answer.pending.clear()
-            job = live.get(answer)
-            if job is not None and job.finished:
-                for one in job.answers:
-                    del live[one]
-                self._busy -= len(job.answers) * job.parsed.params.n
-                found.append((job.line, self._answered(job)))
-        return found
-
-    def _begin(self, line: Line) -> _Job | Record:
+    def _start(self, line: BatchLine) -> _LiveLine | OutputLine:
         if line.error is not None:
-            return _broken(line, line.error)
+            return _invalid(line, line.error)
         try:
-            parsed = parse(line.url, line.body, self._terms)
+            parsed = parse(line.url, line.body, self._options)
             self._refuse(parsed)
-            prompts = self._prompts(parsed)
-            asked = [self._desk.ask(prompt, parsed.params) for prompt in prompts]
+            checked = parsed.check(self._loop.intake)
             salt = (parsed.cache_salt or "").encode(errors="surrogatepass")
-            return _Job(line, parsed, [self._desk.submit(one, salt=salt) for one in asked])
+            return _LiveLine(line, parsed, [self._loop.submit(one, salt=salt) for one in checked])
         except (ApiError, CallerError) as error:
-            told = ApiError.of(error, prompt="messages" if line.url == CHAT else "prompt")
-            return _reply(line, told.status, told.body())
+            reply = ApiError.of(error)
+            return _response(line, reply.status, reply.body())
 
-    def _refuse(self, parsed: Parsed) -> None:
+    def _refuse(self, parsed: ParsedRequest) -> None:
         if parsed.stream:
             raise ApiError("stream: a batch is not streamed; leave it out", param="stream")
-        if parsed.model is not None and parsed.model not in self._names:
-            raise ApiError(
-                f"the model {parsed.model!r} is not here; there is {', '.join(map(repr, self._names))}, "
-                "and --served-model-name gives it another name",
-                status=404, param="model", code="model_not_found",
-            )  # fmt: skip
+        served_name(parsed.model, self._names, remedy=", and --served-model-name gives it another name")
 
-    def _prompts(self, parsed: Parsed) -> list[Any]:
-        if not parsed.chat:
-            return list(parsed.prompts)
-        return [self._desk.chat_prompt(parsed.messages, **parsed.template)]
+    def _step(self, live: dict[Answer, _LiveLine]) -> list[tuple[BatchLine, OutputLine]]:
+        finished: list[tuple[BatchLine, OutputLine]] = []
+        for answer in self._loop.step():
+            entry = live.get(answer)
+            if entry is not None and entry.finished:
+                for one in entry.answers:
+                    del live[one]
+                self._num_choices -= entry.num_choices
+                finished.append((entry.line, self._answer(entry)))
+        return finished
 
-    def _answered(self, job: _Job) -> Record:
-        outputs = [answer.output() for answer in job.answers]
+    def _answer(self, entry: _LiveLine) -> OutputLine:
+        parsed, intake = entry.parsed, self._loop.intake
+        outputs = [answer.output() for answer in entry.answers]
         try:
             refuse_aborted(outputs)
         except ApiError as error:
-            return _reply(job.line, error.status, error.body())
-        name = ("chatcmpl-" if job.parsed.chat else "cmpl-") + _name(job.line)
+            return _response(entry.line, error.status, error.body())
         body = respond(
-            job.parsed, outputs, model=job.parsed.model or self._names[0], created=int(time.time()), id=name,
-            decode=self._decode, spell=self._desk.spell, receipts=self._receipts(job.parsed, outputs),
+            parsed, outputs, model=parsed.model or self._names[0], created=int(time.time()),
+            id=("chatcmpl-" if parsed.chat else "cmpl-") + _id(entry.line), decode=intake.decode,
+            token_bytes=intake.token_bytes, receipts=self._receipts(parsed, outputs),
         )  # fmt: skip
-        return _reply(job.line, 200, body)
+        return _response(entry.line, 200, body)
 
-    def _receipts(self, parsed: Parsed, outputs: list[RequestOutput]) -> list[Record] | None:
-        engine = self._engine
-        if not parsed.receipt or not all(map(whole, outputs)):
+    def _receipts(self, parsed: ParsedRequest, outputs: list[RequestOutput]) -> list[OutputLine] | None:
+        if not parsed.receipt or not all(map(is_complete, outputs)):
             return None
         return [
             receipt.as_json()
             for output in outputs
-            for receipt in make(
-                output, parsed.params, contract=engine.contract, model=engine.config.model,
-                settings=engine.settings, key=self._key,
-            )
-        ]  # fmt: skip
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._desk.tokenizer.decode(token_ids))
+            for receipt in self._loop.receipts(output, parsed.params, key=self._key)
+        ]
 
 
 def run(
@@ -176,65 +156,68 @@ def run(
     key: SigningKey | None = None,
     retry: bool = False,
     force: bool = False,
-    progress: Callable[[Tally], None] = lambda _: None,
-    complain: Callable[[int, str], None] = lambda *_: None,
-) -> Tally:
-    """Answer every line of `source` that has no outcome in `target` yet. The engine is made if any is left.
+    on_progress: Callable[[BatchSummary], None] = lambda _: None,
+    on_error: Callable[[int, str], None] = lambda *_: None,
+) -> BatchSummary:
+    """Answer every line of `source` that `target` has no output for. The engine is made only if one is left.
 
-    `progress` is told after every line, `complain` of every line that went wrong, by its number.
-    `retry`: lines that went wrong before are tried again. `force`: go on with a file that was begun under
-    another contract.
+    `on_progress` is called after every line, `on_error` with the number and error of every line that failed.
+    `retry`: lines that failed before are tried again. `force`: continue a file of another contract.
     """
-    known = survey(source)
+    numbers = line_numbers(source)
     if Path(target).exists() and Path(target).samefile(source):
-        raise BadParameter(f"{source} cannot be input and output; give another file for the answers")
-    with Results(target, retry=retry) as results:
-        if strange := sorted(map(str, results.done - known.keys())):
+        raise BadParameter(
+            f"{source} cannot be input and output; give another file for the answers", param="target"
+        )
+    with OutputFile(target, retry=retry) as output:
+        if unknown := sorted(map(str, output.done - numbers.keys())):
             raise BadParameter(
-                f"{target} has an answer to {strange[0]!r}, which is not in {source}; give another file"
+                f"{target} has an answer to {unknown[0]!r}, which is not in {source}; give another file",
+                param="target",
             )
-        tally = Tally(total=len(known), before=len(results.done))
-        progress(tally)
-        if tally.before == tally.total:
-            return tally
-        batch = Batch(engine := make_engine(), names=names, key=key)
-        if (others := results.contracts - {engine.contract.id}) and not force:
+        summary = BatchSummary(total=len(numbers), done_before=len(output.done))
+        on_progress(summary)
+        if summary.done_before == summary.total:
+            return summary
+        engine = make_engine()
+        if (others := output.contracts - {engine.contract.id}) and not force:
             raise BadParameter(
                 f"{target} was begun under the contract {min(others)}, and this is "
-                f"{engine.contract.id}; give another file, or --force to mix them"
+                f"{engine.contract.id}; give another file, or --force to mix them",
+                param="target",
             )
-        left = (line for line in read_lines(source) if line.key not in results.done)
-        for line, record in batch.run(left):
-            results.append(record)
-            if went_well(record):
-                tally.answered += 1
+        left = (line for line in read_lines(source) if line.key not in output.done)
+        for line, result in BatchRunner(engine, names=names, key=key).run(left):
+            output.append(result)
+            if is_answer(result):
+                summary.answered += 1
             else:
-                tally.bad += 1
-                complain(line.number, _complaint(record))
-            progress(tally)
-    return tally
+                summary.failed += 1
+                on_error(line.number, _error_message(result))
+            on_progress(summary)
+    return summary
 
 
-def _broken(line: Line, message: str) -> Record:
-    """The outcome of a line that is no request."""
+def _invalid(line: BatchLine, message: str) -> OutputLine:
+    """The output of a line that is not a request."""
     error = {"code": "invalid_line", "message": message, "line": line.number}
-    return {"id": "batch_req_" + _name(line), "custom_id": line.custom_id, "response": None, "error": error}
+    return {"id": "batch_req_" + _id(line), "custom_id": line.custom_id, "response": None, "error": error}
 
 
-def _reply(line: Line, status: int, body: Record) -> Record:
-    name = _name(line)
-    response = {"status_code": status, "request_id": "req_" + name, "body": body}
-    return {"id": "batch_req_" + name, "custom_id": line.custom_id, "response": response, "error": None}
+def _response(line: BatchLine, status: int, body: OutputLine) -> OutputLine:
+    line_id = _id(line)
+    response = {"status_code": status, "request_id": "req_" + line_id, "body": body}
+    return {"id": "batch_req_" + line_id, "custom_id": line.custom_id, "response": response, "error": None}
 
 
-def _name(line: Line) -> str:
-    """The same every time, so that a resumed batch is the batch it would have been."""
+def _id(line: BatchLine) -> str:
+    """A function of the line's key, so that a resumed batch has the ids of an uninterrupted one."""
     return sha256(repr(line.key).encode(errors="surrogatepass")).hexdigest()[:24]
 
 
-def _complaint(record: Record) -> str:
-    error = record["error"] or record["response"]["body"]["error"]
+def _error_message(result: OutputLine) -> str:
+    error = result["error"] or result["response"]["body"]["error"]
     return str(error["message"])
 
 
-__all__ = ["Batch", "Tally", "run"]
+__all__ = ["BatchRunner", "BatchSummary", "run"]

@@ -1,6 +1,6 @@
-"""The two files of a batch: requests a line each, and their outcomes. Host only; knows no engine.
+"""The two files of a batch: requests, one per line, and their results. Host only.
 
-The output is only ever appended to, a line at a time, each on the disk before the next is begun.
+The output is only appended to, one line at a time, each on disk before the next is begun.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from typing import Any
 
 from samewise.errors import BadParameter, MachineError
 
-Record = dict[str, Any]
-Key = str | int
-"""What names a line of the input: its custom_id, or its number where it has none."""
+OutputLine = dict[str, Any]
+"""A line of the output: the result of one request."""
 
-HEAD = b'{"id": "batch_req_'
-"""How every line of the output begins."""
+Key = str | int
+"""Identifies a line of the input: its custom_id, or its line number where it has none."""
+
+LINE_START = b'{"id": "batch_req_'
+"""The first bytes of every output line."""
 
 FIELDS = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A line of the input: a request, or why it is none."""
+class BatchLine:
+    """A line of the input: a request, or the error that makes it invalid."""
 
     number: int
     custom_id: str | None
@@ -36,66 +38,67 @@ class Line:
 
     @property
     def key(self) -> Key:
-        """Its name among the lines."""
+        """Identifies the line in its file."""
         return self.number if self.custom_id is None else self.custom_id
 
 
-def read_lines(path: str | os.PathLike[str]) -> Iterator[Line]:
-    """The lines of an input file, empty ones left out."""
+def read_lines(path: str | os.PathLike[str]) -> Iterator[BatchLine]:
+    """The lines of an input file; empty ones are skipped."""
     try:
         with Path(path).open("rb") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():
-                    yield _line(number, text)
+                    yield _parse_line(number, text)
     except OSError as error:
-        raise BadParameter(f"cannot read {path}: {error.strerror or error}") from None
+        raise BadParameter(f"cannot read {path}: {error.strerror or error}", param="source") from None
 
 
-def _line(number: int, text: bytes) -> Line:
+def _parse_line(number: int, text: bytes) -> BatchLine:
     try:
-        said = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Line(number, None, error=f"this is not JSON: {error}")
-    if not isinstance(said, dict):
-        return Line(number, None, error="this is not a JSON object")
-    name = said.get("custom_id")
-    if not isinstance(name, str) or not name:
-        return Line(number, None, error=f"custom_id={name!r}: give every line a name of its own")
-    return Line(number, name, said.get("url", ""), said.get("body"), _mistake(said))
+        return BatchLine(number, None, error=f"this is not JSON: {error}")
+    if not isinstance(fields, dict):
+        return BatchLine(number, None, error="this is not a JSON object")
+    custom_id = fields.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        return BatchLine(number, None, error=f"custom_id={custom_id!r}: give every line a name of its own")
+    return BatchLine(number, custom_id, fields.get("url", ""), fields.get("body"), _line_error(fields))
 
 
-def _mistake(said: Record) -> str | None:
-    """What is wrong around the body, if anything is."""
-    if odd := sorted(said.keys() - set(FIELDS)):
+def _line_error(fields: dict[str, Any]) -> str | None:
+    """The first error in the fields around the body."""
+    if odd := sorted(fields.keys() - set(FIELDS)):
         return f"{odd[0]!r} is unknown; a line has {', '.join(FIELDS)}"
-    if said.get("method", "POST") != "POST":
-        return f"method={said['method']!r}: only POST is known"
-    if not isinstance(said.get("url"), str):
+    if fields.get("method", "POST") != "POST":
+        return f"method={fields['method']!r}: only POST is known"
+    if not isinstance(fields.get("url"), str):
         return "the url is missing; give /v1/chat/completions or /v1/completions"
     return None
 
 
-def survey(path: str | os.PathLike[str]) -> dict[Key, int]:
-    """Every line's name and number. Two of one name are refused: nobody could tell their answers apart."""
-    found: dict[Key, int] = {}
+def line_numbers(path: str | os.PathLike[str]) -> dict[Key, int]:
+    """The number of every line by its key. A repeated custom_id is refused: its answer would be ambiguous."""
+    numbers: dict[Key, int] = {}
     for line in read_lines(path):
-        if line.key in found:
+        if line.key in numbers:
             raise BadParameter(
-                f"{path}: lines {found[line.key]} and {line.number} have the same custom_id {line.key!r}; "
-                "give every line a name of its own"
+                f"{path}: lines {numbers[line.key]} and {line.number} have the same custom_id {line.key!r}; "
+                "give every line a name of its own",
+                param="source",
             )
-        found[line.key] = line.number
-    return found
+        numbers[line.key] = line.number
+    return numbers
 
 
-class Results:
-    """The output file. What is in it is on the disk; there is never half a line before another.
+class OutputFile:
+    """The output file. Every line in it is complete and on disk.
 
-    Held by one process at a time. Close it, or use it in a `with`.
+    Locked: one process at a time may have it open. Close it, or use it in a `with`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, retry: bool = False) -> None:
-        _need_posix()
+        _require_posix()
         self.path = Path(path)
         self.done: set[Key] = set()
         self.contracts: set[str] = set()
@@ -103,7 +106,7 @@ class Results:
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
-            raise BadParameter(f"cannot write {path}: {error.strerror or error}") from None
+            raise BadParameter(f"cannot write {path}: {error.strerror or error}", param="target") from None
         try:
             self._lock()
             self._end = self._recover(retry=retry)
@@ -113,9 +116,9 @@ class Results:
             os.close(self._file)
             raise
 
-    def append(self, record: Record) -> None:
-        """Add a line. When this returns it is on the disk; if it raises, the file is as before."""
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
+    def append(self, result: OutputLine) -> None:
+        """Add a line. When this returns it is on disk; if it raises, the file is unchanged."""
+        line = json.dumps(result, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
         try:
             self._write(line + b"\n")
             os.fsync(self._file)
@@ -128,10 +131,10 @@ class Results:
         self._end += len(line) + 1
 
     def close(self) -> None:
-        """Let others have it."""
+        """Close the file and release its lock."""
         os.close(self._file)
 
-    def __enter__(self) -> Results:
+    def __enter__(self) -> OutputFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -147,95 +150,98 @@ class Results:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BadParameter(f"another process is writing {self.path}; wait for it") from None
+            raise BadParameter(
+                f"another process is writing {self.path}; wait for it", param="target"
+            ) from None
 
     def _recover(self, *, retry: bool) -> int:
-        """Learn what is finished, cut off what is torn; returns where the next line begins."""
-        kept, end = bytearray(), 0
-        with open(os.dup(self._file), "rb") as file:  # noqa: PTH123 - of the file that is locked
+        """Read the finished lines and cut off an incomplete last one; returns where the next line begins."""
+        retained, end = bytearray(), 0
+        with open(os.dup(self._file), "rb") as file:  # noqa: PTH123 - opens the locked descriptor
             file.seek(0)
             for number, text in enumerate(file, 1):
-                if _torn(text):
-                    break  # the last line; its writer was killed, and its request is done again
-                record = _record(text)
-                if record is None:
+                if _is_incomplete(text):
+                    break  # the process that wrote it was killed; its request is answered again
+                result = _parse_output(text)
+                if result is None:
                     raise BadParameter(
-                        f"{self.path}, line {number} is no line of a batch's output; give another file"
+                        f"{self.path}, line {number} is no line of a batch's output; give another file",
+                        param="target",
                     )
                 end += len(text)
-                if retry and not went_well(record):
+                if retry and not is_answer(result):
                     continue
-                kept += text
-                self._learn(record)
-        if retry and len(kept) < end:
-            self._replace(bytes(kept))
-            return len(kept)
+                retained += text
+                self._add_done(result)
+        if retry and len(retained) < end:
+            self._replace(bytes(retained))
+            return len(retained)
         os.ftruncate(self._file, end)
         return end
 
-    def _learn(self, record: Record) -> None:
-        name = record["custom_id"]
-        self.done.add(record["error"]["line"] if name is None else name)
-        if went_well(record):
-            self.contracts.add(str(record["response"]["body"]["system_fingerprint"]))
+    def _add_done(self, result: OutputLine) -> None:
+        custom_id = result["custom_id"]
+        self.done.add(result["error"]["line"] if custom_id is None else custom_id)
+        if is_answer(result):
+            self.contracts.add(str(result["response"]["body"]["system_fingerprint"]))
 
     def _replace(self, content: bytes) -> None:
-        """Put other content in the file's place, whole or not at all, and keep holding it."""
-        spare = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        """Replace the file atomically and keep it locked."""
+        new_path = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         old = self._file
         try:
-            self._file = os.open(spare, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            self._file = os.open(new_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
             self._lock()
             self._write(content)
             os.fsync(self._file)
-            spare.replace(self.path)
+            new_path.replace(self.path)
         except OSError as error:
-            spare.unlink(missing_ok=True)
-            raise MachineError(f"cannot write {spare}: {error.strerror or error}") from error
+            new_path.unlink(missing_ok=True)
+            raise MachineError(f"cannot write {new_path}: {error.strerror or error}") from error
         finally:
             if self._file != old:
                 os.close(old)
         _sync_folder(self.path.absolute().parent)
 
 
-def _need_posix() -> None:
-    """No line lost and none twice, whenever we are killed: that is promised with POSIX's locks and syncs."""
+def _require_posix() -> None:
+    """POSIX locks and syncs ensure that no line is lost or answered twice when the process is killed."""
     try:
-        import fcntl  # noqa: F401 - only whether it is there
+        import fcntl  # noqa: F401 - checks that it is there
     except ImportError:
         raise MachineError(
             "samewise batch needs Linux, macOS or another POSIX system; on Windows, run it in WSL"
         ) from None
 
 
-def _torn(text: bytes) -> bool:
-    """Whether this is the beginning of a line of ours, and not the whole."""
-    began = text.startswith(HEAD) or HEAD.startswith(text) or not text.strip(b"\0")
-    return began and not text.endswith(b"\n")
+def _is_incomplete(text: bytes) -> bool:
+    """Whether this is the beginning of an output line, or the zeros that a crash can leave in its place."""
+    begun = text.startswith(LINE_START) or LINE_START.startswith(text) or not text.strip(b"\0")
+    return begun and not text.endswith(b"\n")
 
 
-def _record(text: bytes) -> Record | None:
-    """A line of the output, or None if it is none."""
+def _parse_output(text: bytes) -> OutputLine | None:
+    """A complete output line; None if it is anything else."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and _ours(found) and text.endswith(b"\n") else None
+    return value if isinstance(value, dict) and _is_output(value) and text.endswith(b"\n") else None
 
 
-def _ours(record: Record) -> bool:
-    """Whether this is an outcome as a batch writes it."""
-    name, response, error = (record.get(part) for part in ("custom_id", "response", "error"))
+def _is_output(value: dict[str, Any]) -> bool:
+    """Whether a JSON object has the form of an output line."""
+    custom_id, response, error = (value.get(name) for name in ("custom_id", "response", "error"))
     if error is not None:
-        named = isinstance(name, str) or (name is None and isinstance(error, dict) and "line" in error)
-        return response is None and named
+        has_line = custom_id is None and isinstance(error, dict) and "line" in error
+        return response is None and (isinstance(custom_id, str) or has_line)
     answered = isinstance(response, dict) and {"status_code", "body"} <= response.keys()
-    return isinstance(name, str) and answered
+    return isinstance(custom_id, str) and answered
 
 
-def went_well(record: Record) -> bool:
-    """Whether an outcome is an answer."""
-    return record["error"] is None and record["response"]["status_code"] == 200
+def is_answer(result: OutputLine) -> bool:
+    """Whether a result is an answer and not an error."""
+    return result["error"] is None and result["response"]["status_code"] == 200
 
 
 def _sync_folder(folder: Path) -> None:
@@ -246,4 +252,13 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-__all__ = ["HEAD", "Key", "Line", "Record", "Results", "read_lines", "survey", "went_well"]
+__all__ = [
+    "LINE_START",
+    "BatchLine",
+    "Key",
+    "OutputFile",
+    "OutputLine",
+    "is_answer",
+    "line_numbers",
+    "read_lines",
+]
