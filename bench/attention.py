@@ -34,16 +34,16 @@ from shapes import commit  # noqa: E402
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
 FLOPS = 800e12
 CONSTANTS = {
-    "tile": "TILE",
-    "wide": "WIDE",
-    "wide_from": "WIDE_FROM",
-    "split": "SPLIT",
-    "block": "BLOCK",
-    "warps": "WARPS",
-    "stages": "STAGES",
-    "fold_stages": "FOLD_STAGES",
-    "programs": "PROGRAMS_PER_PROCESSOR",
-    "at_once": "AT_ONCE_PER_PROCESSOR",
+    "tile": "tile",
+    "wide": "wide_tile",
+    "wide_from": "wide_from",
+    "split": "split",
+    "block": "block",
+    "warps": "warps",
+    "stages": "stages",
+    "fold_stages": "fold_stages",
+    "programs": "programs_per_processor",
+    "at_once": "concurrent_per_processor",
 }
 
 
@@ -132,13 +132,13 @@ def microseconds(case: Case, pool: Pool, share: float, repeats: int) -> float:
     lengths, num_rows = case.lengths, case.sequences * case.rows
     used = case.sequences * case.pages
     plan = kernel.plan([Heads(HEADS, KV_HEADS, DIM, case.window)], torch.bfloat16, num_rows, case.context)
-    plan = replace(plan, share=share)
+    plan = replace(plan, cut_threshold=share)
     # Scattered pages, as they are after a while; page 0 is nobody's.
     tables = 1 + np.random.default_rng(0).permutation(used).reshape(case.sequences, -1)
     owner = np.repeat(np.arange(case.sequences), case.rows)
     slots = tables[owner, (lengths - 1) // PAGE] * PAGE + (lengths - 1) % PAGE
     starts = (owner * case.pages).astype(np.int32)
-    work = np.zeros(plan.work_len(num_rows), np.int32)
+    work = np.zeros(plan.work_list_len(num_rows), np.int32)
     plan.write(lengths, starts, work)
 
     def ints(x: np.ndarray) -> torch.Tensor:
@@ -170,7 +170,7 @@ def microseconds(case: Case, pool: Pool, share: float, repeats: int) -> float:
 def settings(args: argparse.Namespace) -> Iterator[dict[str, float]]:
     """Every combination of the constants asked for, and the share."""
     given = {
-        name: getattr(args, name) or [getattr(kernels, constant)] for name, constant in CONSTANTS.items()
+        name: getattr(args, name) or [getattr(kernels.CONSTANTS, field)] for name, field in CONSTANTS.items()
     }
     for values in itertools.product(*given.values(), args.share):
         yield dict(zip([*given, "share"], values, strict=True))
@@ -199,8 +199,8 @@ def main() -> None:
     varied = [name for name in tried[0] if len({setting[name] for setting in tried}) > 1]
     results = []
     for setting in tried:
-        for name, constant in CONSTANTS.items():
-            setattr(kernels, constant, setting[name])
+        values = {field: setting[name] for name, field in CONSTANTS.items()}
+        kernels.CONSTANTS = replace(kernels.CONSTANTS, **values)
         print("  ".join(f"{name} {setting[name]}" for name in varied) or kernels.TritonKernel(1, 1).name)
         for case in cases:
             ceiling = case.ceiling(bandwidth)

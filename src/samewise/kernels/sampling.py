@@ -1,13 +1,13 @@
-"""Passes over a block of logits on CUDA: every row's best token, its scale, and its sampled choice.
+"""Passes over a block of logits on CUDA: every row's argmax, log of the sum of exp, and sampled token.
 
-A row is cut into chunks that are read by programs of their own and put together in order. Largest values
-and sums of integers are exact in any order, and every element goes through the same arithmetic wherever it
-stands: what a row gets depends on its own logits, at any number of rows. Nothing is compiled per size.
+A row is read in chunks by one program each, and the chunks' results are combined in order. Maxima and sums of
+integers are exact in any order, and every element goes through the same arithmetic at any index: a row's
+result depends on its own logits alone, at any number of rows. No kernel is specialized to that number.
 
-Knows tensors; has never heard of a request. Runs on CPU tensors under Triton's interpreter.
+Runs on CPU tensors under Triton's interpreter.
 """
 
-# ruff: noqa: N803 - what a kernel is compiled for is written in capitals, as a constant is elsewhere
+# ruff: noqa: N803 - compile-time constants of a kernel are capitals, as is usual in Triton
 # mypy: allow-untyped-decorators
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ import triton
 import triton.language as tl
 
 CHUNK = 4096
-"""Logits a program reads at once."""
+"""Logits that one program reads. Bits do not depend on it."""
 WARPS = 8
+"""Per program that reads a chunk: 16 logits a thread. Bits do not depend on it."""
 FP_FUSION = False
-"""Whether the compiler may fuse a product into a sum. It may not: its choice is nobody's contract."""
+"""Whether the compiler may fuse a product and a sum: no, because bits would depend on its choice."""
 
 
-class Scale(NamedTuple):
-    """Of every row: its best token (the lowest of equals), that logit, and log of the sum of exp above it."""
+class RowStats(NamedTuple):
+    """Of every row: its argmax (the lowest id of equals), that logit, and log(sum(exp(logit - top)))."""
 
     tokens: torch.Tensor  # [R] int64
     top: torch.Tensor  # [R] float32
@@ -33,51 +34,51 @@ class Scale(NamedTuple):
 
 
 @triton.jit
-def _peaks(
+def _chunk_max(
     logits: tl.tensor,  # [R, V], strided by row
-    values: tl.tensor,  # [R, C]
-    places: tl.tensor,
+    maxima: tl.tensor,  # [R, C]
+    argmaxes: tl.tensor,
     row_stride: tl.tensor,
     vocab: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
-    """The largest logit of one chunk of one row, and the lowest place where it stands."""
+    """The largest logit of one chunk of one row, and the lowest token id that has it."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row.to(tl.int64) * row_stride + at, mask=at < vocab, other=float("-inf")).to(
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab, other=float("-inf")).to(
         tl.float32
     )
     top = tl.max(x, axis=0)
-    # A NaN equals nothing: then the first place stands for it, and the sums below say NaN.
-    place = tl.min(tl.where(x == top, at, vocab), axis=0)
-    tl.store(values + row * tl.num_programs(1) + chunk, top)
-    tl.store(places + row * tl.num_programs(1) + chunk, place)
+    # No logit equals a NaN maximum: then `vocab` is stored.
+    argmax = tl.min(tl.where(x == top, token, vocab), axis=0)
+    tl.store(maxima + row * tl.num_programs(1) + chunk, top)
+    tl.store(argmaxes + row * tl.num_programs(1) + chunk, argmax)
 
 
 @triton.jit
-def _top(values: tl.tensor, row: tl.tensor, chunks: tl.tensor, CHUNKS_PAD: tl.constexpr) -> tl.tensor:
-    """The largest logit of a row, from the peaks of its chunks."""
+def _row_max(maxima: tl.tensor, row: tl.tensor, chunks: tl.tensor, CHUNKS_PAD: tl.constexpr) -> tl.tensor:
+    """The largest logit of a row, from the maxima of its chunks."""
     chunk = tl.arange(0, CHUNKS_PAD)
-    return tl.max(tl.load(values + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), axis=0)
+    return tl.max(tl.load(maxima + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), axis=0)
 
 
 @triton.jit
-def _masses(
+def _chunk_exp_sum(
     logits: tl.tensor,
-    values: tl.tensor,  # [R, C] peaks
+    maxima: tl.tensor,  # [R, C]
     sums: tl.tensor,  # [R, C] int64
     row_stride: tl.tensor,
     vocab: tl.tensor,
-    unit: tl.tensor,  # 2**bits
+    unit: tl.tensor,  # integers per 1.0
     CHUNK: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
 ) -> None:
     """The sum of exp(logit - largest) over one chunk, as an integer."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     chunks = tl.num_programs(1)
-    top = _top(values, row, chunks, CHUNKS_PAD)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row.to(tl.int64) * row_stride + at, mask=at < vocab, other=float("-inf")).to(
+    top = _row_max(maxima, row, chunks, CHUNKS_PAD)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab, other=float("-inf")).to(
         tl.float32
     )
     mass = (tl.exp(x - top).to(tl.float64) * unit).to(tl.int64)
@@ -85,9 +86,9 @@ def _masses(
 
 
 @triton.jit
-def _finish(
-    values: tl.tensor,
-    places: tl.tensor,
+def _combine_stats(
+    maxima: tl.tensor,
+    argmaxes: tl.tensor,
     sums: tl.tensor,
     tokens: tl.tensor,  # [R] int64
     tops: tl.tensor,  # [R] float32
@@ -97,23 +98,23 @@ def _finish(
     chunks: tl.tensor,
     CHUNKS_PAD: tl.constexpr,
 ) -> None:
-    """Put one row's chunks together."""
+    """Combine the results of one row's chunks."""
     row = tl.program_id(0)
     chunk = tl.arange(0, CHUNKS_PAD)
-    there = chunk < chunks
-    peaks = tl.load(values + row * chunks + chunk, mask=there, other=float("-inf"))
-    top = tl.max(peaks, axis=0)
-    place = tl.load(places + row * chunks + chunk, mask=there, other=vocab)
-    token = tl.min(tl.where(peaks == top, place, vocab), axis=0)
-    total = tl.sum(tl.load(sums + row * chunks + chunk, mask=there, other=0), axis=0)
+    mask = chunk < chunks
+    chunk_tops = tl.load(maxima + row * chunks + chunk, mask=mask, other=float("-inf"))
+    top = tl.max(chunk_tops, axis=0)
+    argmax = tl.load(argmaxes + row * chunks + chunk, mask=mask, other=vocab)
+    token = tl.min(tl.where(chunk_tops == top, argmax, vocab), axis=0)
+    total = tl.sum(tl.load(sums + row * chunks + chunk, mask=mask, other=0), axis=0)
     tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
     tl.store(tops + row, top)
     tl.store(log_sums + row, tl.log(total.to(tl.float64) / unit).to(tl.float32))
 
 
 @triton.jit
-def _mix(h: tl.tensor) -> tl.tensor:
-    """One scrambling of 32-bit words, as `noise` has it."""
+def _scramble(h: tl.tensor) -> tl.tensor:
+    """Mix 32-bit words, as `noise._scramble` does."""
     h = h ^ (h >> 16)
     h = h * 0x21F0AAAD
     h = h ^ (h >> 15)
@@ -122,108 +123,108 @@ def _mix(h: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _noise(ids: tl.tensor, first: tl.tensor, second: tl.tensor) -> tl.tensor:
+def _gumbel(ids: tl.tensor, first: tl.tensor, second: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise of token ids under a key of two words."""
-    h = _mix(_mix(ids ^ first) + second)
+    h = _scramble(_scramble(ids ^ first) + second)
     w = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
-    # -log(1 - w), by its series where the subtraction would lose what is below.
+    # -log(1 - w), by its series where the subtraction would lose the low bits of w.
     series = w * (1.0 + w * (0.5 + w * (0.33333334 + w * (0.25 + w * (0.2 + w * 0.16666667)))))
     return -tl.log(tl.where(w < 0.0625, series, -tl.log(1.0 - w)))
 
 
 @triton.jit
-def _draws(
+def _sample_chunk(
     logits: tl.tensor,  # [R, V] float32
-    values: tl.tensor,  # [R, C] peaks of the logits
+    maxima: tl.tensor,  # [R, C] of the logits
     temperatures: tl.tensor,  # [R] float32; 0: greedy
     keys: tl.tensor,  # [R, 2] int64, each below 2**32
-    scores: tl.tensor,  # [R, C] best of what is compared
-    places: tl.tensor,
+    best_scores: tl.tensor,  # [R, C]
+    best_tokens: tl.tensor,
     row_stride: tl.tensor,
     vocab: tl.tensor,
     CHUNK: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
 ) -> None:
-    """The best of one chunk after noise: plain logits where the temperature is 0."""
+    """The best score of one chunk, and its token: logit / temperature + noise; plain logits if greedy."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     chunks = tl.num_programs(1)
-    top = _top(values, row, chunks, CHUNKS_PAD)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row.to(tl.int64) * row_stride + at, mask=at < vocab, other=float("-inf"))
-    warmth = tl.load(temperatures + row)
-    compared = x
-    if warmth > 0:
+    top = _row_max(maxima, row, chunks, CHUNKS_PAD)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab, other=float("-inf"))
+    temperature = tl.load(temperatures + row)
+    score = x
+    if temperature > 0:
         first = tl.load(keys + row * 2).to(tl.uint32)
         second = tl.load(keys + row * 2 + 1).to(tl.uint32)
-        compared = _noise(at.to(tl.uint32), first, second) - (top - x) / warmth
-    best = tl.max(compared, axis=0)
-    place = tl.min(tl.where((compared == best) & (at < vocab), at, vocab), axis=0)
-    tl.store(scores + row * chunks + chunk, best)
-    tl.store(places + row * chunks + chunk, place)
+        score = _gumbel(token.to(tl.uint32), first, second) - (top - x) / temperature
+    best = tl.max(score, axis=0)
+    best_token = tl.min(tl.where((score == best) & (token < vocab), token, vocab), axis=0)
+    tl.store(best_scores + row * chunks + chunk, best)
+    tl.store(best_tokens + row * chunks + chunk, best_token)
 
 
 @triton.jit
-def _best(
-    scores: tl.tensor,
-    places: tl.tensor,
+def _combine_samples(
+    best_scores: tl.tensor,
+    best_tokens: tl.tensor,
     tokens: tl.tensor,  # [R] int64
     vocab: tl.tensor,
     chunks: tl.tensor,
     CHUNKS_PAD: tl.constexpr,
 ) -> None:
-    """The best of one row's chunks; of equals the lowest."""
+    """The token with the best score of one row's chunks; of equal scores the lowest id."""
     row = tl.program_id(0)
     chunk = tl.arange(0, CHUNKS_PAD)
-    there = chunk < chunks
-    score = tl.load(scores + row * chunks + chunk, mask=there, other=float("-inf"))
-    place = tl.load(places + row * chunks + chunk, mask=there, other=vocab)
-    token = tl.min(tl.where(score == tl.max(score, axis=0), place, vocab), axis=0)
+    mask = chunk < chunks
+    score = tl.load(best_scores + row * chunks + chunk, mask=mask, other=float("-inf"))
+    best_token = tl.load(best_tokens + row * chunks + chunk, mask=mask, other=vocab)
+    token = tl.min(tl.where(score == tl.max(score, axis=0), best_token, vocab), axis=0)
     tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
 
 
-def measure(logits: torch.Tensor, bits: int) -> Scale:
-    """[R, V] in any float dtype → every row's best and scale; masses are counted in units of 2**-bits."""
-    rows, vocab = logits.shape
-    values, places, chunks = _peaks_of(logits)
-    sums = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
-    pad, unit = triton.next_power_of_2(chunks), 2.0**bits
-    said = {"CHUNK": CHUNK, "CHUNKS_PAD": pad, "num_warps": WARPS, "enable_fp_fusion": FP_FUSION}
-    _masses[(rows, chunks)](logits, values, sums, logits.stride(0), vocab, unit, **said)
-    found = Scale(
-        torch.empty(rows, dtype=torch.int64, device=logits.device),
-        torch.empty(rows, dtype=torch.float32, device=logits.device),
-        torch.empty(rows, dtype=torch.float32, device=logits.device),
+def row_stats(logits: torch.Tensor, fraction_bits: int) -> RowStats:
+    """[R, V] in any float dtype → RowStats. exp(logit - top) is rounded down to 2**-fraction_bits."""
+    num_rows, vocab = logits.shape
+    maxima, argmaxes, chunks = _chunk_maxima(logits)
+    sums = torch.empty(num_rows, chunks, dtype=torch.int64, device=logits.device)
+    pad, unit = triton.next_power_of_2(chunks), 2.0**fraction_bits
+    options = {"CHUNK": CHUNK, "CHUNKS_PAD": pad, "num_warps": WARPS, "enable_fp_fusion": FP_FUSION}
+    _chunk_exp_sum[(num_rows, chunks)](logits, maxima, sums, logits.stride(0), vocab, unit, **options)
+    stats = RowStats(
+        torch.empty(num_rows, dtype=torch.int64, device=logits.device),
+        torch.empty(num_rows, dtype=torch.float32, device=logits.device),
+        torch.empty(num_rows, dtype=torch.float32, device=logits.device),
     )
-    said = {"CHUNKS_PAD": pad, "num_warps": 1, "enable_fp_fusion": FP_FUSION}
-    _finish[(rows,)](values, places, sums, *found, vocab, unit, chunks, **said)
-    return found
+    options = {"CHUNKS_PAD": pad, "num_warps": 1, "enable_fp_fusion": FP_FUSION}
+    _combine_stats[(num_rows,)](maxima, argmaxes, sums, *stats, vocab, unit, chunks, **options)
+    return stats
 
 
-def choose(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[R, V] float32, [R, 1] temperatures and [R, 2] keys → the token chosen in every row, [R] int64."""
-    rows, vocab = logits.shape
-    values, places, chunks = _peaks_of(logits)
-    scores = torch.empty_like(values)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+def sample_tokens(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[R, V] float32, [R, 1] temperatures and [R, 2] noise keys → the sampled tokens, [R] int64."""
+    num_rows, vocab = logits.shape
+    maxima, best_tokens, chunks = _chunk_maxima(logits)
+    best_scores = torch.empty_like(maxima)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     pad = triton.next_power_of_2(chunks)
-    said = {"CHUNK": CHUNK, "CHUNKS_PAD": pad, "num_warps": WARPS, "enable_fp_fusion": FP_FUSION}
-    _draws[(rows, chunks)](
-        logits, values, temperatures, keys, scores, places, logits.stride(0), vocab, **said
+    options = {"CHUNK": CHUNK, "CHUNKS_PAD": pad, "num_warps": WARPS, "enable_fp_fusion": FP_FUSION}
+    _sample_chunk[(num_rows, chunks)](
+        logits, maxima, temperatures, keys, best_scores, best_tokens, logits.stride(0), vocab, **options
     )
-    said = {"CHUNKS_PAD": pad, "num_warps": 1, "enable_fp_fusion": FP_FUSION}
-    _best[(rows,)](scores, places, tokens, vocab, chunks, **said)
+    options = {"CHUNKS_PAD": pad, "num_warps": 1, "enable_fp_fusion": FP_FUSION}
+    _combine_samples[(num_rows,)](best_scores, best_tokens, tokens, vocab, chunks, **options)
     return tokens
 
 
-def _peaks_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The largest logit of every chunk and where it stands, [R, C] each; and C."""
-    rows, vocab = logits.shape
+def _chunk_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The largest logit of every chunk and its token id, [R, C] each; and C."""
+    num_rows, vocab = logits.shape
     chunks = -(-vocab // CHUNK)
-    values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
-    places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    said = {"CHUNK": CHUNK, "num_warps": WARPS, "enable_fp_fusion": FP_FUSION}
-    _peaks[(rows, chunks)](logits, values, places, logits.stride(0), vocab, **said)
-    return values, places, chunks
+    maxima = torch.empty(num_rows, chunks, dtype=torch.float32, device=logits.device)
+    argmaxes = torch.empty(num_rows, chunks, dtype=torch.int32, device=logits.device)
+    options = {"CHUNK": CHUNK, "num_warps": WARPS, "enable_fp_fusion": FP_FUSION}
+    _chunk_max[(num_rows, chunks)](logits, maxima, argmaxes, logits.stride(0), vocab, **options)
+    return maxima, argmaxes, chunks
 
 
-__all__ = ["CHUNK", "Scale", "choose", "measure"]
+__all__ = ["CHUNK", "RowStats", "row_stats", "sample_tokens"]

@@ -1,0 +1,1 @@
+"""Canonical paged attention: `base` states the interface; `cpu`, `native` and `triton` implement it."""

@@ -1,19 +1,18 @@
-"""Canonical attention: one signature, one law.
+"""Canonical attention: the interface of its kernels, and the rule they all follow.
 
-The law: a row's result depends only on its absolute position and on the keys and values it may see;
-never on the span it came in, the rows beside it, the page numbers used, or what lies in memory it may
-not see (which may be NaN).
+The rule: a row's result depends only on its absolute position and on the keys and values it may see; never on
+the span it came in, the rows beside it, the page numbers used, or the content of memory it may not see (which
+may be NaN).
 
 A kernel first writes every row's K and V to its slot, then lets every row attend to the keys
 ``[max(0, length - window), length)`` of its sequence, reading them through the sequence's pages.
-Kernels: ``native`` (CPU, C++ built once by the machine's compiler), ``torch`` (CPU, where there is no
-compiler), ``triton`` (CUDA). Each has its own name and version in the contract; their bits differ.
-
-Knows tensors; has never heard of a request or a model.
+Kernels: ``native`` (CPU, C++), ``torch`` (CPU without a compiler), ``triton`` (CUDA). Each has its own name
+and version in the contract; their bits differ.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -23,11 +22,11 @@ import torch
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 PAGE = 16
-"""Tokens in a page, on every device: a constant of the contract."""
+"""Tokens in a KV page, on every device. Bits depend on it: a constant of the contract."""
 
 
 class Heads(NamedTuple):
-    """What attention in one layer of a model looks like."""
+    """The head layout of one attention layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -36,58 +35,66 @@ class Heads(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where each of a pass's R rows stands. int32 on the model's device, unless said."""
+    """Positions and KV slots of a pass's R rows. int32 on the model's device unless stated otherwise."""
 
     lengths: torch.Tensor  # [R] keys the row may see, itself included (position + 1); 0 for padding
     slots: torch.Tensor  # [R] page * PAGE + offset where the row's K and V go (padding: the trash page 0)
-    page_start: torch.Tensor  # [R] where its sequence's page numbers begin in `pages`
+    page_start: torch.Tensor  # [R] index in `pages` of the first page number of the row's sequence
     pages: torch.Tensor  # [N] page numbers, each sequence's in order
-    work: torch.Tensor  # what the kernel's plan says of the pass (empty for kernels without one)
-    workspace: torch.Tensor  # float32 scratch, zeros before the first pass (likewise)
+    work_list: torch.Tensor  # written by the kernel's plan (empty for kernels without one)
+    workspace: torch.Tensor  # float32 scratch, zeros before the first pass (empty likewise)
 
 
 class LayerKV(NamedTuple):
-    """One layer's K and V pages, in the layout its kernel asked for."""
+    """One layer's K and V pages, in its kernel's layout."""
 
     k: torch.Tensor
     v: torch.Tensor
 
 
-class Plan(Protocol):
-    """How a kernel wants passes of one model laid out, made on the host."""
+class AttentionPlan(Protocol):
+    """Lays out the passes of one model for a kernel, on the host."""
 
     @property
     def workspace_len(self) -> int:
-        """Float32 elements of scratch any pass needs."""
+        """Float32 elements of scratch that suffice for every pass."""
         ...
 
-    def work_len(self, num_rows: int) -> int:
-        """Int32 elements of `Rows.work` for a pass of `num_rows` rows."""
+    def work_list_len(self, num_rows: int) -> int:
+        """Int32 elements of `Rows.work_list` for a pass of `num_rows` rows."""
         ...
 
-    def write(self, lengths: Ints, page_start: Ints, work: Ints) -> None:
-        """Write `Rows.work` for a pass's rows."""
+    def write(self, lengths: Ints, page_start: Ints, work_list: Ints) -> None:
+        """Write `Rows.work_list` for a pass's rows."""
         ...
 
 
-class Kernel(Protocol):
+class AttentionKernel(ABC):
     """One implementation of canonical attention."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        """Name and version, part of the contract: change it whenever bits may change."""
-        ...
+        """Name and version, part of the contract: it changes whenever bits may change."""
 
     def allocate(
         self, num_pages: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKV:
-        """Uninitialised K and V pages for one layer, in this kernel's layout."""
-        ...
+        """Uninitialised K and V pages for one layer, both [P, Hkv, PAGE, D] unless the kernel overrides it.
 
-    def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> Plan | None:
-        """What passes of a model's layers need, of so many rows and keys at most; None: nothing."""
-        ...
+        One head's share of a page is contiguous.
+        """
+        shape = (num_pages, num_kv_heads, PAGE, head_dim)
+        k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        return LayerKV(k, v)
 
+    @abstractmethod
+    def plan(
+        self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int
+    ) -> AttentionPlan | None:
+        """The plan for passes of up to `max_rows` rows and `max_len` keys; None if the kernel needs none."""
+
+    @abstractmethod
     def __call__(
         self,
         q: torch.Tensor,  # [R, Hq, D]
@@ -100,7 +107,6 @@ class Kernel(Protocol):
         window: int | None,
     ) -> torch.Tensor:  # [R, Hq, D], contiguous, q's dtype; zeros for padding rows
         """Write this pass's K and V, then attend."""
-        ...
 
 
-__all__ = ["PAGE", "Heads", "Kernel", "LayerKV", "Plan", "Rows"]
+__all__ = ["PAGE", "AttentionKernel", "AttentionPlan", "Heads", "LayerKV", "Rows"]

@@ -1,7 +1,4 @@
-"""Canonical attention on the CPU in C++ (``model/native/attention.cpp``).
-
-Knows tensors; has never heard of a request or a model.
-"""
+"""Canonical attention on the CPU in C++ (``kernels/native/attention.cpp``)."""
 
 from __future__ import annotations
 
@@ -13,42 +10,22 @@ from typing import Any
 import torch
 
 from samewise.errors import InvariantBroken, MachineError
-from samewise.kernels import native
-from samewise.kernels.attention.base import PAGE, Heads, LayerKV, Rows
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-class _Call(ctypes.Structure):
-    """Mirrors ``Call`` in calls.h, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_pages", "v_pages", "out")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "slots", "page_start", "pages")),
-        *((name, ctypes.c_int64) for name in ("rows", "listed_pages", "num_pages")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim")),
-        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")),
-        *((name, ctypes.c_int64) for name in ("window", "dtype", "threads")),
-        ("parallel", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-    )
+from samewise.kernels.attention.base import PAGE, AttentionKernel, Heads, LayerKV, Rows
+from samewise.kernels.native import build as native_build
+from samewise.kernels.native.calls import DTYPE_CODES, AttentionCall
 
 
 def entry_of(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
-    """The kernel in a built library."""
+    """The attention function of a loaded library."""
     entry = library.samewise_attend
-    entry.argtypes = [ctypes.POINTER(_Call)]
+    entry.argtypes = [ctypes.POINTER(AttentionCall)]
     entry.restype = ctypes.c_int
     return entry
 
 
 @functools.cache
 def _entry() -> ctypes._NamedFuncPointer:
-    return entry_of(native.library())
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
+    return entry_of(native_build.library())
 
 
 def attend(
@@ -65,33 +42,37 @@ def attend(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:  # [R, Hq, D]
-    """One call of the kernel `entry` of a loaded library."""
-    q, k, v = _unit(q), _unit(k), _unit(v)
+    """Write K and V and attend, by the function `entry` of a loaded library."""
+    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     num_rows, num_heads, head_dim = q.shape
     num_pages, num_kv_heads = k_cache.shape[:2]
-    _check(q, k, v, k_cache, v_cache, (lengths, slots, page_start, pages))
+    _check_inputs(q, k, v, k_cache, v_cache, (lengths, slots, page_start, pages))
     out = torch.empty(q.shape, dtype=q.dtype)
-    call = _Call(
+    call = AttentionCall(
         *(x.data_ptr() for x in (q, k, v, k_cache, v_cache, out, lengths, slots, page_start, pages)),
         *(num_rows, pages.shape[0], num_pages, num_heads, num_kv_heads, head_dim),
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        *(window or 0, _DTYPES[q.dtype], torch.get_num_threads(), native.parallel(), scale),
+        *(window or 0, DTYPE_CODES[q.dtype], torch.get_num_threads(), native_build.gomp_parallel(), scale),
     )
     raise_if_failed(entry(call))
     return out
 
 
-def _check(
+def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _check_inputs(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    integers: tuple[torch.Tensor, ...],
+    row_tables: tuple[torch.Tensor, ...],
 ) -> None:
-    """What the kernel takes on trust. Page numbers and slots it checks itself."""
+    """Check what the C++ code assumes: shapes, dtypes, strides. It checks page numbers and slots itself."""
     num_pages, num_kv_heads, head_dim, _ = k_cache.shape
     if (
         k.shape != (q.shape[0], num_kv_heads, head_dim)
@@ -101,28 +82,28 @@ def _check(
         or v_cache.shape != (num_pages, num_kv_heads, PAGE, head_dim)
     ):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, k_cache, v_cache))
-        raise InvariantBroken(f"attention shapes do not fit together: q, k, v, k pages, v pages = {shapes}")
-    if not (q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype and q.dtype in _DTYPES):
+        raise InvariantBroken(f"attention shapes do not match: q, k, v, k pages, v pages = {shapes}")
+    if not (q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype and q.dtype in DTYPE_CODES):
         raise InvariantBroken(f"native attention got {q.dtype} queries and {k_cache.dtype} pages")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise InvariantBroken("K and V pages must be contiguous")
-    for x in integers:
+    for x in row_tables:
         if x.dtype != torch.int32 or not x.is_contiguous():
             raise InvariantBroken(f"row tables must be contiguous int32, got {x.dtype}")
-    if any(x.shape[0] != q.shape[0] for x in integers[:3]):
+    if any(x.shape[0] != q.shape[0] for x in row_tables[:3]):
         raise InvariantBroken(f"row tables do not have the pass's {q.shape[0]} rows")
 
 
-def raise_if_failed(result: int) -> None:
-    """What the kernel answered, as an error if it is one."""
-    if result == 1:
+def raise_if_failed(status: int) -> None:
+    """Raise the error that the kernel's return value stands for; 0 is success."""
+    if status == 1:
         raise MachineError("Out of memory in attention: lower max_model_len or the number of threads.")
-    if result == 2:
+    if status == 2:
         raise InvariantBroken("a row's slot lies outside the K and V pages")
-    if result == 3:
-        raise InvariantBroken("a row's page list leaves the table, or names a page that is not there")
-    if result:
-        raise InvariantBroken(f"native attention answered {result}")
+    if status == 3:
+        raise InvariantBroken("a row's page list leaves the table, or names a page that does not exist")
+    if status:
+        raise InvariantBroken(f"native attention returned {status}")
 
 
 _library = torch.library.Library("samewise", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -146,29 +127,29 @@ def _attend_native(*args: Any) -> torch.Tensor:
 register("attend_native", _attend_native)
 
 
-class NativeKernel:
-    """Canonical attention on the CPU in C++. Making one builds or loads it: MachineError if that fails."""
+class NativeKernel(AttentionKernel):
+    """Canonical attention on the CPU in C++. The constructor builds or loads it, or raises MachineError."""
 
     def __init__(self) -> None:
         _entry()
-        native.parallel()
+        native_build.gomp_parallel()
 
     @property
     def name(self) -> str:
         """Version and source digest: one digest, one set of bits."""
-        return f"native-1 ({native.source_digest()})"
+        return f"native-1 ({native_build.source_digest()})"
 
     def allocate(
         self, num_pages: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKV:
-        """K pages [P, Hkv, D, PAGE], V pages [P, Hkv, PAGE, D]: 16 keys are the lanes of a vector."""
+        """K pages [P, Hkv, D, PAGE], V pages [P, Hkv, PAGE, D]: the 16 keys of a page fill a vector."""
         return LayerKV(
             torch.empty(num_pages, num_kv_heads, head_dim, PAGE, dtype=dtype, device=device),
             torch.empty(num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device),
         )
 
     def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> None:
-        """None: the kernel keeps its own scratch per thread."""
+        """None: the C++ code keeps scratch of its own per thread."""
 
     def __call__(
         self,
@@ -182,12 +163,10 @@ class NativeKernel:
         window: int | None,
     ) -> torch.Tensor:
         """Write this pass's K and V, then attend."""
+        args = (q, k, v, kv.k, kv.v, rows.lengths, rows.slots, rows.page_start, rows.pages, scale, window)
         if not torch.compiler.is_compiling():
-            tables = (rows.lengths, rows.slots, rows.page_start, rows.pages)
-            return attend(_entry(), q, k, v, kv.k, kv.v, *tables, scale, window)
-        out: torch.Tensor = torch.ops.samewise.attend_native(
-            q, k, v, kv.k, kv.v, rows.lengths, rows.slots, rows.page_start, rows.pages, scale, window
-        )
+            return attend(_entry(), *args)  # without the dispatcher's overhead
+        out: torch.Tensor = torch.ops.samewise.attend_native(*args)
         return out
 
 

@@ -1,0 +1,1 @@
+"""Linears whose bits do not depend on the number of rows."""

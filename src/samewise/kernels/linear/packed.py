@@ -1,10 +1,8 @@
-"""x W' + b on the CPU in C++ (``model/native/linear.cpp``): one result per row, whatever stands beside it.
+"""x W' + b on the CPU in C++ (``kernels/native/linear.cpp``); a row's bits do not depend on other rows.
 
-Its bits depend on neither the number of rows nor the form the weights are kept in, so every weight is kept
-in the smallest form that holds it exactly: four or eight bits where the checkpoint was on such a grid,
-bfloat16 where it came in that, else as it is. Fewer bytes to read is most of what a small batch costs.
-
-Knows tensors; has never heard of a request or a model.
+The bits do not depend on the storage form of the weights either, so every weight is stored in the smallest
+form that holds it exactly: 4 or 8 bits where the checkpoint's values lie on such a grid, bfloat16 or float16
+where every value fits, else as it is. A small batch spends most of its time reading weights.
 """
 
 from __future__ import annotations
@@ -16,94 +14,79 @@ from dataclasses import dataclass
 import torch
 
 from samewise.errors import InvariantBroken, MachineError
-from samewise.kernels import native
+from samewise.kernels.native import build as native_build
+from samewise.kernels.native.calls import DTYPE_CODES, Product, Weights
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FORMS = {"float32": 0, "bfloat16": 1, "float16": 2, "int4": 3, "int8": 4}
+FORM_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int4": 3, "int8": 4}
+"""`Form` in calls.h."""
 GROUP = 32
-EXACT = ("int4", "int8", "bfloat16", "float16")  # tried in this order
-
-
-class _Weights(ctypes.Structure):
-    """Mirrors ``Weights`` in calls.h, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "shift")),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "form")),
-    )
-
-
-class _Product(ctypes.Structure):
-    """Mirrors ``Product`` in calls.h, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("w", "x", "bias", "y")),
-        *((name, ctypes.c_int64) for name in ("rows", "y_row", "dtype", "threads")),
-        ("parallel", ctypes.c_void_p),
-    )
+"""Inputs whose weights share a scale: GROUP in linear.cpp, the block size of GGUF's 4 and 8 bits."""
+EXACT_FORMS = ("int4", "int8", "bfloat16", "float16")
+"""Smaller forms of a float32 weight, tried in this order: the fewest bytes first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Weights [N, K] in some form."""
+class PackedWeight:
+    """Weights [N, K] in one storage form."""
 
     form: str
-    tensors: tuple[torch.Tensor, ...]  # data, and of a grid its scales and shifts: kept alive here
+    tensors: tuple[torch.Tensor, ...]  # data; of a grid also its scales and shifts. `weights` points to them
     outputs: int
     inputs: int
-    weights: _Weights
+    weights: Weights
 
     @property
     def num_bytes(self) -> int:
-        """What one pass over it reads."""
+        """Bytes that one product reads."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @functools.cache
 def _entries() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
-    library = native.library()
+    library = native_build.library()
     linear, pack = library.samewise_linear, library.samewise_pack
-    linear.argtypes, linear.restype = [ctypes.POINTER(_Product)], ctypes.c_int
-    pointer, whole = ctypes.c_void_p, ctypes.c_int64
-    pack.argtypes = [pointer, *[whole] * 4, *[pointer] * 3, whole, pointer]
+    linear.argtypes, linear.restype = [ctypes.POINTER(Product)], ctypes.c_int
+    pointer, int64 = ctypes.c_void_p, ctypes.c_int64
+    pack.argtypes = [pointer, *[int64] * 4, *[pointer] * 3, int64, pointer]
     pack.restype = ctypes.c_int
     return linear, pack
 
 
 def available() -> bool:
-    """Whether the kernel can be had here. MachineError if there is a compiler and it fails."""
-    if not native.available():
+    """Whether the machine has a C++ compiler; builds or loads the kernel. MachineError if that fails."""
+    if not native_build.compiler_available():
         return False
     _entries()
     return True
 
 
-def name() -> str:
-    """What the contract calls it."""
-    return f"native-1 ({native.source_digest()})"
+def kernel_name() -> str:
+    """Version and source digest, for the contract."""
+    return f"native-1 ({native_build.source_digest()})"
 
 
-def pack(weight: torch.Tensor) -> Packed:
+def pack(weight: torch.Tensor) -> PackedWeight:
     """The smallest form that holds these weights exactly, down to the sign of zero."""
     if weight.dtype == torch.float32:
-        for form in EXACT:
+        for form in EXACT_FORMS:
             packed = _pack(weight, form, lossy=False)
             if packed is not None:
                 return packed
-    return plain(weight)
+    return pack_as_is(weight)
 
 
-def plain(weight: torch.Tensor) -> Packed:
-    """The weights where they are."""
-    return _made(str(weight.dtype).removeprefix("torch."), (weight.detach().contiguous(),), weight.shape)
+def pack_as_is(weight: torch.Tensor) -> PackedWeight:
+    """The weights in their own dtype, without a copy if they are contiguous."""
+    form = str(weight.dtype).removeprefix("torch.")
+    return _packed_weight(form, (weight.detach().contiguous(),), weight.shape)
 
 
-def quantise(weight: torch.Tensor, form: str) -> Packed | None:
-    """The nearest points of a grid: not the same weights, so only for guesses. None where it does not fit."""
+def quantize(weight: torch.Tensor, form: str) -> PackedWeight | None:
+    """Round to the nearest points of a grid, for drafts only. None if the inputs are no multiple of GROUP."""
     return _pack(weight.detach().float().contiguous(), form, lossy=True)
 
 
-def _pack(weight: torch.Tensor, form: str, *, lossy: bool) -> Packed | None:
+def _pack(weight: torch.Tensor, form: str, *, lossy: bool) -> PackedWeight | None:
     outputs, inputs = weight.shape
     weight = weight.detach().contiguous()
     if form in ("int4", "int8"):
@@ -116,49 +99,47 @@ def _pack(weight: torch.Tensor, form: str, *, lossy: bool) -> Packed | None:
         data, grid = torch.empty(outputs, inputs, dtype=getattr(torch, form)), []
     pointers = [data.data_ptr(), *(x.data_ptr() for x in grid), *[None] * (2 - len(grid))]
     _, entry = _entries()
-    threads = torch.get_num_threads()
-    result = entry(
-        weight.data_ptr(), outputs, inputs, FORMS[form], lossy, *pointers, threads, native.parallel()
-    )
-    return _made(form, (data, *grid), weight.shape) if result == 0 else None
+    threads, parallel = torch.get_num_threads(), native_build.gomp_parallel()
+    status = entry(weight.data_ptr(), outputs, inputs, FORM_CODES[form], lossy, *pointers, threads, parallel)
+    return _packed_weight(form, (data, *grid), weight.shape) if status == 0 else None
 
 
-def _made(form: str, tensors: tuple[torch.Tensor, ...], shape: torch.Size) -> Packed:
+def _packed_weight(form: str, tensors: tuple[torch.Tensor, ...], shape: torch.Size) -> PackedWeight:
     pointers = [x.data_ptr() for x in tensors] + [None] * (3 - len(tensors))
     outputs, inputs = shape
-    weights = _Weights(*pointers, outputs, inputs, FORMS[form])
-    return Packed(form, tensors, outputs, inputs, weights)
+    weights = Weights(*pointers, outputs, inputs, FORM_CODES[form])
+    return PackedWeight(form, tensors, outputs, inputs, weights)
 
 
-def multiply(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+def multiply(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """x W' + b for x [..., K]."""
     *lead, inputs = x.shape
-    if inputs != packed.inputs or x.dtype not in DTYPES:
+    if inputs != packed.inputs or x.dtype not in DTYPE_CODES:
         raise InvariantBroken(f"a linear of {packed.inputs} inputs was given {tuple(x.shape)}, {x.dtype}")
     x = x.contiguous()
     y = torch.empty(*lead, packed.outputs, dtype=x.dtype)
-    rows = x.numel() // inputs
-    product = _Product(
+    num_rows = x.numel() // inputs
+    product = Product(
         ctypes.addressof(packed.weights),
         x.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        rows,
+        num_rows,
         packed.outputs,
-        DTYPES[x.dtype],
+        DTYPE_CODES[x.dtype],
         torch.get_num_threads(),
-        native.parallel(),
+        native_build.gomp_parallel(),
     )
-    raise_if_failed(_entries()[0](product) if rows else 0)
+    raise_if_failed(_entries()[0](product) if num_rows else 0)
     return y
 
 
-def raise_if_failed(result: int) -> None:
-    """What the kernel answered, as an error if it is one."""
-    if result == 1:
+def raise_if_failed(status: int) -> None:
+    """Raise the error that the kernel's return value stands for; 0 is success."""
+    if status == 1:
         raise MachineError("Out of memory in a linear: lower frame_rows or max_num_seqs.")
-    if result:
-        raise InvariantBroken(f"the native linear answered {result}")
+    if status:
+        raise InvariantBroken(f"the native linear returned {status}")
 
 
 _library = torch.library.Library("samewise", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -168,7 +149,7 @@ _library.define("linear(Tensor x, Tensor[] weights, Tensor? bias, str form, int 
 def _linear(
     x: torch.Tensor, weights: list[torch.Tensor], bias: torch.Tensor | None, form: str, outputs: int
 ) -> torch.Tensor:
-    packed = _made(form, tuple(weights), torch.Size((outputs, x.shape[-1])))
+    packed = _packed_weight(form, tuple(weights), torch.Size((outputs, x.shape[-1])))
     return multiply(x, packed, bias)
 
 
@@ -179,4 +160,13 @@ torch.library.register_fake(
     lib=_library,
 )
 
-__all__ = ["Packed", "available", "multiply", "name", "pack", "plain", "quantise", "raise_if_failed"]
+__all__ = [
+    "PackedWeight",
+    "available",
+    "kernel_name",
+    "multiply",
+    "pack",
+    "pack_as_is",
+    "quantize",
+    "raise_if_failed",
+]

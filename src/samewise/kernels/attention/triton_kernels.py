@@ -1,0 +1,419 @@
+"""The Triton functions of canonical attention on CUDA. `triton.py` launches them and states the arithmetic.
+
+State of an online softmax, per query row: `top` is the largest score, `weight` the sum of the weights
+exp2(score - top), `total` the sum of weighted values, all of the current split. `all_top`, `all_weight` and
+`all_total` are the same over the splits folded so far.
+
+The number of rows and the number of programs are unspecialized arguments: passes of every size run the same
+machine code.
+"""
+
+# ruff: noqa: N803, N806 - compile-time constants of a kernel are capitals, as is usual in Triton
+# mypy: allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def paged_store(
+    k: tl.tensor,  # [R, HEADS, DIM], strided
+    v: tl.tensor,
+    k_cache: tl.tensor,  # [P, HEADS, PAGE, DIM]
+    v_cache: tl.tensor,
+    slots: tl.tensor,  # [R]
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+) -> None:
+    """Copy one row's K and V to its slot. Padding rows race for the trash page, which is never read."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    head = tl.arange(0, HEADS_PAD)[:, None]
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    mask = (head < HEADS) & (dim < DIM)
+    target = (slot // PAGE).to(tl.int64) * (HEADS * PAGE * DIM) + (slot % PAGE) * DIM
+    target += head * (PAGE * DIM) + dim
+    tl.store(k_cache + target, tl.load(k + row * k_row + head * k_head + dim, mask=mask), mask=mask)
+    tl.store(v_cache + target, tl.load(v + row * v_row + head * v_head + dim, mask=mask), mask=mask)
+
+
+@triton.jit
+def _find_tile(
+    piece: tl.tensor, tile_piece: tl.tensor, num_tiles: tl.tensor, SEARCH_TILES: tl.constexpr
+) -> tl.tensor:
+    """The tile that owns a piece: the last of the first `num_tiles` that starts at or before it."""
+    count = 0
+    for first in tl.range(0, num_tiles, SEARCH_TILES):
+        tile = first + tl.arange(0, SEARCH_TILES)
+        start = tl.load(tile_piece + tile, mask=tile < num_tiles, other=0x7FFFFFFF)
+        count += tl.sum((start <= piece).to(tl.int32), axis=0)
+    return count - 1
+
+
+@triton.jit
+def _fold(
+    all_top: tl.tensor,  # [M], of the splits folded so far
+    all_weight: tl.tensor,
+    all_total: tl.tensor,  # [M, DIM_PAD]
+    top: tl.tensor,  # of the next split
+    weight: tl.tensor,
+    total: tl.tensor,
+    seen: tl.tensor,  # [M] whether the row sees a key of the next split; if not, its state is kept
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Fold the next split into the ones before it: the only way splits are added, in registers or memory."""
+    new_top = tl.where(seen, tl.maximum(all_top, top), tl.maximum(all_top, 0.0))
+    shrink = tl.exp2(all_top - new_top)
+    share = tl.exp2(tl.where(seen, top - new_top, 0.0))
+    new_weight = all_weight * shrink + weight * share
+    new_total = all_total * shrink[:, None] + total * share[:, None]
+    return (
+        tl.where(seen, new_top, all_top),
+        tl.where(seen, new_weight, all_weight),
+        tl.where(seen[:, None], new_total, all_total),
+    )
+
+
+@triton.jit
+def _normalize(total: tl.tensor, weight: tl.tensor, length: tl.tensor) -> tl.tensor:
+    """The row's result, total / weight. A row without keys becomes zeros; a NaN stays a NaN.
+
+    A zero sum becomes +0: its sign may come from masked values.
+    """
+    total = tl.where(total == 0.0, 0.0, total)
+    inverse = tl.div_rn(tl.full(weight.shape, 1.0, tl.float32), tl.where(length > 0, weight, 1.0))
+    return total * inverse[:, None]
+
+
+@triton.jit
+def _load_kv(
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    page: tl.tensor,  # [BLOCK]
+    kv_head: tl.tensor,
+    key: tl.tensor,  # [BLOCK]
+    visible: tl.tensor,  # [BLOCK], read only if MASKED
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """K and V of a block. Masked keys are not read, as they may be NaN; they become zeros."""
+    dim = tl.arange(0, DIM_PAD)
+    offset = page.to(tl.int64) * (KV_HEADS * PAGE * DIM) + (kv_head * (PAGE * DIM) + key % PAGE * DIM)
+    offsets = offset[:, None] + dim[None, :]
+    if MASKED:
+        mask = visible[:, None] & (dim < DIM)[None, :]
+        k_tile = tl.load(k_cache + offsets, mask=mask, other=0.0)
+        v_tile = tl.load(v_cache + offsets, mask=mask, other=0.0)
+    elif DIM < DIM_PAD:
+        mask = tl.broadcast_to((dim < DIM)[None, :], offsets.shape)
+        k_tile = tl.load(k_cache + offsets, mask=mask, other=0.0)
+        v_tile = tl.load(v_cache + offsets, mask=mask, other=0.0)
+    else:
+        k_tile = tl.load(k_cache + offsets)
+        v_tile = tl.load(v_cache + offsets)
+    return k_tile, v_tile
+
+
+@triton.jit
+def _scores(q_tile: tl.tensor, k_tile: tl.tensor, scale: tl.tensor, EXPLICIT_SUM: tl.constexpr) -> tl.tensor:
+    """q . k * scale for a tile and a block."""
+    if EXPLICIT_SUM:
+        return tl.sum(q_tile.to(tl.float32)[:, None, :] * k_tile.to(tl.float32)[None, :, :], axis=2) * scale
+    return tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+
+
+@triton.jit
+def _add_values(p: tl.tensor, v_tile: tl.tensor, total: tl.tensor, EXPLICIT_SUM: tl.constexpr) -> tl.tensor:
+    """Total + p . v for a tile and a block."""
+    p_tile = p.to(v_tile.dtype)
+    if EXPLICIT_SUM:
+        return total + tl.sum(p_tile.to(tl.float32)[:, :, None] * v_tile.to(tl.float32)[None, :, :], axis=1)
+    return tl.dot(p_tile, v_tile, total, input_precision="ieee")
+
+
+@triton.jit
+def _sum_weights(p: tl.tensor) -> tl.tensor:
+    """The sum of every row's weights, none above 1, as integers: exact, so the order of summation is free."""
+    # The bit pattern of 1 + p minus that of 1 is p in units of 2**-23: cheaper than a conversion.
+    counts = (p + 1.0).to(tl.int32, bitcast=True) - 0x3F800000
+    return tl.sum(counts, axis=1).to(tl.float32) * 1.1920928955078125e-07
+
+
+@triton.jit
+def _start_split(
+    block: tl.tensor,
+    begin: tl.tensor,  # the program's first block
+    first: tl.tensor,  # [TILE]
+    length: tl.tensor,  # [TILE]
+    top: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    all_top: tl.tensor,
+    all_weight: tl.tensor,
+    all_total: tl.tensor,
+    SPLIT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Where a block begins a new split: fold the split before it and reset the state."""
+    if (block % SPLIT == 0) & (block > begin):
+        seen = (first < block) & (length > block - SPLIT)
+        all_top, all_weight, all_total = _fold(all_top, all_weight, all_total, top, weight, total, seen)
+        top = tl.full(top.shape, float("-inf"), tl.float32)
+        weight = tl.zeros(weight.shape, tl.float32)
+        total = tl.zeros(total.shape, tl.float32)
+    return top, weight, total, all_top, all_weight, all_total
+
+
+@triton.jit
+def _page_numbers(
+    pages: tl.tensor, key: tl.tensor, low: tl.tensor, high: tl.tensor, PAGE: tl.constexpr
+) -> tl.tensor:
+    """The page numbers of a block's keys that lie in [low, high); 0 for the others."""
+    return tl.load(pages + key // PAGE, mask=(key >= low) & (key < high), other=0)
+
+
+@triton.jit
+def _masked_block(  # noqa: PLR0917 - Triton functions take plain values only
+    q_tile: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    page: tl.tensor,  # [BLOCK]
+    kv_head: tl.tensor,
+    block: tl.tensor,
+    tile_row: tl.tensor,  # [TILE] index of the row within the tile
+    first: tl.tensor,  # [TILE] the row sees the keys [first, length)
+    length: tl.tensor,
+    low: tl.tensor,  # the keys [low, high) are seen by some row
+    high: tl.tensor,
+    count: tl.tensor,
+    top: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    scale: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXPLICIT_SUM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One step of the online softmax over a block of which some row of the tile sees only a part.
+
+    A row that sees all of it goes through the same operations as in an unmasked block.
+    """
+    key = block + tl.arange(0, BLOCK)
+    in_range = (key >= low) & (key < high)
+    k_tile, v_tile = _load_kv(
+        k_cache, v_cache, page, kv_head, key, in_range, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=True
+    )
+    sees_block = (first < block + BLOCK) & (length > block)
+    visible = (key[None, :] >= first[:, None]) & (key[None, :] < length[:, None])
+    score = tl.where(visible, _scores(q_tile, k_tile, scale, EXPLICIT_SUM), float("-inf"))
+    # A row that sees nothing of the block gets a finite maximum, so that its unused results are not NaN.
+    new_top = tl.where(sees_block, tl.maximum(top, tl.max(score, axis=1)), tl.maximum(top, 0.0))
+    shrink = tl.exp2(top - new_top)
+    p = tl.exp2(score - new_top[:, None])
+    new_weight = weight * shrink + _sum_weights(p)
+    scaled_total = total * shrink[:, None]
+    # 0 * inf is NaN: where a value that only some rows see is not finite, each row gets its own values.
+    all_finite = count == 1
+    if count > 1:
+        finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
+        all_finite = tl.min(tl.min(finite.to(tl.int32), axis=1), axis=0) == 1
+    if all_finite:
+        total = tl.where(sees_block[:, None], _add_values(p, v_tile, scaled_total, EXPLICIT_SUM), total)
+    else:
+        for row in tl.range(0, count):
+            is_row = tile_row == row
+            begin = tl.max(tl.where(is_row, first, 0), axis=0)
+            end = tl.max(tl.where(is_row, length, 0), axis=0)
+            row_values = tl.where(((key >= begin) & (key < end))[:, None], v_tile, 0.0)
+            total = tl.where(
+                (is_row & sees_block)[:, None], _add_values(p, row_values, scaled_total, EXPLICIT_SUM), total
+            )
+    return tl.where(sees_block, new_top, top), tl.where(sees_block, new_weight, weight), total
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "workspace_len"],
+    do_not_specialize_on_alignment=["pages", "work_list"],
+)
+def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; plain values only
+    q: tl.tensor,  # [R, KV_HEADS * GROUP, DIM], strided
+    k_cache: tl.tensor,  # [P, KV_HEADS, PAGE, DIM]
+    v_cache: tl.tensor,
+    pages: tl.tensor,
+    work_list: tl.tensor,
+    workspace: tl.tensor,  # [slots, KV_HEADS * GROUP * (DIM + 2)]: sums, maxima, weights; then arrivals
+    out: tl.tensor,  # [R, KV_HEADS * GROUP, DIM]
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    scale: tl.tensor,  # times log2(e), as weights are powers of two
+    num_rows: tl.tensor,
+    workspace_len: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADER_LEN: tl.constexpr,
+    SEARCH_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    FOLD_STAGES: tl.constexpr,
+    EXPLICIT_SUM: tl.constexpr,
+) -> None:
+    """Attend the head group of an uncut tile to all its keys, or of a cut tile to one split, item by item.
+
+    An item is a piece of the work list and a KV head. A split leaves `top`, `weight` and `total` per row and
+    query head in the workspace, in float32 (nothing if it ends before the window); the tile's last program
+    to finish folds them.
+    """
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    RESULT: tl.constexpr = HEADS * (DIM + 2)
+    lane = tl.arange(0, TILE)
+    tile_row = lane // GROUP
+    dim = tl.arange(0, DIM_PAD)
+    offset = tl.arange(0, BLOCK)
+    num_items = tl.load(work_list) * KV_HEADS
+    cut_tiles = tl.load(work_list + 1)
+    cut_pieces = tl.load(work_list + 2)
+    columns = work_list + HEADER_LEN
+
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        piece = item // KV_HEADS
+        kv_head = item % KV_HEADS
+        # After the last cut tile, each tile is one piece.
+        tile = piece - cut_pieces + cut_tiles
+        if piece < cut_pieces:
+            tile = _find_tile(piece, columns + 6 * num_rows, cut_tiles, SEARCH_TILES)
+        row = tl.load(columns + tile)
+        count = tl.load(columns + num_rows + tile)
+        first_length = tl.load(columns + 2 * num_rows + tile)
+        row_pages = pages + tl.load(columns + 3 * num_rows + tile)
+        first_split = tl.load(columns + 4 * num_rows + tile)
+        slot = tl.load(columns + 5 * num_rows + tile)
+        last_length = tl.where(first_length > 0, first_length + count - 1, 0)
+
+        # Each row of the tile sees the keys [first, length).
+        used = tile_row < count
+        length = tl.where(used & (first_length > 0), first_length + tile_row, 0)
+        first = tl.zeros([TILE], tl.int32)
+        low = first_length * 0
+        if WINDOW > 0:
+            first = tl.maximum(length - WINDOW, 0)
+            low = tl.maximum(first_length - WINDOW, 0)
+        # The program walks the keys [low, high) in blocks from `begin`. All rows see [full_begin, full_end).
+        high = last_length
+        begin = low // BLOCK * BLOCK
+        if slot >= 0:
+            split = first_split + piece - tl.load(columns + 6 * num_rows + tile)
+            begin = tl.maximum(begin, split * SPLIT)
+            high = tl.minimum(high, split * SPLIT + SPLIT)
+        full_begin = begin
+        if WINDOW > 0:
+            full_begin = tl.maximum(begin, (tl.maximum(last_length - WINDOW, 0) + BLOCK - 1) // BLOCK * BLOCK)
+        full_end = tl.maximum(full_begin, tl.minimum(first_length // BLOCK * BLOCK, high))
+
+        head = kv_head * GROUP + lane % GROUP
+        in_tile = used[:, None] & (dim < DIM)[None, :]
+        q_offsets = q + (row + tile_row)[:, None] * q_row + head[:, None] * q_head + dim[None, :]
+        q_tile = tl.load(q_offsets, mask=in_tile, other=0.0)
+        top = tl.full([TILE], float("-inf"), tl.float32)
+        weight = tl.zeros([TILE], tl.float32)
+        total = tl.zeros([TILE, DIM_PAD], tl.float32)
+        all_top = tl.full([TILE], float("-inf"), tl.float32)
+        all_weight = tl.zeros([TILE], tl.float32)
+        all_total = tl.zeros([TILE, DIM_PAD], tl.float32)
+
+        if WINDOW > 0:
+            for block in tl.range(begin, tl.minimum(full_begin, high), BLOCK, num_stages=1):
+                top, weight, total, all_top, all_weight, all_total = _start_split(
+                    block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
+                )
+                page = _page_numbers(row_pages, block + offset, low, high, PAGE)
+                top, weight, total = _masked_block(
+                    q_tile, k_cache, v_cache, page, kv_head, block, tile_row, first, length, low, high,
+                    count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, EXPLICIT_SUM,
+                )  # fmt: skip
+        # Page numbers are read one block ahead, so that loads of K and V can start STAGES blocks early.
+        page = _page_numbers(row_pages, full_begin + offset, full_begin, full_end, PAGE)
+        masked_page = _page_numbers(row_pages, full_end + offset, low, high, PAGE)
+        for block in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
+            top, weight, total, all_top, all_weight, all_total = _start_split(
+                block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
+            )
+            key = block + offset
+            k_tile, v_tile = _load_kv(
+                k_cache, v_cache, page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
+            )
+            page = _page_numbers(row_pages, key + BLOCK, full_begin, full_end, PAGE)
+            score = _scores(q_tile, k_tile, scale, EXPLICIT_SUM)
+            new_top = tl.maximum(top, tl.max(score, axis=1))
+            shrink = tl.exp2(top - new_top)
+            p = tl.exp2(score - new_top[:, None])
+            weight = weight * shrink + _sum_weights(p)
+            total = _add_values(p, v_tile, total * shrink[:, None], EXPLICIT_SUM)
+            top = new_top
+        for block in tl.range(full_end, high, BLOCK, num_stages=1):
+            top, weight, total, all_top, all_weight, all_total = _start_split(
+                block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
+            )
+            top, weight, total = _masked_block(
+                q_tile, k_cache, v_cache, masked_page, kv_head, block, tile_row, first, length, low, high,
+                count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, EXPLICIT_SUM,
+            )  # fmt: skip
+            masked_page = _page_numbers(row_pages, block + BLOCK + offset, low, high, PAGE)
+
+        complete = slot < 0
+        if slot < 0:
+            last = (high - 1) // SPLIT * SPLIT
+            seen = (first < high) & (length > last)
+            all_top, all_weight, all_total = _fold(all_top, all_weight, all_total, top, weight, total, seen)
+        else:
+            end_split = (last_length + SPLIT - 1) // SPLIT
+            slot_start = workspace + (slot + tile_row).to(tl.int64) * RESULT
+            if begin < high:
+                target = slot_start + ((high - 1) // SPLIT - first_split) * count * RESULT
+                tl.store(target[:, None] + head[:, None] * DIM + dim[None, :], total, mask=in_tile)
+                tl.store(target + HEADS * DIM + head, top, mask=used)
+                tl.store(target + HEADS * (DIM + 1) + head, weight, mask=used)
+            # The last program to add its arrival folds the tile's results. Which one that is, is the only
+            # thing timing decides.
+            tl.debug_barrier()
+            arrivals = workspace + (workspace_len - 1 - (tile * KV_HEADS + kv_head))
+            complete = tl.atomic_add(arrivals, 1.0, sem="acq_rel", scope="gpu") == (
+                end_split - first_split - 1
+            ).to(tl.float32)
+            if complete:
+                tl.store(arrivals, 0.0)
+                for split in tl.range(low // SPLIT, end_split, num_stages=FOLD_STAGES):
+                    source = slot_start + (split - first_split) * count * RESULT
+                    total = tl.load(
+                        source[:, None] + head[:, None] * DIM + dim[None, :], mask=in_tile, other=0.0
+                    )
+                    top = tl.load(source + HEADS * DIM + head, mask=used, other=0.0)
+                    weight = tl.load(source + HEADS * (DIM + 1) + head, mask=used, other=0.0)
+                    seen = (first < (split + 1) * SPLIT) & (length > split * SPLIT)
+                    all_top, all_weight, all_total = _fold(
+                        all_top, all_weight, all_total, top, weight, total, seen
+                    )
+        if complete:
+            result = _normalize(all_total, all_weight, length).to(out.dtype.element_ty)
+            row_start = (row + tile_row).to(tl.int64) * (HEADS * DIM)
+            tl.store(out + row_start[:, None] + head[:, None] * DIM + dim[None, :], result, mask=in_tile)
+
+
+__all__ = ["paged_attend", "paged_store"]

@@ -1,0 +1,209 @@
+"""Build the C++ kernels once with the machine's own compiler, then load them from the user's cache.
+
+Each source file states the order of its IEEE operations per row, so the bits depend on neither the compiler,
+the instruction set nor the number of threads; the contract names the digest of the sources. The kernels run
+on the OpenMP threads torch already has: a second thread pool would compete with it for the cores.
+
+``CXX`` may carry options: ``CXX="c++ -DSAMEWISE_PORTABLE"`` builds the kernels without vector instructions
+written by hand, ``CXX="g++ -mno-avx512f"`` the AVX2 variant on a machine with AVX-512. Each has its own file
+in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from samewise import user_cache
+from samewise.errors import MachineError
+
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp", "layer.cpp"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("lanes.h", "calls.h"))
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",  # the sources write every fused multiply-add themselves
+    "-fno-math-errno",
+    "-fno-trapping-math",  # lets comparisons be vectorised; changes no value
+    "-fPIC",
+    "-shared",
+)
+_REMEDY = (
+    "Install a C++ compiler (g++ or clang++) or point CXX at one, "
+    'or choose attention="torch" and linear="torch".'
+)
+
+
+# -- building ------------------------------------------------------------------------------------------
+
+
+def find_compiler() -> list[str] | None:
+    """The C++ compiler's command: ``$CXX`` if set, else the first of c++, g++, clang++; None if absent."""
+    cxx = os.environ.get("CXX")
+    candidates = [shlex.split(cxx)] if cxx else [["c++"], ["g++"], ["clang++"]]
+    for program, *options in candidates:
+        if path := shutil.which(program):
+            return [path, *options]
+    return None
+
+
+def compiler_available() -> bool:
+    """Whether a compiler is installed; it may still fail."""
+    return find_compiler() is not None
+
+
+def source_digest() -> str:
+    """First 8 hex digits of the SHA-256 of headers and sources: the contract's name for the kernels' bits."""
+    return hashlib.sha256("\0".join(_source_texts()).encode()).hexdigest()[:8]
+
+
+def _source_texts() -> list[str]:
+    return [path.read_text() for path in (*HEADERS, *SOURCES)]
+
+
+def library_path() -> Path:
+    """The cache's file for these sources, this CPU and this compiler; it need not exist."""
+    return _cache_dir() / f"{_build_digest(_compiler())}.so"
+
+
+def build(target: Path, extra_flags: tuple[str, ...] = ()) -> None:
+    """Compile to `target`, which is replaced only by a complete library.
+
+    MachineError if the compiler fails, OSError if the folder cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".building-", suffix=".so")
+    os.close(handle)
+    try:
+        command = [*_compiler(), *_FLAGS, *extra_flags, *map(str, SOURCES), "-o", temporary]
+        result = _run(command)
+        if result.returncode != 0:
+            raise MachineError(_failure(command, result.stderr))
+        Path(temporary).replace(target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _compiler() -> list[str]:
+    compiler = find_compiler()
+    if compiler is None:
+        cxx = os.environ.get("CXX")
+        reason = f"CXX={cxx!r} is not a program" if cxx else "none of c++, g++, clang++ is on the PATH"
+        raise MachineError(f"The native kernels need a C++ compiler: {reason}. {_REMEDY}")
+    return compiler
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise MachineError(_failure(command, str(error))) from error
+
+
+def _failure(command: list[str], stderr: str) -> str:
+    last_lines = "\n".join(stderr.strip().splitlines()[-12:])
+    return (
+        f"The C++ compiler {command[0]} could not build the native kernels.\n"
+        f"command: {shlex.join(command)}\n{last_lines}\n{_REMEDY}"
+    )
+
+
+def _cache_dir() -> Path:
+    return user_cache.cache_dir() / "native"
+
+
+def _build_digest(compiler: list[str]) -> str:
+    """SHA-256 of all the machine code depends on; of the CPU too, as machines may share a home folder."""
+    version = _run([*compiler, "--version"]).stdout
+    parts = [*_source_texts(), " ".join(_FLAGS), " ".join(compiler), version, _cpu()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _cpu() -> str:
+    """What identifies the CPU's instruction set, without the fields that differ between cores."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n", maxsplit=1)[0]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    varying = ("processor", "core id", "apicid", "initial apicid", "cpu MHz", "physical id", "bogomips")
+    return "\n".join(line for line in first.splitlines() if not line.startswith(varying))
+
+
+# -- loading -------------------------------------------------------------------------------------------
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Load a built library. MachineError if it cannot be loaded."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise MachineError(
+            f"Cannot load the native kernels from {path}: {error}. Delete the file."
+        ) from error
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The process's one library: from the cache, or built now (in a temporary folder if the cache fails)."""
+    target = library_path()
+    if target.exists():
+        return load_library(target)
+    try:
+        build(target)
+        return load_library(target)
+    except (OSError, MachineError):
+        # A full disk makes the compiler fail too. A failure of the compiler itself repeats and is raised.
+        with tempfile.TemporaryDirectory(prefix="samewise-native-") as folder:
+            uncached = Path(folder) / target.name
+            build(uncached)
+            return load_library(uncached)
+
+
+@functools.cache
+def openmp_path() -> Path | None:
+    """The OpenMP runtime torch loaded into this process; None where /proc does not tell."""
+    try:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    files = dict.fromkeys(line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6)
+    runtimes = [Path(file) for file in files if Path(file).name.startswith(("libgomp", "libiomp5", "libomp"))]
+    inside_torch = [path for path in runtimes if path.is_relative_to(Path(torch.__file__).parent.parent)]
+    return next(iter([*inside_torch, *runtimes]), None)
+
+
+@functools.cache
+def gomp_parallel() -> int | None:
+    """Address of GOMP_parallel in torch's OpenMP runtime (LLVM's and Intel's have it too).
+
+    None: the kernels run on one thread.
+    """
+    path = openmp_path()
+    if path is None:
+        return None
+    function = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+
+
+__all__ = [
+    "build",
+    "compiler_available",
+    "find_compiler",
+    "gomp_parallel",
+    "library",
+    "library_path",
+    "load_library",
+    "openmp_path",
+    "source_digest",
+]

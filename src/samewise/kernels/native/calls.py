@@ -1,0 +1,46 @@
+"""The structures of calls.h, as ctypes, and the codes it gives to dtypes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class AttentionCall(ctypes.Structure):
+    """Mirrors ``Call`` in calls.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_pages", "v_pages", "out")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "slots", "page_start", "pages")),
+        *((name, ctypes.c_int64) for name in ("rows", "listed_pages", "num_pages")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim")),
+        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")),
+        *((name, ctypes.c_int64) for name in ("window", "dtype", "threads")),
+        ("parallel", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Weights(ctypes.Structure):
+    """Mirrors ``Weights`` in calls.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "shift")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "form")),
+    )
+
+
+class Product(ctypes.Structure):
+    """Mirrors ``Product`` in calls.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("w", "x", "bias", "y")),
+        *((name, ctypes.c_int64) for name in ("rows", "y_row", "dtype", "threads")),
+        ("parallel", ctypes.c_void_p),
+    )
+
+
+__all__ = ["DTYPE_CODES", "AttentionCall", "Product", "Weights"]
