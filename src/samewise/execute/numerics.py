@@ -1,6 +1,6 @@
-"""Numeric switches: set once, before anything runs, and written into the contract.
+"""Numeric switches of torch and its compiler, set before anything runs, and the contract facts about them.
 
-Anything that lets a library choose another arithmetic by itself is switched off here.
+Every switch that lets a library choose another arithmetic by itself is off.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 CUBLAS_WORKSPACE = ":4096:8"
 
 INDUCTOR: dict[str, Any] = {
-    "deterministic": True,  # no timing of candidates, here or below
+    "deterministic": True,  # with this and the next four, no kernel is chosen by timing candidates
     "max_autotune": False,
     "coordinate_descent_tuning": False,
     "shape_padding": False,
     "benchmark_fusion": False,
-    "emulate_precision_casts": True,  # what is fused rounds as what is not, and no product into a sum
+    "emulate_precision_casts": True,  # fused operators round as unfused ones do; no fused multiply-add
     "triton.autotune_pointwise": False,
     "triton.cudagraphs": False,
     "cpp.enable_kernel_profile": False,
@@ -30,15 +30,15 @@ INDUCTOR: dict[str, Any] = {
 
 
 def inductor_options() -> dict[str, Any]:
-    """The compiler's switches, as far as this version of it has them."""
+    """The compiler's switches, without those that this version of it does not have."""
     import torch._inductor.config as inductor
 
     known = inductor.get_config_copy()
     return {name: value for name, value in INDUCTOR.items() if name in known}
 
 
-def compiler(device: torch.device) -> str:
-    """What compiles a layer: Inductor with Triton or the machine's C++ compiler, and its switches."""
+def compiler_name(device: torch.device) -> str:
+    """The contract fact "compile": Inductor, backend (Triton or a C++ compiler), digest of switches."""
     switches = sha256(str(sorted(inductor_options().items())).encode()).hexdigest()[:8]
     return f"inductor, {_backend(device)}, switches {switches}"
 
@@ -50,12 +50,12 @@ def _backend(device: torch.device) -> str:
 
     name = get_cpp_compiler()
     version_text = get_compiler_version_info(name)
-    said = re.search(r"(gcc|clang) version [^_\n]+", version_text)
-    return said[0].strip() if said else sha256(version_text.encode()).hexdigest()[:16]
+    match = re.search(r"(gcc|clang) version [^_\n]+", version_text)
+    return match[0].strip() if match else sha256(version_text.encode()).hexdigest()[:16]
 
 
 def pin_switches(device: torch.device) -> dict[str, str]:
-    """Set the switches and say what was set."""
+    """Set torch's switches and return them as contract facts."""
     if device.type != "cuda":
         return {}
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
@@ -72,8 +72,8 @@ def pin_switches(device: torch.device) -> dict[str, str]:
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """What the bits of this process depend on, beside model and configuration."""
-    found = {
+    """Contract facts about the device and the libraries of this process."""
+    common = {
         "torch": torch.__version__,
         "transformers": _version("transformers"),
         "numpy": _version("numpy"),
@@ -81,7 +81,7 @@ def facts(device: torch.device) -> dict[str, str]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return found | {
+        return common | {
             "device": properties.name,
             "capability": f"{properties.major}.{properties.minor}, {properties.multi_processor_count} SMs",
             "cuda": str(torch.version.cuda),
@@ -89,16 +89,21 @@ def facts(device: torch.device) -> dict[str, str]:
             "triton": _version("triton"),
         }
     mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    return found | {
+    return common | {
         "device": "cpu",
         "isa": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "blas": "mkl" if mkl else "other",
-        "torch build": sha256(torch.__config__.show().encode()).hexdigest()[:16],  # its libraries' versions
+        "torch build": sha256(torch.__config__.show().encode()).hexdigest()[:16],  # names the libraries
         "mkl dynamic": os.environ.get("MKL_DYNAMIC", "unset"),
         "onednn isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "unset"),
         "flush denormal": "on" if float(torch.tensor([1e-40]) * 1.0) == 0.0 else "off",
     }
+
+
+def as_bits(values: torch.Tensor) -> torch.Tensor:
+    """The same values as integers of their size, so that comparing them compares bits."""
+    return values.contiguous().view(torch.int32 if values.element_size() == 4 else torch.int16)
 
 
 def _version(*names: str) -> str:
@@ -110,4 +115,4 @@ def _version(*names: str) -> str:
     return "absent"
 
 
-__all__ = ["compiler", "facts", "inductor_options", "pin_switches"]
+__all__ = ["as_bits", "compiler_name", "facts", "inductor_options", "pin_switches"]

@@ -1,8 +1,7 @@
-"""Spans → a frame's staging; asks → a fast pass's staging.
+"""Pack spans into a frame, or asks into a fast pass: fill a staging buffer and send it.
 
-A frame has always `num_rows` rows: what spans leave over is padding, which sees no keys and writes to
-the trash page. Which rows a span gets cannot matter (that is what the probe proves), so they are
-placed in the order they come.
+A pass always has the buffer's `num_rows` rows. Rows left over are padding: they see no keys and write to the
+trash page. Bits do not depend on a row's index (the probe checks it), so spans are placed in the given order.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from samewise.errors import InvariantBroken
-from samewise.execute.staging import Batch, StagingBuffer
+from samewise.execute.staging import PassInputs, StagingBuffer
 from samewise.kernels.attention.base import PAGE
 from samewise.kv.pages import TRASH
 from samewise.types import Ask, Span
 
 
-def pack_frame(spans: list[Span], staging: StagingBuffer, keep: list[int] | None = None) -> Batch:
-    """Place spans in consecutive rows, pad the rest, and send. `keep`: the only rows whose logits count."""
+def pack_frame(spans: list[Span], staging: StagingBuffer, keep: list[int] | None = None) -> PassInputs:
+    """Place spans in consecutive rows. With `keep`, logits are computed for these rows only."""
     tokens: list[int] = []
     sources: list[int] = []
     positions: list[int] = []
@@ -34,10 +33,10 @@ def pack_frame(spans: list[Span], staging: StagingBuffer, keep: list[int] | None
             slots.append(pages[first // PAGE] * PAGE + first % PAGE)
             starts.append(start)
         else:
-            reach = range(first, first + rows)
+            span_positions = range(first, first + rows)
             sources += [-1] * rows
-            positions += reach
-            slots += [pages[p // PAGE] * PAGE + p % PAGE for p in reach]
+            positions += span_positions
+            slots += [pages[p // PAGE] * PAGE + p % PAGE for p in span_positions]
             starts += [start] * rows
         tables.append(pages)
         start += len(pages)
@@ -46,11 +45,11 @@ def pack_frame(spans: list[Span], staging: StagingBuffer, keep: list[int] | None
 
 def pack_fast(
     asks: list[Ask], staging: StagingBuffer, sources: list[int] | None = None, ahead: int = 0
-) -> Batch:
-    """One row per ask: the last token it knows or has guessed.
+) -> PassInputs:
+    """One row per ask: its last known or drafted token.
 
-    With `sources` that token is what these rows of the pass before answered, `ahead` positions further on
-    than the host knows of.
+    With `sources` the token is the one sampled by that row of the previous pass, still on the device: it
+    stands `ahead` positions after the last token the host knows.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -77,7 +76,7 @@ def _fill(
     starts: list[int],
     pages: bytes,
     keep: list[int] | None = None,
-) -> Batch:
+) -> PassInputs:
     used, rows = len(tokens), staging.num_rows
     if used > rows:
         raise InvariantBroken(f"{used} rows for a pass of {rows}")
@@ -95,7 +94,7 @@ def _fill(
     np.add(staging.field("positions")[:used], 1, out=lengths[:used])
     lengths[used:] = 0
     if staging.plan is not None:
-        staging.plan.write(lengths, staging.field("page_start"), staging.work)
+        staging.plan.write(lengths, staging.field("page_start"), staging.work_list)
     return staging.send(np.frombuffer(pages, dtype=np.int32), keep)
 
 

@@ -1,7 +1,7 @@
-"""Runner: owns the modules, the KV tensors, the buffers and the graphs. A batch in, logits out.
+"""Runner: owns the modules, the KV tensors, the staging buffers and the graphs. PassInputs in, logits out.
 
-Two ways through the same modules: `frame`, at one of the sizes that all give the canonical bits, compiled
-and captured where asked; and `fast`, at however many rows are live. Only a frame's logits are the truth.
+Two ways through the same modules: `frame`, at one of the sizes that all give the canonical bits, compiled and
+captured where configured; and `fast`, at the number of live rows. Only a frame's logits are canonical.
 """
 
 from __future__ import annotations
@@ -18,46 +18,44 @@ import torch
 from torch import nn
 
 from samewise.errors import GuaranteeLost, UnsupportedModel
-from samewise.execute.numerics import inductor_options
+from samewise.execute.compiler import LayerCompiler, allow_compiling, forbid_compiling
 from samewise.execute.pack import pack_frame
-from samewise.execute.staging import Batch, StagingBuffer
-from samewise.kernels.attention.base import PAGE, Heads, Kernel
-from samewise.kernels.graph import Captured
+from samewise.execute.staging import PassInputs, StagingBuffer
+from samewise.kernels.attention.base import PAGE, AttentionKernel, Heads
+from samewise.kernels.graph import CapturedGraph
 from samewise.kv.store import KVStore, page_bytes
 from samewise.model.arch import Arch, layer_list
 from samewise.model.attention_binding import bind_attention
-from samewise.model.fused_layer import fused, why_not
+from samewise.model.fused_layer import fuse_layer, unfusable_reason
 from samewise.model.linear import FrameLinear
-from samewise.model.row_pieces import Pieces, fit, is_norm, norm_width
-from samewise.model.surgery import twin, with_layers, with_module
-from samewise.model.views import Views
+from samewise.model.row_pieces import Pieces, is_norm, norm_width, use_pieces
+from samewise.model.surgery import copy_modules, with_layers
+from samewise.model.views import LayerViews
 from samewise.types import LayerSet, Span
 
 log = logging.getLogger("samewise")
 
-CHAIN = 8  # fast passes that may be under way at once
-WIDER = tuple(
-    4**i for i in range(9)
-)  # rows of a fast pass beyond the widest frame, where each costs a capture
-SPANS = 5  # of one sequence in a frame at most, on average: itself and its branches
+
+@dataclass(frozen=True, slots=True)
+class PassLimits:
+    """Limits of passes. All set by hand; none can change a bit."""
+
+    max_chain: int = 8  # fast passes under way at once; each has a host buffer of its own
+    fast_rows: tuple[int, ...] = tuple(4**i for i in range(9))
+    """Rows of fast passes above the widest frame on CUDA: few sizes, because each is captured as a graph."""
+    spans_per_row: int = 5  # page tables a staging buffer holds per live sequence: its draft and its branches
+
+
+PASS_LIMITS = PassLimits()
 
 
 @dataclass(slots=True)
-class Path:
-    """Modules a fast pass may go through, and their captured passes by size."""
+class FastPath:
+    """Modules that fast passes run through, and their captured passes by number of rows."""
 
     model: nn.Module
     compiled: nn.Module | None
-    graphs: dict[int, Captured[torch.Tensor]] = field(default_factory=dict)
-
-
-def compiling() -> Any:
-    """Where layers may be compiled: as often as needed, and never silently left uncompiled."""
-    import torch._dynamo.config as dynamo  # seconds to import, and only needed here
-
-    # The limits count every engine of the process; reaching one must be an error, never eager.
-    limits: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
-    return dynamo.patch(fail_on_recompile_limit_hit=True, **limits)
+    graphs: dict[int, CapturedGraph[torch.Tensor]] = field(default_factory=dict)
 
 
 def kv_shapes(arch: Arch) -> list[tuple[int, int]]:
@@ -66,7 +64,7 @@ def kv_shapes(arch: Arch) -> list[tuple[int, int]]:
 
 
 def kernel_heads(arch: Arch) -> list[Heads]:
-    """What a kernel has to know of each layer."""
+    """What an attention kernel has to know of each layer."""
     return [Heads(x.num_heads, x.num_kv_heads, x.head_dim, x.window) for x in arch.layers]
 
 
@@ -76,13 +74,13 @@ def kv_page_bytes(arch: Arch, dtype: torch.dtype) -> int:
 
 
 class Runner:
-    """Runs passes of one model. Everything it needs to know about a pass comes in the batch."""
+    """Runs passes of one model. All that varies between passes is in their PassInputs."""
 
     def __init__(
         self,
         model: nn.Module,
         arch: Arch,
-        kernel: Kernel,
+        kernel: AttentionKernel,
         *,
         num_pages: int,
         sizes: tuple[int, ...],
@@ -95,216 +93,240 @@ class Runner:
     ) -> None:
         self.arch, self.kernel, self.device, self.dtype = arch, kernel, device, dtype
         self.sizes = sizes
-        """The numbers of rows a frame may have, least first: all give the bits of `frame_rows`."""
+        """The numbers of rows a frame may have, smallest first: all give the bits of `frame_rows`."""
         self.frame_rows = frame_rows or sizes[-1]
         self.model = model.to(device)
         linears = [m for m in self.model.modules() if isinstance(m, FrameLinear)]
         self.native = any(linear.packed is not None for linear in linears)
-        """Whether linears give the same bits at any number of rows by themselves."""
-        self._norms: dict[int, Pieces] = {}  # by width
+        """Whether linears are native, which give the same bits at any number of rows."""
+        self._norm_pieces: dict[int, Pieces] = {}  # by the norm's width
         for norm in [] if self.native else [m for m in self.model.modules() if is_norm(m)]:
-            fit(norm, self._norms.setdefault(norm_width(norm), {}))
+            use_pieces(norm, self._norm_pieces.setdefault(norm_width(norm), {}))
         self.store = KVStore(kernel, kv_shapes(arch), num_pages, dtype, device)
         bind_attention(self.model, arch, kernel, self.store.layers)
         rows = max(self.widest, max_rows)
-        self._max_spans = SPANS * max_rows
+        self._max_spans = PASS_LIMITS.spans_per_row * max_rows
         self._plan = kernel.plan(kernel_heads(arch), dtype, rows, max_model_len)
-        scratch = 0 if self._plan is None else self._plan.workspace_len
-        self._workspace = torch.zeros(scratch, dtype=torch.float32, device=device)
+        workspace_len = 0 if self._plan is None else self._plan.workspace_len
+        self._workspace = torch.zeros(workspace_len, dtype=torch.float32, device=device)
         self._max_pages = -(-max_model_len // PAGE) + 1
         self._staging_by_rows: dict[int, StagingBuffer] = {}
-        self.picks = torch.zeros(self.widest, 2, dtype=torch.int32, device=device)
-        """What the last frame answered, by row: a token, and the bits of its log-probability. The verifier
-        writes it; the next frame may take its inputs from it without asking the host."""
-        self.guesses = torch.zeros(max(rows, WIDER[-1]), dtype=torch.int32, device=device)
-        """What the last fast pass answered, for the next one of a chain."""
+        self.frame_outputs = torch.zeros(self.widest, 2, dtype=torch.int32, device=device)
+        """By row of the last frame: its token, and the bits of the log-probability. Written by the verifier;
+        the next frame may take its inputs from here without a copy to the host."""
+        max_fast_rows = max(rows, PASS_LIMITS.fast_rows[-1])
+        self.fast_tokens = torch.zeros(max_fast_rows, dtype=torch.int32, device=device)
+        """By row of the last fast pass: its token, for the next pass of a chain."""
         self.compiled = compile
-        self._compiled: dict[nn.Module, Any] = {}  # by the layer it was made of
+        self._compiler = LayerCompiler(device)
         self.fused = self.native and not compile and self._fusable()
-        """Whether each layer is one call of the CPU's kernels instead of its modules'."""
-        self._canonical = self._compile(self.model) if compile else self._one_call(self.model)
-        self._own: Path | None = None
-        self._graphs: dict[tuple[int, bool], Captured[torch.Tensor]] = {}
+        """Whether each layer is one call of the native CPU kernels instead of its modules'."""
+        self._canonical = (
+            self._compiler.compile_model(self.model, arch) if compile else self._with_fused_layers(self.model)
+        )
+        self._default_path: FastPath | None = None
+        self._graphs: dict[tuple[int, bool], CapturedGraph[torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._warm(self.sizes)
+        self._warm_up(self.sizes)
 
     @property
     def widest(self) -> int:
         """Rows of the largest frame."""
         return self.sizes[-1]
 
-    def frame_staging(self, num_rows: int) -> StagingBuffer:
-        """Staging for a frame of at least this many rows: the smallest size that holds them."""
-        return self.staging(self.sizes[bisect_left(self.sizes, num_rows)])
-
-    def staging(self, num_rows: int) -> StagingBuffer:
-        """Staging for a pass of this many rows."""
-        if num_rows not in self._staging_by_rows:
-            size = min(num_rows, self._max_spans) * self._max_pages
-            kept = self.frame_rows if self.device.type == "cuda" and num_rows > self.frame_rows else 0
-            self._staging_by_rows[num_rows] = StagingBuffer(
-                num_rows, size, self._workspace, self.device, CHAIN + 1, self._plan, kept
-            )
-        return self._staging_by_rows[num_rows]
-
-    def load(self, spans: list[Span], wanted: list[int] | None = None) -> tuple[Batch, list[int] | None]:
-        """A frame over these spans, on its way to the device, and the rows its logits will be of (None: all).
-
-        With `wanted` the head may leave out the others.
-        """
-        used = sum(len(span.inputs) for span in spans)
-        staging = self.frame_staging(used)
-        keep = None if wanted is None else self._kept(wanted, used, staging)
-        if keep is None or staging.num_kept:
-            return pack_frame(spans, staging, keep), keep
-        return replace(pack_frame(spans, staging), keep=torch.tensor(keep, dtype=torch.int64)), keep
-
-    def _kept(self, wanted: list[int], used: int, staging: StagingBuffer) -> list[int] | None:
-        """The rows to run the head on: those wanted, and others up to a number it can be run at."""
-        if not self.elastic:
-            return None
-        if self.native:
-            return wanted if len(wanted) < used else None
-        if self.device.type == "cuda":
-            number = staging.num_kept or staging.num_rows
-        else:
-            number = self.sizes[bisect_left(self.sizes, len(wanted))]
-        if not len(wanted) <= number < staging.num_rows:
-            return None
-        looked_at = set(wanted)
-        others = (row for row in range(staging.num_rows) if row not in looked_at)
-        return wanted + list(islice(others, number - len(wanted)))
+    @property
+    def elastic(self) -> bool:
+        """Whether frames have several sizes, and the head may run on fewer rows than the frame."""
+        return len(self.sizes) > 1
 
     @property
     def kv_bytes(self) -> float:
         """Bytes of one token's KV in an average layer."""
         return kv_page_bytes(self.arch, self.dtype) / PAGE / len(self.arch.layers)
 
-    @property
-    def elastic(self) -> bool:
-        """Whether frames come in several sizes, and heads in fewer rows than their frames."""
-        return len(self.sizes) > 1
+    # ── staging ──────────────────────────────────────────────────────────────────────────────────
 
-    def steady(self, size: int, widths: Iterable[int] | None = None) -> None:
-        """From now on run norms (of these widths) at the canonical number of rows in frames of this size."""
-        for width in self._norms if widths is None else widths:
-            self._norms[width][size] = self.frame_rows
-        self._warm([size])
+    def staging(self, num_rows: int) -> StagingBuffer:
+        """The staging buffer for passes of this many rows."""
+        if num_rows not in self._staging_by_rows:
+            max_pages = min(num_rows, self._max_spans) * self._max_pages
+            wide = self.device.type == "cuda" and num_rows > self.frame_rows
+            self._staging_by_rows[num_rows] = StagingBuffer(
+                num_rows,
+                max_pages,
+                self._workspace,
+                self.device,
+                PASS_LIMITS.max_chain + 1,
+                self._plan,
+                self.frame_rows if wide else 0,
+            )
+        return self._staging_by_rows[num_rows]
 
-    def alone(self, module: nn.Module) -> Any:
-        """A module outside the model as frames run it inside: compiled, or as it is."""
-        return self._compiled_layer(module) if self.compiled else module
+    def frame_staging(self, num_rows: int) -> StagingBuffer:
+        """The staging buffer for a frame of at least this many rows: the smallest size that holds them."""
+        return self.staging(self.sizes[bisect_left(self.sizes, num_rows)])
 
-    def drop(self, size: int) -> None:
-        """Do without frames of this size."""
-        self.sizes = tuple(rows for rows in self.sizes if rows != size)
-        self._staging_by_rows.pop(size, None)
-        for kept in (False, True):
-            self._graphs.pop((size, kept), None)
+    def fast_staging(self, num_rows: int) -> StagingBuffer:
+        """The staging buffer for a fast pass of at least this many rows.
+
+        Where a size has to be compiled or captured, a frame's sizes are used too.
+        """
+        if self.device.type == "cuda":
+            sizes = (*self.sizes, *(size for size in PASS_LIMITS.fast_rows if size > self.widest))
+            return self.staging(min(size for size in sizes if size >= num_rows))
+        if self.compiled and num_rows <= self.widest:
+            return self.frame_staging(num_rows)
+        return self.staging(num_rows)
+
+    def stage_frame(
+        self, spans: list[Span], wanted: list[int] | None = None
+    ) -> tuple[PassInputs, list[int] | None]:
+        """A frame over these spans, being copied to the device, and the rows its logits are of (None: all).
+
+        With `wanted`, the head may run on these rows only, or on these and some others.
+        """
+        num_used = sum(len(span.inputs) for span in spans)
+        staging = self.frame_staging(num_used)
+        keep = None if wanted is None else self._rows_to_keep(wanted, num_used, staging)
+        if keep is None or staging.num_kept:
+            return pack_frame(spans, staging, keep), keep
+        return replace(pack_frame(spans, staging), keep=torch.tensor(keep, dtype=torch.int64)), keep
+
+    def _rows_to_keep(self, wanted: list[int], num_used: int, staging: StagingBuffer) -> list[int] | None:
+        """The rows to run the head on: the wanted ones, and others up to a number of rows it may run at."""
+        if not self.elastic:
+            return None
+        if self.native:
+            return wanted if len(wanted) < num_used else None
+        if self.device.type == "cuda":
+            num = staging.num_kept or staging.num_rows
+        else:
+            num = self.sizes[bisect_left(self.sizes, len(wanted))]
+        if not len(wanted) <= num < staging.num_rows:
+            return None
+        known = set(wanted)
+        others = (row for row in range(staging.num_rows) if row not in known)
+        return wanted + list(islice(others, num - len(wanted)))
+
+    # ── frames ───────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
-    def frame(self, batch: Batch) -> torch.Tensor:
+    def frame(self, inputs: PassInputs) -> torch.Tensor:
         """Logits [R, V] of a frame of one of the sizes, or of its kept rows. Valid until the next frame."""
-        graph = self._graphs.get((batch.num_rows, batch.keep is not None))
+        graph = self._graphs.get((inputs.num_rows, inputs.keep is not None))
         if graph is not None:
             return graph()
-        guard: Any = nullcontext()
-        if self.compiled:
-            # Shapes are fixed and everything was compiled when the engine was built: guards need only tell
-            # layers apart (windows, positions), and wanting to compile again is an error.
-            guard = torch.compiler.set_stance("fail_on_recompile", skip_guard_eval_unsafe=True)
         try:
-            with guard:
-                return self._pass(self._canonical, batch)
+            with forbid_compiling() if self.compiled else nullcontext():
+                return self._pass(self._canonical, inputs)
         except RuntimeError as error:
             if self.compiled and "recompile" in str(error):
                 raise GuaranteeLost(f"a compiled layer wanted to be compiled again: {error}") from error
             raise
 
     @torch.inference_mode()
-    def eager(self, batch: Batch) -> torch.Tensor:
-        """A frame by modules alone, without compiler or graph: to look inside."""
-        return self._pass(self.model, batch)
+    def eager(self, inputs: PassInputs) -> torch.Tensor:
+        """A frame by its modules, without compiler or graph, so that hooks on them run."""
+        return self._pass(self.model, inputs)
 
-    def fast_staging(self, num_rows: int) -> StagingBuffer:
-        """Staging for a fast pass of at least this many rows.
+    def fix_norm_rows(self, size: int, widths: Iterable[int] | None = None) -> None:
+        """From now on run norms (of these widths) at the canonical number of rows in frames of this size."""
+        for width in self._norm_pieces if widths is None else widths:
+            self._norm_pieces[width][size] = self.frame_rows
+        self._warm_up([size])
 
-        Where a size has to be compiled or captured there are few sizes: a frame's.
-        """
-        if self.device.type == "cuda":
-            sizes = (*self.sizes, *(size for size in WIDER if size > self.widest))
-            return self.staging(min(size for size in sizes if size >= num_rows))
-        if self.compiled and num_rows <= self.widest:
-            return self.frame_staging(num_rows)
-        return self.staging(num_rows)
+    def standalone(self, module: nn.Module) -> Any:
+        """A module as frames run it (compiled, or as it is), to be called by itself."""
+        return self._compiler.compile(module) if self.compiled else module
+
+    def drop_size(self, size: int) -> None:
+        """Have no frames of this size any more."""
+        self.sizes = tuple(rows for rows in self.sizes if rows != size)
+        self._staging_by_rows.pop(size, None)
+        for keep in (False, True):
+            self._graphs.pop((size, keep), None)
+
+    # ── fast passes ──────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
-    def fast(self, batch: Batch, path: Path | None = None) -> torch.Tensor:
-        """Logits [B, V] at the shape of whatever is live, by these modules or others. Not the truth."""
-        path = path or self._ordinary()
-        size = batch.num_rows
+    def fast(self, inputs: PassInputs, path: FastPath | None = None) -> torch.Tensor:
+        """Logits [R, V] at the number of rows that are live, through a path. Not canonical."""
+        path = path or self._get_default_path()
+        size = inputs.num_rows
         if self.device.type == "cuda":
             if size not in path.graphs:
-                with compiling():
-                    path.graphs[size] = Captured(lambda: self._fast_pass(path, batch), self.device)
+                with allow_compiling():
+                    path.graphs[size] = CapturedGraph(lambda: self._fast_pass(path, inputs), self.device)
             return path.graphs[size]()
-        return self._fast_pass(path, batch)
-
-    def _ordinary(self) -> Path:
-        """The model as it is: every operator at whatever size it is given."""
-        if self._own is None:
-            model = twin(self.model)
-            fitted = [m for m in model.modules() if getattr(m, "pieces", None)]
-            for module in fitted:
-                module.pieces = {}  # type: ignore[assignment]
-            self._own = Path(self.model, self._canonical)
-            if fitted:
-                self._own = self.path(model)
-            elif self.fused:
-                self._own = Path(self._canonical, None)
-        return self._own
-
-    def _fast_pass(self, path: Path, batch: Batch) -> torch.Tensor:
-        small = self.device.type == "cuda" or (path is self._own and batch.num_rows in self.sizes)
-        model = path.compiled if path.compiled is not None and small else path.model
-        return self._pass(model, batch, self.guesses)
+        return self._fast_pass(path, inputs)
 
     @torch.inference_mode()
-    def look(self, batch: Batch, path: Path) -> torch.Tensor:
-        """Logits of a pass that is neither compiled nor captured: for trying a path once."""
-        return self._pass(path.model, batch, self.guesses)
+    def fast_eager(self, inputs: PassInputs, path: FastPath) -> torch.Tensor:
+        """Logits of a fast pass that is neither compiled nor captured, for a path that is used once."""
+        return self._pass(path.model, inputs, self.fast_tokens)
 
-    def views(self) -> Views:
-        """The model's layers, with any of their sublayers left out."""
-        return Views(self.model, self.arch, lambda: self.eager(pack_frame([], self.staging(1))))
-
-    def skipping(self, views: Views, skipped: LayerSet) -> Path:
-        """The way that leaves these sublayers out. Whole layers run as compiled as they are; others do not:
-        nobody should wait for a compiler because a set has changed."""
-        if self.fused:
-            return Path(views.without(skipped, fused), None)
-        compiled = self.compiled and self.device.type == "cuda"
-        return Path(views.without(skipped), views.without(skipped, self._as_compiled) if compiled else None)
-
-    def _as_compiled(self, layer: nn.Module) -> Any:
-        return self._compiled.get(layer, layer)
-
-    def path(self, model: nn.Module) -> Path:
-        """Another way to the same KV: modules of the same shape with other weights, for guesses alone."""
+    def fast_path(self, model: nn.Module) -> FastPath:
+        """A path through a model of the same shape with other weights, over the same KV; for drafts only."""
         bind_attention(model, self.arch, self.kernel, self.store.layers)
-        return Path(self._one_call(model), self._compile(model) if self.compiled else None)
+        compiled = self._compiler.compile_model(model, self.arch) if self.compiled else None
+        return FastPath(self._with_fused_layers(model), compiled)
 
-    def _pass(self, model: nn.Module, batch: Batch, answers: torch.Tensor | None = None) -> torch.Tensor:
-        answers = self.picks[:, 0] if answers is None else answers
-        answered = answers[batch.source.clamp(min=0)]
-        tokens = torch.where(batch.source >= 0, answered, batch.tokens)
-        keep = {} if batch.keep is None else {"logits_to_keep": batch.keep}
+    def skip_path(self, views: LayerViews, skipped: LayerSet) -> FastPath:
+        """The path that leaves these sublayers out.
+
+        Layers used whole run compiled where they were compiled before. Others do not: compiling takes
+        seconds, and a layer set may change at any time.
+        """
+        if self.fused:
+            return FastPath(views.without(skipped, fuse_layer), None)
+        if not self.compiled or self.device.type != "cuda":
+            return FastPath(views.without(skipped), None)
+        return FastPath(views.without(skipped), views.without(skipped, self._compiler.compiled_if_known))
+
+    def views(self) -> LayerViews:
+        """The model's layers, with any of their sublayers left out."""
+        return LayerViews(self.model, self.arch, lambda: self.eager(pack_frame([], self.staging(1))))
+
+    def _get_default_path(self) -> FastPath:
+        """The target model itself, with every norm at the number of rows it is given."""
+        if self._default_path is None:
+            model = copy_modules(self.model)
+            in_pieces = [m for m in model.modules() if getattr(m, "pieces", None)]
+            for module in in_pieces:
+                module.pieces = {}  # type: ignore[assignment]
+            if in_pieces:
+                self._default_path = self.fast_path(model)
+            elif self.fused:
+                self._default_path = FastPath(self._canonical, None)
+            else:
+                self._default_path = FastPath(self.model, self._canonical)
+        return self._default_path
+
+    def _fast_pass(self, path: FastPath, inputs: PassInputs) -> torch.Tensor:
+        # On a CPU only the frame's sizes were compiled, and only of the target model itself.
+        compiled_size = self.device.type == "cuda" or (
+            path is self._default_path and inputs.num_rows in self.sizes
+        )
+        model = path.compiled if path.compiled is not None and compiled_size else path.model
+        return self._pass(model, inputs, self.fast_tokens)
+
+    # ── both ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _pass(
+        self, model: nn.Module, inputs: PassInputs, previous: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One forward pass. `previous`: tokens that rows with a source take; by default the last frame's."""
+        previous = self.frame_outputs[:, 0] if previous is None else previous
+        chained = previous[inputs.source.clamp(min=0)]
+        tokens = torch.where(inputs.source >= 0, chained, inputs.tokens)
+        keep = {} if inputs.keep is None else {"logits_to_keep": inputs.keep}
         out = model(
-            input_ids=tokens, position_ids=batch.positions, use_cache=False, rows=batch.rows, **keep
+            input_ids=tokens, position_ids=inputs.positions, use_cache=False, rows=inputs.rows, **keep
         ).logits
         logits: torch.Tensor = out[0]
-        if batch.keep is not None and logits.shape[0] != len(batch.keep):  # a model that cannot keep rows
-            logits = logits[batch.keep]
+        if inputs.keep is not None and logits.shape[0] != len(inputs.keep):
+            # The model ignores logits_to_keep.
+            logits = logits[inputs.keep]
         return logits
 
     def _fusable(self) -> bool:
@@ -312,60 +334,48 @@ class Runner:
             layers = layer_list(self.model, self.arch)[1]
         except UnsupportedModel:
             return False
-        reasons = ((i, reason) for i, layer in enumerate(layers) if (reason := why_not(layer)) is not None)
+        reasons = (
+            (i, reason) for i, layer in enumerate(layers) if (reason := unfusable_reason(layer)) is not None
+        )
         first = next(reasons, None)
         if first is not None:
             log.info("layers run as their modules: of layer %d, %s", *first)
         return first is None
 
-    def _one_call(self, model: nn.Module) -> nn.Module:
-        """The model with a call for each layer, where that can be."""
+    def _with_fused_layers(self, model: nn.Module) -> nn.Module:
+        """A copy of the model with one native call per layer, where that is possible; else the model."""
         if not self.fused:
             return model
         name, layers = layer_list(model, self.arch)
-        return with_layers(model, name, [fused(layer) for layer in layers])
-
-    def _compile(self, model: nn.Module) -> nn.Module:
-        """A shell whose layers are compiled: whole graph, static shapes, nothing chosen by timing."""
-        name, layers = layer_list(model, self.arch)
-        shell = with_layers(model, name, [self._compiled_layer(layer) for layer in layers])
-        if self.device.type == "cuda":
-            for norm, module in [(n, m) for n, m in model.named_modules() if is_norm(m)]:
-                if not norm.startswith(f"{name}."):
-                    shell = with_module(shell, norm, self._compiled_layer(module))
-        return shell
-
-    def _compiled_layer(self, layer: nn.Module) -> Any:
-        if layer not in self._compiled:
-            from samewise.execute.passes.dedupe import DEDUPE  # brings the compiler in
-            from samewise.execute.passes.row_sums import SUMS
-
-            # One and the same pass: layers compiled with equal options share what was compiled.
-            options = inductor_options() | {"post_grad_custom_pre_pass": DEDUPE}
-            if self.device.type == "cuda":
-                options["post_grad_custom_post_pass"] = SUMS
-            self._compiled[layer] = torch.compile(layer, fullgraph=True, dynamic=False, options=options)
-        return self._compiled[layer]
+        return with_layers(model, name, [fuse_layer(layer) for layer in layers])
 
     @torch.inference_mode()
-    def _warm(self, sizes: Iterable[int]) -> None:
-        """Compile before anything else uses a layer, then capture. Padding rows only: no page is touched."""
+    def _warm_up(self, sizes: Iterable[int]) -> None:
+        """Compile and capture frames of these sizes, of padding rows only: no page is written."""
         if not self.compiled and self.device.type != "cuda":
             return
         for size in sorted(sizes, reverse=True):
             staging = self.staging(size)
-            batch = pack_frame([], staging)
+            inputs = pack_frame([], staging)
             if self.compiled:
-                with compiling():
-                    self._pass(self._canonical, batch)
+                with allow_compiling():
+                    self._pass(self._canonical, inputs)
             if self.device.type == "cuda":
-                self._graphs[size, False] = self._capture(batch)
+                self._graphs[size, False] = self._capture(inputs)
                 if staging.num_kept:
                     keeping = pack_frame([], staging, list(range(staging.num_kept)))
                     self._graphs[size, True] = self._capture(keeping)
 
-    def _capture(self, batch: Batch) -> Captured[torch.Tensor]:
-        return Captured(lambda: self._pass(self._canonical, batch), self.device, self._pool)
+    def _capture(self, inputs: PassInputs) -> CapturedGraph[torch.Tensor]:
+        return CapturedGraph(lambda: self._pass(self._canonical, inputs), self.device, self._pool)
 
 
-__all__ = ["CHAIN", "Path", "Runner", "compiling", "kernel_heads", "kv_page_bytes", "kv_shapes"]
+__all__ = [
+    "PASS_LIMITS",
+    "FastPath",
+    "PassLimits",
+    "Runner",
+    "kernel_heads",
+    "kv_page_bytes",
+    "kv_shapes",
+]

@@ -1,6 +1,6 @@
 """Sampler: logits, the tokens before and noise → the next token and its log-probability.
 
-One rule for greedy and sampled: argmax(edited logits / temperature + Gumbel(seed, index, position, token id));
+One rule for greedy and sampled: argmax(edited logits / temperature + Gumbel(seed, index, position, token));
 temperature 0 is plain argmax; equal scores go to the lowest id. Edits (`logit_edits`) come first, then, on
 logits divided by temperature, min-p, top-k and top-p (`filters`). Log-probabilities are the model's own,
 before any of this.
@@ -77,7 +77,7 @@ class Sampler:
         return SamplerOutput(tokens, chosen - top - log_sum)
 
     def score(self, logits: Tensor, rows: Sequence[int], targets: Sequence[int]) -> Tensor:
-        """Log-probability of targets[i] under row rows[i]: float32, the bits `sample` gives for that token."""
+        """Log-probability of targets[i] under row rows[i]: float32, the bits `sample` gives that token."""
         if not rows:
             return torch.empty(0, dtype=torch.float32, device=logits.device)
         scale = self._scale(logits, rows)
@@ -152,7 +152,7 @@ class Sampler:
         """[R, V] → [R] tokens. What a row did not ask for leaves its bits as they are."""
         from samewise.kernels import sampling as kernels  # needs triton, which only CUDA machines have
 
-        return kernels.choose(*self._prepared(logits, rows))
+        return kernels.sample_tokens(*self._prepared(logits, rows))
 
     def _block_scores(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """[R, V] → the scores the argmax is taken of, [R, V]: plain logits where the temperature is 0."""
@@ -187,10 +187,10 @@ class Sampler:
         return logits.index_copy(0, at, selected.masked_fill_(gap > limit, -math.inf))
 
     def _measure(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[R, V], also in 16 bits → argmax, largest logit, log of the sum of exp(logit - largest), each [R]."""
+        """[R, V], also in 16 bits → argmax, largest logit, log of the sum of exp(logit - largest)."""
         from samewise.kernels import sampling as kernels
 
-        return kernels.measure(logits, mass_bits(logits))
+        return kernels.row_stats(logits, mass_bits(logits))
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,10 +1,10 @@
-"""Batch: the tensors a pass eats, and the one buffer they travel in.
+"""PassInputs, the device tensors of one pass, and StagingBuffer, the one buffer they lie in.
 
-A pass of R rows needs a handful of int32 fields and the page numbers of its sequences. They lie one
-behind the other in a single buffer, so that one small copy brings a pass to the device, and a graph
-captured over the buffer's views can be replayed for ever.
+A pass of R rows needs six int32 fields and the page numbers of its sequences. They lie one behind the other
+in a single buffer, so that one small copy brings a pass to the device, and a graph captured over the
+buffer's views can be replayed for every later pass.
 
-Knows tensors and layout; has never heard of a request.
+Knows tensors and their layout, not requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from samewise.kernels.attention.base import Plan, Rows
+from samewise.kernels.attention.base import AttentionPlan, Rows
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -22,14 +22,14 @@ FIELDS = ("tokens", "source", "positions", "lengths", "slots", "page_start")
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """What a pass of R rows eats. Every field int32."""
+class PassInputs:
+    """What a pass of R rows reads. Every tensor is int32 on the device, but `keep`, which indexes rows."""
 
     tokens: torch.Tensor  # [1, R]
-    source: torch.Tensor  # [1, R] row of the pass before whose answer is this row's token, or -1
+    source: torch.Tensor  # [1, R] row of the previous pass whose sampled token is this row's token, or -1
     positions: torch.Tensor  # [1, R]
     rows: Rows
-    keep: torch.Tensor | None = None  # [K] rows whose logits are wanted; None: all
+    keep: torch.Tensor | None = None  # [K] rows whose logits are computed; None: all
 
     @property
     def num_rows(self) -> int:
@@ -38,13 +38,13 @@ class Batch:
 
 
 class StagingBuffer:
-    """Staging for passes of R rows: a host buffer to fill, a device buffer to run from.
+    """Host buffers to fill and a device buffer to run from, for passes of R rows. Owned by a Runner.
 
-    Owned by a Runner. There are several host buffers, filled in turn: one may be filled while the others
-    are still on their way to the device. Whoever fills faster than the device reads is made to wait.
+    The host buffers are filled in turn, one while others are still being copied. `send` waits until the next
+    one's last copy is done, so a fast host cannot overwrite what the device has not read.
     """
 
-    @torch.inference_mode(mode=False)  # filled from anywhere, whoever asked for it first
+    @torch.inference_mode(mode=False)  # written inside and outside of inference mode
     def __init__(
         self,
         num_rows: int,
@@ -52,30 +52,31 @@ class StagingBuffer:
         workspace: torch.Tensor,
         device: torch.device,
         num_buffers: int = 2,
-        plan: Plan | None = None,
+        plan: AttentionPlan | None = None,
         num_kept: int = 0,
     ) -> None:
         self.num_rows, self.plan, self.num_kept = num_rows, plan, num_kept
-        self._fields = len(FIELDS) * num_rows
-        self._keep = self._fields + (0 if plan is None else plan.work_len(num_rows))
-        self._head = self._keep + num_kept
-        size = self._head + max_pages
+        # The buffer: fields, then the attention plan's work list, rows to keep, page numbers.
+        self._work_start = len(FIELDS) * num_rows
+        self._keep_start = self._work_start + (0 if plan is None else plan.work_list_len(num_rows))
+        self._pages_start = self._keep_start + num_kept
+        size = self._pages_start + max_pages
         cuda = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=cuda) for _ in range(num_buffers)]
         self._arrays: list[Ints] = [host.numpy() for host in self._hosts]
-        self._turn = 0
-        self._sent: list[torch.cuda.Event] = []  # of each host buffer, whether it has arrived
+        self._current = 0
+        self._copied: list[torch.cuda.Event] = []  # per host buffer: its last copy to the device
         if cuda:
-            self._sent = [torch.cuda.Event() for _ in self._hosts]  # type: ignore[no-untyped-call]
+            self._copied = [torch.cuda.Event() for _ in self._hosts]  # type: ignore[no-untyped-call]
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self.batch = self._views(self._device, workspace)
-        self.keeping = replace(self.batch, keep=self._device[self._keep : self._head])
-        """The same pass, with logits of `num_kept` rows only: which, the staging says each time."""
+        self.inputs = self._views(self._device, workspace)
+        self.inputs_with_keep = replace(self.inputs, keep=self._device[self._keep_start : self._pages_start])
+        """The same pass with logits of `num_kept` rows only; `send` is given which."""
 
     @property
     def array(self) -> Ints:
-        """The host buffer whose turn it is."""
-        return self._arrays[self._turn]
+        """The host buffer to fill next."""
+        return self._arrays[self._current]
 
     def field(self, name: str) -> Ints:
         """The host side of one [R] field, to be written to."""
@@ -83,31 +84,31 @@ class StagingBuffer:
         return self.array[i : i + self.num_rows]
 
     @property
-    def work(self) -> Ints:
+    def work_list(self) -> Ints:
         """The host side of the work list, for the plan to write."""
-        return self.array[self._fields : self._keep]
+        return self.array[self._work_start : self._keep_start]
 
-    def send(self, pages: Ints, keep: list[int] | None = None) -> Batch:
-        """Add the page numbers, and `num_kept` rows to keep if any, and start the copy to the device."""
-        end = self._head + len(pages)
-        self.array[self._head : end] = pages
+    def send(self, pages: Ints, keep: list[int] | None = None) -> PassInputs:
+        """Add the page numbers, and the `num_kept` rows to keep if given; start the copy to the device."""
+        end = self._pages_start + len(pages)
+        self.array[self._pages_start : end] = pages
         if keep is not None:
-            self.array[self._keep : self._head] = keep
-        self._device[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
-        sent, self._turn = self._turn, (self._turn + 1) % len(self._hosts)
-        if self._sent:
-            self._sent[sent].record()
-            self._sent[self._turn].synchronize()
-        return self.batch if keep is None else self.keeping
+            self.array[self._keep_start : self._pages_start] = keep
+        self._device[:end].copy_(self._hosts[self._current][:end], non_blocking=True)
+        sent, self._current = self._current, (self._current + 1) % len(self._hosts)
+        if self._copied:
+            self._copied[sent].record()
+            self._copied[self._current].synchronize()
+        return self.inputs if keep is None else self.inputs_with_keep
 
-    def _views(self, flat: torch.Tensor, workspace: torch.Tensor) -> Batch:
-        r = self.num_rows
+    def _views(self, flat: torch.Tensor, workspace: torch.Tensor) -> PassInputs:
+        num = self.num_rows
         tokens, source, positions, lengths, slots, starts = (
-            flat[i * r : (i + 1) * r] for i in range(len(FIELDS))
+            flat[i * num : (i + 1) * num] for i in range(len(FIELDS))
         )
-        work = flat[self._fields : self._keep]
-        rows = Rows(lengths, slots, starts, flat[self._head :], work, workspace)
-        return Batch(tokens.unsqueeze(0), source.unsqueeze(0), positions.unsqueeze(0), rows)
+        work = flat[self._work_start : self._keep_start]
+        rows = Rows(lengths, slots, starts, flat[self._pages_start :], work, workspace)
+        return PassInputs(tokens.unsqueeze(0), source.unsqueeze(0), positions.unsqueeze(0), rows)
 
 
-__all__ = ["Batch", "StagingBuffer"]
+__all__ = ["PassInputs", "StagingBuffer"]

@@ -1,6 +1,6 @@
-"""Guesses × truth → verdict. The only two ways a token may become public.
+"""Accept or reject drafts: a span and what the target model computed for it → a verdict.
 
-Host only, pure: no state, no clock, no tensor.
+`judge` and `trust` are the only two ways a token may be committed. Host only, pure: no state, no clock.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ from samewise.types import Proposal, Span, Truth, Verdict
 
 
 def judge(span: Span, truth: Truth) -> Verdict:
-    """Keep the replay's tokens up to and including the first one the guesses got wrong.
+    """Accept the draft's leading matches, then take the target model's own token at the first mismatch.
 
-    `truth` starts at the span's last given row: the first row whose token is not known. A span that
-    ends inside the given tokens (a prompt chunk) has no such row, and commits KV alone.
+    `truth` starts at the span's last given row, the first whose next token is not known. A span that ends
+    inside the given tokens (a prompt chunk) has no such row: it commits KV and no token.
     """
     rows = len(span.inputs)
-    if rows == span.given:  # nothing was guessed: the replay's own token, and one more row of KV
+    if rows == span.given:  # no draft: one token
         return Verdict(
             span.seq_id, truth.tokens, truth.logprobs, truth.tops, span.start + rows, 0, 0, True,
             truth.scores, truth.score_tops,
         )  # fmt: skip
     if rows < span.given:
         return Verdict(span.seq_id, (), (), (), span.start + rows, 0, 0, True, truth.scores, truth.score_tops)
-    guesses, answers = span.inputs[span.given :], truth.tokens
+    draft, tokens = span.inputs[span.given :], truth.tokens
     n = 0
-    while n < len(guesses) and guesses[n] == answers[n]:
+    while n < len(draft) and draft[n] == tokens[n]:
         n += 1
     return Verdict(
         span.seq_id,
-        answers[: n + 1],
+        tokens[: n + 1],
         truth.logprobs[: n + 1],
         truth.tops[: n + 1],
         span.start + span.given + n,
-        len(guesses),
+        len(draft),
         n,
         True,
         truth.scores,
@@ -43,24 +43,25 @@ def judge(span: Span, truth: Truth) -> Verdict:
 
 
 def winning_branches(verdicts: list[Verdict]) -> list[Verdict]:
-    """One verdict per sequence: of branches the longest accepted wins, the first of equals.
+    """One verdict per sequence: the branch with the most tokens wins, the first of equals.
 
-    What the others guessed is counted as spent beside it: somebody paid for it.
+    The guesses of the other branches are added to its `lost_guesses`.
     """
-    won: dict[int, Verdict] = {}
+    best_of: dict[int, Verdict] = {}
     for verdict in verdicts:
-        best = won.get(verdict.seq_id)
+        best = best_of.get(verdict.seq_id)
         if best is None:
-            won[verdict.seq_id] = verdict
+            best_of[verdict.seq_id] = verdict
             continue
         winner, loser = (verdict, best) if len(verdict.tokens) > len(best.tokens) else (best, verdict)
         drafter = winner.drafter or loser.drafter
-        won[verdict.seq_id] = winner._replace(spent=best.spent + loser.guessed, drafter=drafter)
-    return list(won.values())
+        lost = best.lost_guesses + loser.guessed
+        best_of[verdict.seq_id] = winner._replace(lost_guesses=lost, drafter=drafter)
+    return list(best_of.values())
 
 
 def trust(proposal: Proposal, kv_len: int) -> Verdict:
-    """Take a fast path's tokens as they come: regular decoding, without the promise."""
+    """Commit a fast pass's tokens unverified, for requests with `verify` off: regular decoding."""
     num = len(proposal.tokens)
     return Verdict(
         proposal.seq_id, proposal.tokens, proposal.logprobs, proposal.tops, kv_len + num, 0, 0, False

@@ -1,8 +1,8 @@
-"""A compiler pass: a product that is written twice is computed once.
+"""A compiler pass that merges equal products.
 
-Linears that share their input (query, key and value; gate and up) are written as slices of one product
-over their stacked weights, each asking for the whole of it. This pass makes the equal products one, so
-the device runs one wide kernel instead of several narrow ones. Exact: it removes copies, nothing else.
+Linears that share their input (query, key and value; gate and up) are written as slices of one product over
+their stacked weights, each computing the whole product. Merging the copies leaves one wide kernel instead of
+several narrow ones. Exact: only copies are removed.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 _ATEN = torch.ops.aten
-PURE = frozenset({
+MERGEABLE = frozenset({
     _ATEN.mm.default, _ATEN.addmm.default, _ATEN.view.default, _ATEN.reshape.default, _ATEN.permute.default,
     _ATEN.t.default, _ATEN.unsqueeze.default, _ATEN.constant_pad_nd.default, _ATEN.slice.Tensor,
     _ATEN.cat.default,
 })  # fmt: skip
-"""What may be merged: products, and what pads, cuts and reshapes around them. None of it is written to."""
-OURS = "samewise.linear.default"  # likewise
+"""Products, and the padding, slicing and reshaping around them. None writes to its arguments."""
+MERGEABLE_BY_NAME = "samewise.linear.default"  # the native linear, whose operator may not be registered here
 
 
 class Dedupe(CustomGraphPass):
-    """Merge equal products."""
+    """Replaces every mergeable node by the first one equal to it."""
 
     def __call__(self, graph: Any) -> None:
-        """Walk the graph in order; a node equal to an earlier one is replaced by it."""
+        """Walk the graph in order."""
         seen: dict[Any, Any] = {}
         for node in list(graph.nodes):
-            pure = node.target in PURE or str(node.target) == OURS
-            if node.op != "call_function" or not pure or node.kwargs:
+            mergeable = node.target in MERGEABLE or str(node.target) == MERGEABLE_BY_NAME
+            if node.op != "call_function" or not mergeable or node.kwargs:
                 continue
             key = (node.target, repr(node.args))
             first = seen.setdefault(key, node)
@@ -41,7 +41,7 @@ class Dedupe(CustomGraphPass):
                 graph.erase_node(node)
 
     def uuid(self) -> bytes:
-        """Compiled code is cached under this: it changes with the pass."""
+        """The key of compiled code in the compiler's cache: changes with this file."""
         return sha256(Path(__file__).read_bytes()).digest()
 
 

@@ -1,0 +1,117 @@
+"""The probe's known text, and ways to place it in frames: cut anywhere, at any row, among other sequences."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from itertools import chain, repeat
+from typing import NamedTuple
+
+import torch
+
+from samewise.execute.runner import Runner
+from samewise.kernels.attention.base import PAGE
+from samewise.types import Sampling, Span
+
+TEXT_LEN = 20
+"""Tokens of the known text: more than one page, few enough for a start-up of seconds. Their logits' digest is
+a contract fact, so the text and its seed are fixed."""
+MAX_POSITION = 4096
+"""How far into a context the other sequences of a frame may stand."""
+
+
+class PlacedFrame(NamedTuple):
+    """A frame that holds one piece of the known text."""
+
+    spans: tuple[Span, ...]
+    first: int  # row of the piece
+    length: int  # rows of the piece
+
+
+Placement = tuple[PlacedFrame, ...]
+"""One way to place the whole text."""
+
+
+class ProbeText:
+    """The known text, in pages 1, 2, …; other sequences share the page after them. One fixed seed."""
+
+    def __init__(self, runner: Runner, max_model_len: int) -> None:
+        self._rows, self._any_size = runner.frame_rows, runner.native and runner.elastic
+        self._vocab = runner.arch.vocab
+        self._random = random.Random(20)
+        self._max_position = min(MAX_POSITION, max_model_len) - 1
+        room = min((runner.store.num_pages - 2) * PAGE, max_model_len)
+        length = min(TEXT_LEN, room)
+        self._text = [self._random.randrange(self._vocab) for _ in range(length)]
+        self._pages = array("i", range(1, -(-length // PAGE) + 1))
+        self._scratch_page = len(self._pages) + 1
+
+    def alone(self) -> Placement:
+        """The text from row 0 on, nothing else in its frames."""
+        frames, start = [], 0
+        while start < len(self._text):
+            length = min(self._rows, len(self._text) - start)
+            frames.append(PlacedFrame((self._piece(start, length),), 0, length))
+            start += length
+        return tuple(frames)
+
+    def among_others(self) -> Placement:
+        """The text cut at a random place, each piece at a random row among random sequences."""
+        frames, start = [], 0
+        while start < len(self._text):
+            length = min(self._rows, len(self._text) - start)
+            if start == 0:  # cut anywhere, but so that the rest fits few frames
+                min_length = max(1, min(length, len(self._text) - self._rows))
+                length = min(self._random.randint(min_length, length), max(1, len(self._text) - 1))
+            # Where frames have any size, one full frame is enough; the others get a few more rows.
+            rows = self._rows if start == 0 or not self._any_size else min(self._rows, length + 4)
+            before = self._random.randint(0, rows - length)
+            after = rows - length - before
+            piece = self._piece(start, length)
+            spans = (*self._other_sequences(before), piece, *self._other_sequences(after))
+            frames.append(PlacedFrame(spans, before, length))
+            start += length
+        return tuple(frames)
+
+    def in_pieces(self, sizes: Sequence[int]) -> Placement:
+        """The text in pieces of these lengths, each alone in a frame; what is left in full frames."""
+        frames, start = [], 0
+        lengths = chain(sizes, repeat(self._rows))
+        while start < len(self._text):
+            length = min(next(lengths), self._rows, len(self._text) - start)
+            frames.append(PlacedFrame((self._piece(start, length),), 0, length))
+            start += length
+        return tuple(frames)
+
+    def _piece(self, start: int, length: int) -> Span:
+        return _span(self._text[start : start + length], start, self._pages)
+
+    def _other_sequences(self, rows: int) -> list[Span]:
+        spans = []
+        while rows:
+            length = self._random.randint(1, rows)
+            start = self._random.choice((0, self._random.randint(0, max(0, self._max_position - length))))
+            tokens = [self._random.randrange(self._vocab) for _ in range(length)]
+            pages = array("i", [self._scratch_page] * ((start + length) // PAGE + 1))
+            spans.append(_span(tokens, start, pages))
+            rows -= length
+        return spans
+
+
+def _span(tokens: list[int], start: int, pages: array[int]) -> Span:
+    return Span(-1, start, tuple(tokens), len(tokens), pages, Sampling(), tokens, len(tokens))
+
+
+def run_placement(runner: Runner, placement: Placement) -> torch.Tensor:
+    """Float32 logits [text, V] of the known text placed this way, on the CPU."""
+    parts = []
+    for spans, first, length in placement:
+        inputs, keep = runner.stage_frame(list(spans), list(range(first, first + length)))
+        logits = runner.frame(inputs)
+        rows = slice(length) if keep is not None else slice(first, first + length)
+        parts.append(logits[rows].float().cpu())  # waits: the staging buffer may be filled again
+    return torch.cat(parts)
+
+
+__all__ = ["MAX_POSITION", "TEXT_LEN", "PlacedFrame", "Placement", "ProbeText", "run_placement"]
