@@ -1,128 +1,129 @@
-"""What was found, to read and to look at: tables, pictures, one line of JSON."""
+"""Results as tables and pictures."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from samewise.bench.contend import Sample
+from samewise.bench.engines import UNVERIFIED
+from samewise.bench.measurement import Measurement, median
 from samewise.errors import MachineError
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """All runs of one contender on one task at one batch size."""
+    """All runs of one backend on one task at one batch size."""
 
-    contender: str
+    backend: str
     task: str
     batch: int
-    samples: tuple[Sample, ...]
+    runs: tuple[Measurement, ...]
 
     @property
     def rate(self) -> float:
         """Tokens per second, the median run."""
-        return statistics.median(sample.rate for sample in self.samples)
+        return statistics.median(run.rate for run in self.runs)
 
     def total(self, name: str) -> float:
         """A counter over all runs."""
-        return sum(sample.counters.get(name, 0.0) for sample in self.samples)
+        return sum(run.counters.get(name, 0.0) for run in self.runs)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """As the last line of `samewise bench` holds it."""
         guessed, frames = self.total("guessed"), self.total("frames")
         return {
-            "contender": self.contender, "task": self.task, "batch": self.batch, "tokens_per_s": self.rate,
-            "runs": [round(sample.rate, 2) for sample in self.samples],
-            "tokens": sum(sample.tokens for sample in self.samples),
+            "contender": self.backend, "task": self.task, "batch": self.batch, "tokens_per_s": self.rate,
+            "runs": [round(run.rate, 2) for run in self.runs],
+            "tokens": sum(run.tokens for run in self.runs),
             "tokens_per_frame": self.total("output_tokens") / frames if frames else None,
             "acceptance": self.total("accepted") / guessed if guessed else None,
             "guessed": guessed, "accepted": self.total("accepted"),
-            "time_to_first_token": middle(sample.first_token for sample in self.samples),
-            "time_per_output_token": middle(sample.per_token for sample in self.samples),
+            "time_to_first_token": median(run.first_token for run in self.runs),
+            "time_per_output_token": median(run.per_token for run in self.runs),
         }  # fmt: skip
 
 
-def middle(found: Iterable[float | None]) -> float | None:
-    """The median of those that are known."""
-    known = [value for value in found if value is not None]
-    return statistics.median(known) if known else None
-
-
-def table(cells: Iterable[Cell], baseline: str | None) -> Table:
-    """A row per task and batch size, a column per contender; the ratio to the baseline beside each."""
-    found = list(cells)
-    names = list(dict.fromkeys(cell.contender for cell in found))
+def table(cells: Sequence[Cell], baseline: str | None) -> Table:
+    """A row per task and batch size, a column per backend; the ratio to the baseline beside each rate."""
+    names = list(dict.fromkeys(cell.backend for cell in cells))
     view = Table(title="tokens per second" + (f" (times {baseline})" if baseline in names else ""))
     for heading in ("batch", "task", *names):
         view.add_column(heading, justify="left" if heading == "task" else "right")
-    for batch in dict.fromkeys(cell.batch for cell in found):
-        by_task: dict[str, dict[str, Cell]] = {}
-        for cell in found:
+    for batch in dict.fromkeys(cell.batch for cell in cells):
+        rows: dict[str, dict[str, float]] = {}
+        for cell in cells:
             if cell.batch == batch:
-                by_task.setdefault(cell.task, {})[cell.contender] = cell
-        for task, row in by_task.items():
-            base = row[baseline].rate if baseline in row else None
-            view.add_row(str(batch), task, *(_said(row.get(name), base) for name in names))
-        means = {name: mean_rate(found, name, batch) for name in names}
-        base = means.get(baseline or "")
-        said = [f"{means[n]:.1f}" + (f" ({means[n] / base:.2f})" if base else "") for n in names]
-        view.add_row(str(batch), "[bold]all[/]", *said, end_section=True)
+                rows.setdefault(cell.task, {})[cell.backend] = cell.rate
+        for task, rates in rows.items():
+            view.add_row(str(batch), task, *_with_ratios(rates, names, baseline))
+        means = {name: mean_rate(cells, name, batch) for name in names}
+        view.add_row(str(batch), "[bold]all[/]", *_with_ratios(means, names, baseline), end_section=True)
     return view
 
 
-def mean_rate(cells: Iterable[Cell], contender: str, batch: int) -> float:
-    """The mean over tasks."""
-    rates = [cell.rate for cell in cells if (cell.contender, cell.batch) == (contender, batch)]
+def _with_ratios(rates: dict[str, float], names: Sequence[str], baseline: str | None) -> list[str]:
+    """Rates in the order of `names`, each with its ratio to the baseline's; a dash where there is none."""
+    base = rates.get(baseline or "")
+    ratios = {name: f" ({rate / base:.2f})" if base else "" for name, rate in rates.items()}
+    return [f"{rates[name]:.1f}{ratios[name]}" if name in rates else "–" for name in names]
+
+
+def mean_rate(cells: Iterable[Cell], backend: str, batch: int) -> float:
+    """Tokens per second of a backend, the mean over tasks."""
+    rates = [cell.rate for cell in cells if (cell.backend, cell.batch) == (backend, batch)]
     return statistics.mean(rates) if rates else 0.0
 
 
-def over_best(cells: Iterable[Cell]) -> dict[tuple[int, str], tuple[str, float]]:
-    """By batch and task, the best fixed choice there, and how `auto` compares with it run by run (median).
+def auto_ratios(cells: Sequence[Cell]) -> dict[tuple[int, str], tuple[str, float]]:
+    """By batch and task: the fastest fixed proposer, and the rate of `auto` over its rate.
 
-    Runs are compared in pairs, because both of a pair had the machine as it was just then.
+    The ratio is the median over pairs of runs, because both of a pair met the same state of the machine.
     """
-    found = list(cells)
-    compared: dict[tuple[int, str], tuple[str, float]] = {}
-    for mine in found:
-        place = mine.batch, mine.task
-        here = [cell for cell in found if (cell.batch, cell.task) == place and cell is not mine]
-        fixed = [cell for cell in here if cell.total("frames") and cell.contender != "unverified"]
-        if mine.contender == "auto" and fixed:
+    ratios: dict[tuple[int, str], tuple[str, float]] = {}
+    for auto in cells:
+        fixed = [
+            cell
+            for cell in cells
+            if (cell.batch, cell.task) == (auto.batch, auto.task) and cell is not auto
+            if cell.total("frames") and cell.backend != UNVERIFIED
+        ]
+        if auto.backend == "auto" and fixed:
             best = max(fixed, key=lambda cell: cell.rate)
-            pairs = zip(mine.samples, best.samples, strict=True)
-            compared[place] = best.contender, statistics.median(a.rate / b.rate for a, b in pairs)
-    return compared
+            pairs = zip(auto.runs, best.runs, strict=True)
+            ratio = statistics.median(ours.rate / other.rate for ours, other in pairs)
+            ratios[auto.batch, auto.task] = best.backend, ratio
+    return ratios
 
 
-def auto_over_best(cells: Iterable[Cell]) -> Table:
-    """The same, to look at."""
-    compared = over_best(cells)
+def auto_table(cells: Sequence[Cell]) -> Table:
+    """`auto_ratios` as a table."""
+    ratios = auto_ratios(cells)
     view = Table(title="auto over the best fixed choice, run by run")
     view.add_column("task")
-    batches = list(dict.fromkeys(batch for batch, _ in compared))
+    batches = list(dict.fromkeys(batch for batch, _ in ratios))
     for batch in batches:
         view.add_column(f"batch {batch}", justify="right")
-    for task in dict.fromkeys(task for _, task in compared):
-        row = [compared.get((batch, task)) for batch in batches]
-        view.add_row(task, *(f"{one[1]:.2f} ({one[0]})" if one else "–" for one in row))
+    for task in dict.fromkeys(task for _, task in ratios):
+        row = [ratios.get((batch, task)) for batch in batches]
+        view.add_row(task, *(f"{entry[1]:.2f} ({entry[0]})" if entry else "–" for entry in row))
     return view
 
 
-def speculation(cells: Iterable[Cell]) -> Table:
+def speculation_table(cells: Iterable[Cell]) -> Table:
     """Acceptance and tokens per frame, over all tasks."""
     view = Table(title="speculation")
     for heading in ("proposer", "batch", "guessed", "accepted", "tokens per frame", "rows padded"):
         view.add_column(heading, justify="left" if heading == "proposer" else "right")
-    found = [cell for cell in cells if cell.total("frames")]
-    for name, batch in dict.fromkeys((cell.contender, cell.batch) for cell in found):
-        mine = [cell for cell in found if (cell.contender, cell.batch) == (name, batch)]
+    of_engines = [cell for cell in cells if cell.total("frames")]
+    for name, batch in dict.fromkeys((cell.backend, cell.batch) for cell in of_engines):
+        group = [cell for cell in of_engines if (cell.backend, cell.batch) == (name, batch)]
         guessed, accepted, frames, tokens, rows, padded = (
-            sum(cell.total(counter) for cell in mine)
+            sum(cell.total(counter) for cell in group)
             for counter in ("guessed", "accepted", "frames", "output_tokens", "rows", "padded_rows")
         )
         view.add_row(
@@ -133,23 +134,22 @@ def speculation(cells: Iterable[Cell]) -> Table:
     return view
 
 
-def plot(cells: Iterable[Cell], path: Path, title: str) -> None:
+def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     """Bars: tokens per second by task, a panel per batch size."""
-    found = list(cells)
-    names = list(dict.fromkeys(cell.contender for cell in found))
-    batches = list(dict.fromkeys(cell.batch for cell in found))
+    names = list(dict.fromkeys(cell.backend for cell in cells))
+    batches = list(dict.fromkeys(cell.batch for cell in cells))
     plt = pyplot()
     figure, axes = plt.subplots(len(batches), 1, figsize=(10, 3.2 * len(batches)), squeeze=False)
     for axis, batch in zip(axes[:, 0], batches, strict=True):
-        tasks = list(dict.fromkeys(cell.task for cell in found if cell.batch == batch))
+        tasks = list(dict.fromkeys(cell.task for cell in cells if cell.batch == batch))
         width = 0.8 / len(names)
         for i, name in enumerate(names):
-            rates = {c.task: c.rate for c in found if (c.contender, c.batch) == (name, batch)}
+            rates = {c.task: c.rate for c in cells if (c.backend, c.batch) == (name, batch)}
             places = [j + i * width for j in range(len(tasks))]
             axis.bar(places, [rates.get(task, 0.0) for task in tasks], width, label=name)
         axis.set_xticks([j + 0.4 - width / 2 for j in range(len(tasks))], tasks)
         axis.set_ylabel(f"tokens/s, batch {batch}")
-    axes[0, 0].margins(y=0.2)  # room for the names
+    axes[0, 0].margins(y=0.2)  # room for the legend
     axes[0, 0].legend(ncols=4, fontsize="small", loc="upper left")
     axes[0, 0].set_title(title)
     figure.tight_layout()
@@ -158,7 +158,7 @@ def plot(cells: Iterable[Cell], path: Path, title: str) -> None:
 
 
 def plot_overhead(points: list[tuple[float, float, float]], path: Path, title: str) -> None:
-    """Throughput relative to unverified decoding, and the share of guesses thrown away, by mismatch rate."""
+    """Throughput over unverified decoding, and the share of drafted tokens rejected, by mismatch rate."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 4))
     rates = [100 * rate for rate, _, _ in points]
@@ -174,7 +174,7 @@ def plot_overhead(points: list[tuple[float, float, float]], path: Path, title: s
 
 
 def pyplot() -> Any:
-    """Matplotlib without a screen; MachineError where it is not there."""
+    """Matplotlib without a display; MachineError where it is not installed."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -185,21 +185,14 @@ def pyplot() -> Any:
     return plt
 
 
-def _said(cell: Cell | None, base: float | None) -> str:
-    if cell is None:
-        return "–"
-    return f"{cell.rate:.1f}" + (f" ({cell.rate / base:.2f})" if base else "")
-
-
 __all__ = [
     "Cell",
-    "auto_over_best",
+    "auto_ratios",
+    "auto_table",
     "mean_rate",
-    "middle",
-    "over_best",
     "plot",
     "plot_overhead",
     "pyplot",
-    "speculation",
+    "speculation_table",
     "table",
 ]

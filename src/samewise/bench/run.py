@@ -1,4 +1,4 @@
-"""`samewise bench`: the same questions to everybody, interleaved, in one run."""
+"""Run the benchmark: measure, print tables, draw a picture, return the last line's contents."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from samewise.bench import contend, report, timeline, workload
-from samewise.bench.contend import Contender, Ours, Sample
+from samewise.bench import engines, peers, report, timeline, workload
+from samewise.bench.engines import UNVERIFIED, EngineBackend
+from samewise.bench.measurement import Backend, Measurement, joined
 from samewise.bench.report import Cell
 from samewise.config import EngineConfig
+from samewise.draft.tuning import DEFAULTS, SearchTuning, Tuning
 from samewise.engine import Engine
 from samewise.errors import MachineError
 from samewise.execute.load import Loaded, load
@@ -30,201 +32,211 @@ from samewise.model.resolve import resolve
 from samewise.params import SamplingParams
 from samewise.types import LayerSet
 
+WARM_UP_TOKENS = 8
+"""Tokens per request of the first, unmeasured run, which compiles and reads whatever is used first."""
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to measure. `batches` are how many requests are asked at once."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What to measure. `batches` are the numbers of requests at once."""
 
     proposers: tuple[str, ...] = ("none", "auto")
     batches: tuple[int, ...] = (1, 8)
     repeats: int = 3
     max_tokens: int = 96
-    verified: float = 1.0
+    verified: float = 1.0  # share of requests
     workload: Path | None = None
     tasks: tuple[str, ...] = ()
     limit: int | None = 2  # questions per task
     synthetic: int | None = None  # length of random prompts instead
     rate: float | None = None  # requests per second; None: all at once
     peers: bool = True
-    inject: tuple[float, ...] = ()
+    inject: tuple[float, ...] = ()  # mismatch rates
     timeline: bool = False
+    search_share: float = DEFAULTS.search.share  # of the time, that the proposer skip may search
     out: Path = field(default_factory=lambda: Path("bench-out"))
 
+    @property
+    def tuning(self) -> Tuning:
+        """That of the engines."""
+        return Tuning(search=SearchTuning(share=self.search_share))
 
-def bench(console: Console, config: EngineConfig, plan: Plan) -> dict[str, Any]:
-    """Measure, show, draw; returns what the last line says."""
+
+def bench(console: Console, config: EngineConfig, options: BenchOptions) -> dict[str, Any]:
+    """Measure, print and draw; returns the contents of the last line."""
     config = replace(config, enable_prefix_caching=False, kv_memory=config.kv_memory or "1GiB")
     loaded = load(config)
-    plan.out.mkdir(parents=True, exist_ok=True)
-    if plan.inject:
-        return _overhead(console, loaded, config, plan)
-    if plan.timeline:
-        return _timeline(console, loaded, config, plan)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.inject:
+        return _overhead(console, loaded, config, options)
+    if options.timeline:
+        return _timeline(console, loaded, config, options)
     with console.status("starting engines and peers …"):
-        contenders = contend.ours(loaded, config, plan.proposers, plan.verified, plan.rate)
-        contenders += list(_peers(console, contenders, config)) if plan.peers else []
-    first = next(c.engine for c in contenders if isinstance(c, Ours))
-    asked = _prompts(first, plan)
+        ours = engines.engine_backends(
+            loaded, config, options.proposers, verified=options.verified, rate=options.rate,
+            tuning=options.tuning,
+        )  # fmt: skip
+        first = ours[0].engine
+        others = list(_peers(console, first, config)) if options.peers else []
+    prompts = _prompts(first, options)
     ceiling = _ceiling(console, config, first)
-    cells = _measure(console, contenders, asked, plan)
-    baseline = "transformers" if plan.peers else plan.proposers[0]
-    console.print(report.table(cells, baseline))
-    console.print(report.speculation(cells))
-    if "auto" in plan.proposers and len(plan.proposers) > 1:
-        console.print(report.auto_over_best(cells))
-    picture = plan.out / "bench.png"
-    _draw(console, picture, lambda: report.plot(cells, picture, f"{config.model}, {_dtype(first)}, {_cpu()}"))
-    compared = [
+    cells = _measure(console, ours, others, prompts, options)
+    console.print(report.table(cells, "transformers" if options.peers else options.proposers[0]))
+    console.print(report.speculation_table(cells))
+    if "auto" in options.proposers and len(options.proposers) > 1:
+        console.print(report.auto_table(cells))
+    picture, title = options.out / "bench.png", f"{config.model}, {_dtype(first)}, {_machine()}"
+    _draw(console, picture, lambda: report.plot(cells, picture, title))
+    auto = [
         {"batch": batch, "task": task, "best": best, "auto_over_best": ratio}
-        for (batch, task), (best, ratio) in report.over_best(cells).items()
+        for (batch, task), (best, ratio) in report.auto_ratios(cells).items()
     ]
-    found = {"results": [cell.as_json() for cell in cells], "auto": compared}
-    return _last(config, plan, ceiling, first) | found
+    results = {"results": [cell.as_json() for cell in cells], "auto": auto}
+    return _conditions(config, options, ceiling, first) | results
 
 
 def _measure(
-    console: Console, contenders: Sequence[Contender], asked: dict[str, list[list[int]]], plan: Plan
+    console: Console,
+    ours: Sequence[EngineBackend],
+    others: Sequence[Backend],
+    prompts: dict[str, list[list[int]]],
+    options: BenchOptions,
 ) -> list[Cell]:
-    """Every contender on every task at every batch size; interleaved, so noise hits all alike."""
-    found: dict[tuple[int, str, str], list[Sample]] = {}
+    """Every backend on every task at every batch size; interleaved, so that disturbances hit all alike."""
+    backends: list[Backend] = [*ours, *others]
+    runs: dict[tuple[int, str, str], list[Measurement]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
                TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=plan.repeats * len(plan.batches) * len(asked) * len(contenders))
-        for contender in contenders:  # whatever is compiled or read at first use is not measured
-            progress.update(bar, description=f"warming up {contender.name}")
-            contender.run([next(iter(asked.values()))[0]] * max(plan.batches), 8)
-        for _ in range(plan.repeats):
-            for batch in plan.batches:
-                for task, prompts in asked.items():
-                    told = partial(progress.update, bar)
-                    samples = _groups(
-                        contenders, prompts, batch, plan.max_tokens, f"batch {batch}, {task}", told
-                    )
-                    for name, sample in samples.items():
-                        found.setdefault((batch, task, name), []).append(sample)
-                    progress.advance(bar, len(contenders))
-    return [Cell(name, task, batch, tuple(s)) for (batch, task, name), s in found.items()]
+        total = options.repeats * len(options.batches) * len(prompts) * len(backends)
+        bar = progress.add_task("", total=total)
+        for backend in backends:
+            progress.update(bar, description=f"warming up {backend.name}")
+            backend.run([next(iter(prompts.values()))[0]] * max(options.batches), WARM_UP_TOKENS)
+        for _ in range(options.repeats):
+            for batch in options.batches:
+                for task, questions in prompts.items():
+                    show = partial(progress.update, bar)
+                    where = f"batch {batch}, {task}"
+                    for name, run in _run_groups(
+                        ours, others, _groups(questions, batch), options.max_tokens, where, show
+                    ).items():
+                        runs.setdefault((batch, task, name), []).append(run)
+                    progress.advance(bar, len(backends))
+    return [Cell(name, task, batch, tuple(of_cell)) for (batch, task, name), of_cell in runs.items()]
 
 
-def _groups(
-    contenders: Sequence[Contender],
-    prompts: list[list[int]],
-    batch: int,
-    most: int,
-    where: str,
-    told: Callable[..., None],
-) -> dict[str, Sample]:
-    """All prompts in groups of `batch`, the last filled up from the start; ours together, then each peer."""
+def _groups(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
+    """All prompts in groups of `batch`, the last one filled up from the start."""
     num = -(-len(prompts) // batch) * batch
     padded = list(islice(cycle(prompts), num))
-    mine = [one for one in contenders if isinstance(one, Ours)]
-    peers = [one for one in contenders if not isinstance(one, Ours)]
-    found: dict[str, list[Sample]] = {one.name: [] for one in contenders}
-    for i in range(0, num, batch):
-        group = padded[i : i + batch]
-        told(description=f"{where}: {', '.join(one.name for one in mine)}")
-        for own, sample in zip(mine, contend.together(mine, group, most), strict=True):
-            found[own.name].append(sample)
-        for peer in peers:
-            told(description=f"{where}: {peer.name}")
-            found[peer.name].append(peer.run(group, most))
-    return {name: _joined(samples) for name, samples in found.items()}
+    return [padded[i : i + batch] for i in range(0, num, batch)]
 
 
-def _joined(samples: list[Sample]) -> Sample:
-    if len(samples) == 1:
-        return samples[0]
-    counters: dict[str, float] = {}
-    for sample in samples:
-        for name, value in sample.counters.items():
-            counters[name] = counters.get(name, 0.0) + value
-    return Sample(
-        sum(s.tokens for s in samples), sum(s.seconds for s in samples),
-        report.middle(s.first_token for s in samples), report.middle(s.per_token for s in samples), counters,
-    )  # fmt: skip
+def _run_groups(
+    ours: Sequence[EngineBackend],
+    others: Sequence[Backend],
+    groups: list[list[list[int]]],
+    max_tokens: int,
+    where: str,
+    show: Callable[..., None],
+) -> dict[str, Measurement]:
+    """Each group to all engines in turns, then to each peer."""
+    runs: dict[str, list[Measurement]] = {backend.name: [] for backend in (*ours, *others)}
+    for group in groups:
+        show(description=f"{where}: {', '.join(backend.name for backend in ours)}")
+        for backend, run in zip(ours, engines.run_in_turns(ours, group, max_tokens), strict=True):
+            runs[backend.name].append(run)
+        for peer in others:
+            show(description=f"{where}: {peer.name}")
+            runs[peer.name].append(peer.run(group, max_tokens))
+    return {name: joined(parts) for name, parts in runs.items()}
 
 
-def _prompts(engine: Engine, plan: Plan) -> dict[str, list[list[int]]]:
+def _prompts(engine: Engine, options: BenchOptions) -> dict[str, list[list[int]]]:
     """Token ids by task."""
-    if plan.synthetic is not None:
-        num = max(plan.batches) * (plan.limit or 1)
-        made = workload.synthetic(num, plan.synthetic, engine.loaded.arch.vocab)
-        return {"synthetic": [list(question.token_ids) for question in made]}
-    intake, found = StepLoop(engine).intake, dict[str, list[list[int]]]()
-    for question in workload.read(plan.workload, limit=plan.limit, tasks=plan.tasks):
+    if options.synthetic is not None:
+        num = max(options.batches) * (options.limit or 1)
+        questions = workload.synthetic(num, options.synthetic, engine.loaded.arch.vocab)
+        return {"synthetic": [list(question.token_ids) for question in questions]}
+    intake, prompts = StepLoop(engine).intake, dict[str, list[list[int]]]()
+    for question in workload.read(options.workload, limit=options.limit, tasks=options.tasks):
         prompt = intake.chat_prompt([{"role": "user", "content": question.text}])
         ids = intake.check(prompt, SamplingParams(max_tokens=1)).token_ids
-        found.setdefault(question.task, []).append(list(ids))
-    return found
+        prompts.setdefault(question.task, []).append(list(ids))
+    return prompts
 
 
-def _peers(console: Console, mine: Sequence[Contender], config: EngineConfig) -> Iterator[Contender]:
-    engine = next(c.engine for c in mine if isinstance(c, Ours))
+def _peers(console: Console, engine: Engine, config: EngineConfig) -> Iterator[Backend]:
+    """transformers, and the installed peers that start."""
     source = resolve(config.model, revision=config.revision)
     dtype = next(engine.runner.model.parameters()).dtype
     eos = set(engine.loaded.eos_ids)
-    yield contend.Transformers(str(source.path), dtype, engine.device, eos, min(eos, default=0))
-    others: list[tuple[str, Callable[[], Contender]]] = [
-        ("vllm", lambda: contend.VLLM(str(source.path), str(dtype).removeprefix("torch.")))
+    yield peers.Transformers(str(source.path), dtype, engine.device, eos, min(eos, default=0))
+    optional: list[tuple[str, Callable[[], Backend]]] = [
+        ("vllm", lambda: peers.VLLM(str(source.path), str(dtype).removeprefix("torch.")))
     ]
     if source.gguf is not None and engine.device.type == "cpu":
-        others.append(("llama_cpp", lambda: contend.LlamaCpp(str(source.gguf), engine.max_model_len)))
-    for name, make in others:
-        if contend.installed(name):
+        optional.append(("llama_cpp", lambda: peers.LlamaCpp(str(source.gguf), engine.max_model_len)))
+    for name, start in optional:
+        if peers.installed(name):
             try:
-                yield make()
+                yield start()
             except Exception as error:
                 console.print(f"[yellow]{name} is installed but does not start ({error}); left out[/]")
 
 
-def _overhead(console: Console, loaded: Loaded, config: EngineConfig, plan: Plan) -> dict[str, Any]:
+def _overhead(
+    console: Console, loaded: Loaded, config: EngineConfig, options: BenchOptions
+) -> dict[str, Any]:
     """`decode` with mismatches injected at each rate, against unverified decoding."""
-    batch = plan.batches[0]
-    contenders: list[Contender] = [*contend.ours(loaded, config, ["unverified"], 0.0, None)]
-    for rate in plan.inject:
-        chosen, make = replace(config, proposer="decode"), contend.injecting(rate)
-        contenders.append(contend.timed(f"{rate:g}", loaded, chosen, make))
-    first = next(c.engine for c in contenders if isinstance(c, Ours))
+    batch = options.batches[0]
+    ours = engines.engine_backends(loaded, config, [UNVERIFIED])
+    for rate in options.inject:
+        make = engines.decode_with_mismatches(rate)
+        chosen = replace(config, proposer="decode")
+        ours.append(engines.engine_backend(f"{rate:g}", loaded, chosen, make_proposer=make))
+    first = ours[0].engine
     ceiling = _ceiling(console, config, first)
-    cells = _measure(console, contenders, _prompts(first, plan), replace(plan, batches=(batch,)))
-    base = report.mean_rate(cells, "unverified", batch)
+    cells = _measure(console, ours, [], _prompts(first, options), replace(options, batches=(batch,)))
+    base = report.mean_rate(cells, UNVERIFIED, batch)
     points = []
-    for rate in plan.inject:
-        mine = [cell for cell in cells if cell.contender == f"{rate:g}"]
-        guessed = sum(cell.total("guessed") for cell in mine)
-        lost = sum(cell.total("rolled_back") for cell in mine) / guessed if guessed else 0.0
+    for rate in options.inject:
+        of_rate = [cell for cell in cells if cell.backend == f"{rate:g}"]
+        guessed = sum(cell.total("guessed") for cell in of_rate)
+        lost = sum(cell.total("rolled_back") for cell in of_rate) / guessed if guessed else 0.0
         points.append((rate, report.mean_rate(cells, f"{rate:g}", batch) / base, lost))
-    console.print(report.table(cells, "unverified"))
-    picture = plan.out / "overhead.png"
+    console.print(report.table(cells, UNVERIFIED))
+    picture = options.out / "overhead.png"
     title = f"{config.model}, batch {batch}, N = {config.draft_tokens}"
     _draw(console, picture, lambda: report.plot_overhead(points, picture, title))
     curve = [{"mismatch_rate": r, "relative_throughput": t, "recomputed_share": s} for r, t, s in points]
-    return _last(config, plan, ceiling, first) | {"overhead": curve}
+    return _conditions(config, options, ceiling, first) | {"overhead": curve}
 
 
-def _timeline(console: Console, loaded: Loaded, config: EngineConfig, plan: Plan) -> dict[str, Any]:
-    """`skip` by itself over the tasks one after the other: its phases, as SWIFT draws them."""
-    engine = Engine(loaded, replace(config, proposer="skip"))
+def _timeline(
+    console: Console, loaded: Loaded, config: EngineConfig, options: BenchOptions
+) -> dict[str, Any]:
+    """`skip` alone over the tasks one after the other: its phases, as the SWIFT paper draws them."""
+    engine = Engine(loaded, replace(config, proposer="skip"), tuning=options.tuning)
     ceiling = _ceiling(console, config, engine)
     with console.status("answering task after task …"):
-        line = timeline.record(engine, _prompts(engine, plan), plan.batches[0], plan.max_tokens)
+        line = timeline.record(engine, _prompts(engine, options), options.batches[0], options.max_tokens)
     for event in line.events:
-        chosen = LayerSet(frozenset(event["set"]["attention"]), frozenset(event["set"]["mlp"]))
+        layers = LayerSet(frozenset(event["set"]["attention"]), frozenset(event["set"]["mlp"]))
         console.print(
             f"{event['tokens']:6d} tokens  {event['event']:<10}  right {event['rate']:.0%}, "
-            f"{event['score']:.1f} tokens/s promised, without {chosen}"
+            f"{event['score']:.1f} tokens/s promised, without {layers}"
         )
     console.print(f"search: {line.search['rounds']} rounds, {line.search['share']:.1%} of the time")
-    picture = plan.out / "timeline.png"
-    layers = len(loaded.arch.layers)
-    title = f"{config.model}, {_dtype(engine)}, {_cpu()}, batch {plan.batches[0]}"
-    _draw(console, picture, lambda: timeline.plot(line, picture, title, layers))
-    return _last(config, plan, ceiling, engine) | {"timeline": line.as_json()}
+    picture = options.out / "timeline.png"
+    title = f"{config.model}, {_dtype(engine)}, {_machine()}, batch {options.batches[0]}"
+    _draw(console, picture, lambda: timeline.plot(line, picture, title, len(loaded.arch.layers)))
+    return _conditions(config, options, ceiling, engine) | {"timeline": line.as_json()}
 
 
 def _draw(console: Console, path: Path, draw: Callable[[], None]) -> None:
-    """A picture, or a line that says what it needs: the numbers are not lost for want of it."""
+    """Draw a picture; without matplotlib print what it needs, and keep the numbers."""
     try:
         draw()
         console.print(f"picture: {path}")
@@ -233,38 +245,42 @@ def _draw(console: Console, path: Path, draw: Callable[[], None]) -> None:
 
 
 def _ceiling(console: Console, config: EngineConfig, engine: Engine) -> dict[str, float]:
-    """What no pass can be shorter than, told first.
-
-    Reading the weights once, at the speed of a copy on this machine now.
-    """
+    """Print and return the shortest possible pass: reading the linears' weights once at a copy's speed."""
     linears = [m for m in engine.runner.model.modules() if isinstance(m, FrameLinear)]
     sizes = {id(m.packed or m): m.weight.nbytes if m.packed is None else m.packed.num_bytes for m in linears}
-    size = sum(sizes.values())
-    source = torch.ones(64 * 2**20, dtype=torch.float32, device=engine.device)
-    target, best = torch.empty_like(source), 1e9
+    num_bytes, speed = sum(sizes.values()), _copy_speed(engine.device)
+    shortest = 1e3 * num_bytes / speed
+    console.print(
+        f"{config.model}, {_dtype(engine)}, {engine.device.type}; {engine.parts.linears} linears read "
+        f"{num_bytes / 1e6:.0f} MB a pass; at the {speed / 1e9:.1f} GB/s of a copy no pass is shorter than "
+        f"{shortest:.1f} ms"
+    )
+    return {"bytes_per_pass": float(num_bytes), "gb_per_s": speed / 1e9, "ms_per_pass": shortest}
+
+
+def _copy_speed(device: torch.device) -> float:
+    """Bytes per second read and written by the fastest of five copies of 256 MiB."""
+    source = torch.ones(64 * 2**20, dtype=torch.float32, device=device)
+    target, best = torch.empty_like(source), float("inf")
     for _ in range(5):
         began = time.perf_counter()
         target.copy_(source)
-        if engine.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - began)
-    speed = 2 * source.nbytes / best
-    shortest = 1e3 * size / speed
-    console.print(
-        f"{config.model}, {_dtype(engine)}, {engine.device.type}; {engine.linears} linears read "
-        f"{size / 1e6:.0f} MB a pass; at the {speed / 1e9:.1f} GB/s of a copy no pass is shorter than "
-        f"{shortest:.1f} ms"
-    )
-    return {"bytes_per_pass": float(size), "gb_per_s": speed / 1e9, "ms_per_pass": shortest}
+    return 2 * source.nbytes / best
 
 
-def _last(config: EngineConfig, plan: Plan, ceiling: dict[str, float], engine: Engine) -> dict[str, Any]:
+def _conditions(
+    config: EngineConfig, options: BenchOptions, ceiling: dict[str, float], engine: Engine
+) -> dict[str, Any]:
+    parts = engine.parts
     return {
-        "model": config.model, "dtype": _dtype(engine), "device": engine.device.type, "machine": _cpu(),
+        "model": config.model, "dtype": _dtype(engine), "device": engine.device.type, "machine": _machine(),
         "torch": torch.__version__, "transformers": version("transformers"),
         "threads": torch.get_num_threads(), "contract": engine.contract.id,
-        "compile": engine.runner.compiled, "frame_rows": engine.frame_rows, "linears": engine.linears,
-        "max_tokens": plan.max_tokens, "repeats": plan.repeats, "verified": plan.verified,
+        "compile": engine.runner.compiled, "frame_rows": parts.frame_rows, "linears": parts.linears,
+        "max_tokens": options.max_tokens, "repeats": options.repeats, "verified": options.verified,
         "ceiling": ceiling,
     }  # fmt: skip
 
@@ -273,18 +289,20 @@ def _dtype(engine: Engine) -> str:
     return str(next(engine.runner.model.parameters()).dtype).removeprefix("torch.")
 
 
-def _cpu() -> str:
+def _machine() -> str:
+    """The name of the GPU, or else of the CPU."""
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
 
 
-def as_line(found: dict[str, Any]) -> str:
-    """The last line."""
-    return json.dumps(found)
+def as_line(results: dict[str, Any]) -> str:
+    """The last line of the output."""
+    return json.dumps(results)
 
 
-__all__ = ["Plan", "as_line", "bench"]
+__all__ = ["BenchOptions", "as_line", "bench"]

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from samewise.cli.options import MaxTokens, Settings, engine_options
 from samewise.config import PROPOSERS, EngineConfig
+from samewise.draft.tuning import DEFAULTS
 
 
 @engine_options("bench")
@@ -37,7 +38,9 @@ def bench(
     timeline: Annotated[
         bool, typer.Option(help="The proposer skip over one task after the other: draws its phases.")
     ] = False,
-    search_share: Annotated[float, typer.Option(help="Share of the time that skip may search.")] = 0.02,
+    search_share: Annotated[
+        float, typer.Option(help="Share of the time that skip may search.")
+    ] = DEFAULTS.search.share,
     peers: Annotated[
         bool, typer.Option(help="Compare with transformers, and with vLLM and llama.cpp if installed.")
     ] = True,
@@ -54,7 +57,7 @@ def bench(
     from samewise.bench.run import BenchOptions, as_line
     from samewise.bench.run import bench as measure
 
-    config = EngineConfig.of(search_share=search_share, **settings)
+    config = EngineConfig.of(**settings)
     sizes, rates = _numbers("batch", batches), _numbers("inject", inject)
     if not sizes or any(size < 1 or size != int(size) for size in sizes):
         raise typer.BadParameter(f"--batch {batches!r}: give whole numbers from 1")
@@ -70,7 +73,8 @@ def bench(
     options = BenchOptions(
         proposers=_names(proposers), batches=tuple(int(size) for size in sizes), repeats=repeats,
         max_tokens=max_tokens, verified=verified, workload=workload, tasks=_names(tasks), limit=limit or None,
-        synthetic=synthetic, rate=rate, peers=peers, inject=rates, timeline=timeline, out=out,
+        synthetic=synthetic, rate=rate, peers=peers, inject=rates, timeline=timeline,
+        search_share=search_share, out=out,
     )  # fmt: skip
     typer.echo(as_line(measure(Console(), config, options)))
 

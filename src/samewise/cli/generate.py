@@ -113,7 +113,7 @@ def _with_template(llm: LLM, text: str, *, raw: bool, system: str | None) -> Any
 
 def _record(text: str, output: RequestOutput) -> dict[str, Any]:
     answer = output.outputs[0]
-    record = {
+    record: dict[str, Any] = {
         "prompt": text,
         "text": answer.text,
         "token_ids": answer.token_ids,
