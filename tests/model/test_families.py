@@ -1,7 +1,7 @@
-"""Law 7, the oracle: transformers' own forward pass, for every family that is supported.
+"""Law 7, the oracle: transformers' own forward pass, for every supported family.
 
-Bits cannot agree with another implementation's; logits do within rounding, and so do tokens wherever
-transformers itself is not torn between two.
+Bits differ between implementations; logits agree within rounding, and greedy tokens wherever transformers'
+top two logits are further apart than rounding.
 """
 
 from array import array
@@ -19,14 +19,14 @@ from samewise.model.arch import inspect_model
 from samewise.testing import FAMILIES, run, tiny_config, tiny_engine, tiny_model
 from samewise.types import Sampling, Span
 
-PAGE = 16
-MARGIN = 1e-3
+PAGE = 16  # tokens
+MIN_MARGIN = 1e-3  # between the top two logits, for their tokens to be compared
 TOLERANCE = 1e-4  # of the largest logit
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A family, and what makes this variant of it special."""
+    """A family with changes to its tiny config, and the prompt lengths to try."""
 
     name: str
     family: str
@@ -38,8 +38,8 @@ class Variant:
         return self.name
 
 
-def rope(kind: str, **settings: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **settings}}
+def rope(rope_type: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **settings}}
 
 
 LONGROPE = {
@@ -52,14 +52,16 @@ LONGROPE = {
     "original_max_position_embeddings": 64,
     "max_position_embeddings": 256,
 }
-LAYERED = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 20}
+WINDOWED = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 20}
 
 VARIANTS = [
     *(Variant(name, name) for name in FAMILIES),
-    Variant("qwen2-layers-2-and-3-windowed", "qwen2", {**LAYERED, "max_window_layers": 2}),
-    Variant("qwen2-all-windowed", "qwen2", {**LAYERED, "max_window_layers": 0}),
-    Variant("qwen2-none-windowed", "qwen2", {**LAYERED, "use_sliding_window": False, "max_window_layers": 0}),
-    Variant("qwen3-windowed", "qwen3", {**LAYERED, "max_window_layers": 1}),
+    Variant("qwen2-layers-2-and-3-windowed", "qwen2", {**WINDOWED, "max_window_layers": 2}),
+    Variant("qwen2-all-windowed", "qwen2", {**WINDOWED, "max_window_layers": 0}),
+    Variant(
+        "qwen2-none-windowed", "qwen2", {**WINDOWED, "use_sliding_window": False, "max_window_layers": 0}
+    ),
+    Variant("qwen3-windowed", "qwen3", {**WINDOWED, "max_window_layers": 1}),
     Variant("gemma3-window-of-5", "gemma3_text", {"sliding_window": 5}),
     Variant("gemma3-scaled-query", "gemma3_text", {"query_pre_attn_scalar": 100}),
     Variant("mistral-window-of-16", "mistral", {"sliding_window": 16}),
@@ -93,10 +95,10 @@ VARIANTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=str)
@@ -105,51 +107,51 @@ def pair(request):
     variant = request.param
     settings = {"max_model_len": variant.max_model_len} if variant.max_model_len else {}
     engine = tiny_engine(variant.family, overrides=variant.overrides, max_num_seqs=4, **settings)
-    theirs = AutoModelForCausalLM.from_config(
+    original = AutoModelForCausalLM.from_config(
         tiny_config(variant.family, **variant.overrides), attn_implementation="eager", dtype=torch.float32
     )
-    theirs.load_state_dict(tiny_model(variant.family, **variant.overrides).state_dict())
-    theirs.eval()
-    theirs.generation_config.eos_token_id = None
-    theirs.generation_config.pad_token_id = 258
-    return variant, engine, theirs
+    original.load_state_dict(tiny_model(variant.family, **variant.overrides).state_dict())
+    original.eval()
+    original.generation_config.eos_token_id = None
+    original.generation_config.pad_token_id = 258
+    return variant, engine, original
 
 
-def prompt_of(length: int) -> list[int]:
+def random_prompt(length: int) -> list[int]:
     generator = torch.Generator().manual_seed(length)
     return torch.randint(0, 256, (length,), generator=generator).tolist()
 
 
-def frames(engine, tokens: list[int], chunk: int) -> torch.Tensor:
-    """Logits of every token, read in chunks."""
-    pages, found = array("i", range(1, len(tokens) // PAGE + 2)), []
+def logits_in_chunks(engine, tokens: list[int], chunk: int) -> torch.Tensor:
+    """Logits of every position, from frames of `chunk` tokens."""
+    pages, logits = array("i", range(1, len(tokens) // PAGE + 2)), []
     for start in range(0, len(tokens), chunk):
         inputs = tuple(tokens[start : start + chunk])
         span = Span(0, start, inputs, len(inputs), pages, Sampling(), tokens, len(tokens))
-        logits = engine.runner.frame(pack_frame([span], engine.runner.frame_staging(len(span.inputs))))
-        found.append(logits[: len(inputs)].clone())
-    return torch.cat(found)
+        output = engine.runner.frame(pack_frame([span], engine.runner.frame_staging(len(span.inputs))))
+        logits.append(output[: len(inputs)].clone())
+    return torch.cat(logits)
 
 
 def test_logits_are_those_of_transformers(pair):
-    variant, engine, theirs = pair
+    variant, engine, original = pair
     for length in variant.lengths:
-        tokens = prompt_of(length)
+        tokens = random_prompt(length)
         with torch.inference_mode():
-            expected = theirs(input_ids=torch.tensor([tokens])).logits[0].float()
+            expected = original(input_ids=torch.tensor([tokens])).logits[0].float()
         for chunk in (16, 7):
-            got = frames(engine, tokens, chunk)
-            worst = (got - expected).abs().max().item()
-            assert worst < TOLERANCE * expected.abs().max().item(), f"{length} tokens in chunks of {chunk}"
+            got = logits_in_chunks(engine, tokens, chunk)
+            error = (got - expected).abs().max().item()
+            assert error < TOLERANCE * expected.abs().max().item(), f"{length} tokens in chunks of {chunk}"
 
 
 def test_greedy_tokens_are_those_of_transformers(pair):
-    variant, engine, theirs = pair
+    variant, engine, original = pair
     compared = 0
     for length in variant.lengths:
-        tokens = prompt_of(length)
+        tokens = random_prompt(length)
         with torch.inference_mode():
-            answer = theirs.generate(
+            answer = original.generate(
                 torch.tensor([tokens]),
                 attention_mask=torch.ones(1, length, dtype=torch.long),
                 max_new_tokens=14,
@@ -157,27 +159,27 @@ def test_greedy_tokens_are_those_of_transformers(pair):
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-        (heard,) = run(engine, [(tokens, Sampling(), 14)])
-        for said, logits, ours in zip(
-            answer.sequences[0, length:].tolist(), answer.logits, heard.tokens, strict=True
+        (output,) = run(engine, [(tokens, Sampling(), 14)])
+        for expected, logits, token in zip(
+            answer.sequences[0, length:].tolist(), answer.logits, output.tokens, strict=True
         ):
             best = logits[0].topk(2).values
-            if (best[0] - best[1]).item() <= MARGIN:
-                break  # torn between two: from here on both may go their own way
-            assert said == ours, f"{length} tokens"
+            if (best[0] - best[1]).item() <= MIN_MARGIN:
+                break  # the token may differ, and so may all after it
+            assert token == expected, f"{length} tokens"
             compared += 1
     assert compared > 14
 
 
-def test_windows_are_seen_where_they_are(pair):
-    """The inspect_model's windows are the config's: a prompt longer than the window would tell, if not."""
+def test_windows_are_those_of_the_config(pair):
+    """At least one prompt is longer than the window, so that the oracle covers it."""
     variant, engine, _ = pair
     config = tiny_config(variant.family, **variant.overrides)
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
+    layer_types = getattr(config, "layer_types", None)
     windows = [layer.window for layer in engine.loaded.arch.layers]
-    if kinds:
-        assert windows == [window if kind == "sliding_attention" else None for kind in kinds]
+    if layer_types:
+        assert windows == [window if kind == "sliding_attention" else None for kind in layer_types]
     elif variant.name.startswith("mistral") or variant.name == "phi3-windowed":
         assert windows == [window] * len(windows)
     if any(windows):
@@ -186,9 +188,9 @@ def test_windows_are_seen_where_they_are(pair):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_on_a_card_the_checkpoint_says_which_dtype(family, dtype):
+def test_dtype_auto_is_the_checkpoints_on_cuda_and_float32_on_cpu(family, dtype):
     config = tiny_config(family)
     config.dtype = dtype
-    found = inspect_model(config).checkpoint_dtype
-    assert pick_dtype("auto", torch.device("cuda"), found) == dtype
-    assert pick_dtype("auto", torch.device("cpu"), found) == torch.float32
+    checkpoint_dtype = inspect_model(config).checkpoint_dtype
+    assert pick_dtype("auto", torch.device("cuda"), checkpoint_dtype) == dtype
+    assert pick_dtype("auto", torch.device("cpu"), checkpoint_dtype) == torch.float32

@@ -1,13 +1,13 @@
-"""A layer as one call: the bits its source states, the families it knows, what it must leave alone."""
+"""The fused layer: the bits its source states, the families it supports, the layers that run as modules."""
 
 import ctypes
 
 import pytest
 import torch
-from test_linear import bits, random, stated
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
+from cpp_reference import bits, exp_reference, linear_reference, norm_reference, random_tensor
 from samewise.engine import Engine
 from samewise.errors import GuaranteeLost, InvariantBroken
 from samewise.execute.runner import kv_shapes
@@ -16,9 +16,10 @@ from samewise.kernels.attention.cpu import TorchKernel
 from samewise.kernels.attention.native import NativeKernel
 from samewise.kernels.native import build as native_build
 from samewise.kv.store import KVStore
-from samewise.model import fused_layer as layers
-from samewise.model.arch import layer_list, inspect_model
+from samewise.model import fused_layer
+from samewise.model.arch import inspect_model, layer_list
 from samewise.model.attention_binding import ATTENTION, bind_attention
+from samewise.model.fused_layer import fuse_layer, unfusable_reason
 from samewise.model.linear import pack_linears
 from samewise.model.load import wrap_modules
 from samewise.testing import submit, tiny, tiny_engine
@@ -26,119 +27,95 @@ from samewise.types import LayerSet, Sampling
 
 pytestmark = pytest.mark.skipif(not native_build.compiler_available(), reason="no C++ compiler")
 
-WIDTH, INNER, HEADS, KV_HEADS, DIM = 40, 72, 4, 2, 24  # nothing a whole number of vectors
+WIDTH, INNER, HEADS, KV_HEADS, DIM = 40, 72, 4, 2, 24  # no multiples of a vector's length
 
 
-def settings(family, **more):
+def tiny_config(family, **overrides):
     shape = {
         "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM,
         "max_position_embeddings": 256,
     }  # fmt: skip
-    return AutoConfig.for_model(family, **shape | more)
+    return AutoConfig.for_model(family, **shape | overrides)
 
 
-def seated(family, kernel=None, *, dtype=torch.float32, coarse=False, **more):
-    """A random model whose attention has its seats, and its layers."""
+def bound_layers(family, kernel=None, *, dtype=torch.float32, coarse=False, **overrides):
+    """The layers of a random model, with native linears and attention bound to KV pages.
+
+    `coarse`: weights are on the grid of bfloat16, so siblings are packed as one.
+    """
     torch.manual_seed(0)
-    arch = inspect_model(settings(family, **more))
-    model = AutoModelForCausalLM.from_config(settings(family, **more), attn_implementation=ATTENTION).to(
-        dtype
-    )
+    arch = inspect_model(tiny_config(family, **overrides))
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(family, **overrides), attn_implementation=ATTENTION
+    ).to(dtype)
     for name, weight in model.named_parameters():
         with torch.no_grad():
             weight.copy_(torch.randn_like(weight) * (0.2 if weight.dim() > 1 else 0.5) + ("norm" in name))
-            if coarse:  # what a file in bfloat16 holds: siblings are packed as one
+            if coarse:
                 weight.copy_(weight.bfloat16())
     wrap_modules(model)
     pack_linears(model)
     kernel = kernel or NativeKernel()
     store = KVStore(kernel, kv_shapes(arch), 6, dtype, torch.device("cpu"))
     bind_attention(model, arch, kernel, store.layers)
-    return model, list(layer_list(model, arch)[1])
+    return list(layer_list(model, arch)[1])
 
 
-def inputs(num, layer=None, seed=0):
-    """Rows of one sequence, with angles that are anything."""
+def random_inputs(num_rows, layer=None, seed=0):
+    """Hidden states, rotary tables of random numbers, and the rows of one sequence on pages 3, 1, 4."""
     width = WIDTH if layer is None else layer.self_attn.q_proj.in_features
     dim = DIM if layer is None else layer.self_attn.binding.facts.head_dim
-    x, cos, sin = (random(1, num, size, seed=seed + i) for i, size in enumerate((width, dim, dim)))
-    reach = torch.arange(1, num + 1, dtype=torch.int32)
+    x, cos, sin = (
+        random_tensor(1, num_rows, size, seed=seed + i) for i, size in enumerate((width, dim, dim))
+    )
+    lengths = torch.arange(1, num_rows + 1, dtype=torch.int32)
     pages = torch.tensor([3, 1, 4], dtype=torch.int32)
-    slots = pages[(reach - 1).long() // PAGE] * PAGE + (reach - 1) % PAGE
-    return x, (cos, sin), Rows(reach, slots, torch.zeros_like(reach), pages, torch.zeros(0), torch.zeros(0))
+    slots = pages[(lengths - 1).long() // PAGE] * PAGE + (lengths - 1) % PAGE
+    return (
+        x,
+        (cos, sin),
+        Rows(lengths, slots, torch.zeros_like(lengths), pages, torch.zeros(0), torch.zeros(0)),
+    )
 
 
-def some(rows, keep):
+def select_rows(rows, keep):
     return Rows(rows.lengths[keep], rows.slots[keep], rows.page_start[keep], *rows[3:])
 
 
-def run(layer, x, turns, rows):
+def run_layer(layer, x, angles, rows):
     with torch.inference_mode():
-        return layer(x, position_embeddings=turns, rows=rows, attention_mask=None)
+        return layer(x, position_embeddings=angles, rows=rows, attention_mask=None)
 
 
-def norm(module, x):
-    """The order layer.cpp states."""
-    square = torch.zeros(*x.shape[:-1], -(-x.shape[-1] // 16) * 16)
-    square[..., : x.shape[-1]] = x
-    lanes = torch.zeros(*x.shape[:-1], 16)
-    for k in range(0, square.shape[-1], 16):
-        part = square[..., k : k + 16].double()
-        lanes = (part * part + lanes.double()).float()
-    for half in (8, 4, 2, 1):
-        lanes = lanes[..., :half] + lanes[..., half : 2 * half]
-    mean = lanes / x.shape[-1] + torch.tensor(module.variance_epsilon)
-    root = mean.double().sqrt().float()  # torch's own in float32 is not always the nearest
-    return module.weight * (x * (1.0 / root))
-
-
-def exponential(given):
-    """`exp_below` of lanes.h, one float32 operation at a time."""
-
-    def fma(a, b, c):
-        return (a.double() * torch.as_tensor(b).double() + torch.as_tensor(c).double()).float()
-
-    f = torch.tensor
-    x = given.clamp(min=-87.0)
-    shift = f(float.fromhex("0x1.8p23"))
-    shifted = fma(x, f(float.fromhex("0x1.715476p+0")), shift)
-    n = shifted - shift
-    r = fma(n, f(-float.fromhex("0x1.7f7d1cp-20")), fma(n, f(-float.fromhex("0x1.62e4p-1")), x))
-    y = fma(f(1.9875691500e-4), r, f(1.3981999507e-3))
-    for term in (8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        y = fma(y, r, f(term))
-    y = fma(y, r * r, r) + 1.0
-    power = ((n.int() + 127) << 23).view(torch.float32)
-    return torch.where(given < -87.0, 0.0, y * power)
-
-
-def told(layer, x, turns, rows):
-    """What layer.cpp says it does, by the kernels it names and the operations it states."""
-    a, m, dim = layer.self_attn, layer.mlp, layer.self_attn.binding.facts.head_dim
-    x, (cos, sin) = x[0], (turn[0][:, None] for turn in turns)
-    normed = norm(layer.input_layernorm, x)
+def layer_reference(layer, x, angles, rows):
+    """The layer in the order that layer.cpp states, with the native attention kernel."""
+    attention, mlp, binding = layer.self_attn, layer.mlp, layer.self_attn.binding
+    dim = binding.facts.head_dim
+    x, (cos, sin) = x[0], (table[0][:, None] for table in angles)
+    normed = norm_reference(layer.input_layernorm, x)
     q, k, v = (
-        stated(normed, linear.weight, linear.bias).view(x.shape[0], -1, dim)
-        for linear in (a.q_proj, a.k_proj, a.v_proj)
+        linear_reference(normed, linear.weight, linear.bias).view(x.shape[0], -1, dim)
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    if hasattr(a, "q_norm"):
-        q, k = norm(a.q_norm, q), norm(a.k_norm, k)
+    if hasattr(attention, "q_norm"):
+        q, k = norm_reference(attention.q_norm, q), norm_reference(attention.k_norm, k)
 
     def rotate(y):
         half = dim // 2
         return y * cos + torch.cat([-y[..., half:], y[..., :half]], dim=-1) * sin
 
-    place = a.binding
-    seen = place.kernel(
-        rotate(q), rotate(k), v, place.kv, rows, scale=a.scaling, window=place.facts.window
+    attended = binding.kernel(
+        rotate(q), rotate(k), v, binding.kv, rows, scale=attention.scaling, window=binding.facts.window
     ).reshape(x.shape[0], -1)
-    x = x + stated(seen, a.o_proj.weight, a.o_proj.bias)
-    normed = norm(layer.post_attention_layernorm, x)
-    g, u = (stated(normed, linear.weight, linear.bias) for linear in (m.gate_proj, m.up_proj))
-    e = exponential(-g.abs())
-    gated = g * (torch.where(g < 0, e, 1.0) / (1.0 + e)) * u
-    return (x + stated(gated, m.down_proj.weight, m.down_proj.bias))[None]
+    x = x + linear_reference(attended, attention.o_proj.weight, attention.o_proj.bias)
+    normed = norm_reference(layer.post_attention_layernorm, x)
+    gate, up = (
+        linear_reference(normed, linear.weight, linear.bias) for linear in (mlp.gate_proj, mlp.up_proj)
+    )
+    e = exp_reference(-gate.abs())
+    gated = gate * (torch.where(gate < 0, e, 1.0) / (1.0 + e)) * up
+    return (x + linear_reference(gated, mlp.down_proj.weight, mlp.down_proj.bias))[None]
 
 
 SHAPES = {
@@ -154,101 +131,98 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("coarse", [False, True], ids=["apart", "packed as one"])
+@pytest.mark.parametrize("coarse", [False, True], ids=["separate", "packed as one"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_its_bits_are_those_its_source_states(shape, coarse):
-    family, more = SHAPES[shape]
-    for layer in seated(family, coarse=coarse, **more)[1]:
+def test_bits_are_those_of_the_stated_order(shape, coarse):
+    family, overrides = SHAPES[shape]
+    for layer in bound_layers(family, coarse=coarse, **overrides):
         assert (layer.self_attn.q_proj.merged is not None) == coarse
-        for num in (1, 2, 19):
-            given = inputs(num, layer)
+        for num_rows in (1, 2, 19):
+            inputs = random_inputs(num_rows, layer)
             with torch.inference_mode():
-                expected = told(layer, *given)
-            assert torch.equal(bits(run(layers.fuse_layer(layer), *given)), bits(expected))
+                expected = layer_reference(layer, *inputs)
+            assert torch.equal(bits(run_layer(fuse_layer(layer), *inputs)), bits(expected))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_answers_as_its_modules_do(shape):
-    family, more = SHAPES[shape]
-    for layer in seated(family, **more)[1]:
-        assert layers.unfusable_reason(layer) is None
-        given = inputs(19, layer, seed=7)
-        one, other = run(layer, *given), run(layers.fuse_layer(layer), *given)
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+def test_result_equals_the_modules_up_to_rounding(shape):
+    family, overrides = SHAPES[shape]
+    for layer in bound_layers(family, **overrides):
+        assert unfusable_reason(layer) is None
+        inputs = random_inputs(19, layer, seed=7)
+        expected = run_layer(layer, *inputs)
+        torch.testing.assert_close(run_layer(fuse_layer(layer), *inputs), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_company_and_threads_do_not_matter():
-    layer = layers.fuse_layer(seated("qwen3")[1][0])
-    x, (cos, sin), rows = inputs(33)
-    whole = bits(run(layer, x, (cos, sin), rows))
-    before = torch.get_num_threads()
+def test_bits_do_not_depend_on_other_rows_or_threads():
+    layer = fuse_layer(bound_layers("qwen3")[0])
+    x, (cos, sin), rows = random_inputs(33)
+    expected = bits(run_layer(layer, x, (cos, sin), rows))
+    num_threads = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             for step in (1, 2, 5, 16, 33):
                 for start in range(0, 33, step):
                     keep = slice(start, start + step)
-                    part = run(layer, x[:, keep], (cos[:, keep], sin[:, keep]), some(rows, keep))
-                    assert torch.equal(bits(part), whole[:, keep])
+                    part = run_layer(layer, x[:, keep], (cos[:, keep], sin[:, keep]), select_rows(rows, keep))
+                    assert torch.equal(bits(part), expected[:, keep])
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
-def test_many_rows_on_several_threads_are_what_each_is_alone():
-    """Wide enough that rows between the products are shared out."""
-    _, (layer, _) = seated("qwen3", hidden_size=1600, intermediate_size=2048)
-    made = layers.fuse_layer(layer)
-    x, (cos, sin), rows = inputs(40, layer)
-    before = torch.get_num_threads()
+def test_wide_layer_on_several_threads_gives_each_row_its_own_bits():
+    """The layer is wide enough that norms and activations are split over threads, too."""
+    layer, _ = bound_layers("qwen3", hidden_size=1600, intermediate_size=2048)
+    fused = fuse_layer(layer)
+    x, (cos, sin), rows = random_inputs(40, layer)
+    num_threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        whole = bits(run(made, x, (cos, sin), rows))
+        expected = bits(run_layer(fused, x, (cos, sin), rows))
         for i in range(40):
             keep = slice(i, i + 1)
-            alone = run(made, x[:, keep], (cos[:, keep], sin[:, keep]), some(rows, keep))
-            assert torch.equal(bits(alone), whole[:, keep])
+            alone = run_layer(fused, x[:, keep], (cos[:, keep], sin[:, keep]), select_rows(rows, keep))
+            assert torch.equal(bits(alone), expected[:, keep])
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
-def test_another_instruction_set_has_the_same_bits(tmp_path, monkeypatch):
-    layer, given = seated("qwen3")[1][0], inputs(19)
-    expected = bits(run(layers.fuse_layer(layer), *given))
+def test_portable_build_gives_the_same_bits(tmp_path, monkeypatch):
+    layer, inputs = bound_layers("qwen3")[0], random_inputs(19)
+    expected = bits(run_layer(fuse_layer(layer), *inputs))
     target = tmp_path / "portable.so"
     native_build.build(target, ("-DSAMEWISE_PORTABLE",))
     entry = native_build.load_library(target).samewise_layer
-    entry.argtypes = [ctypes.POINTER(layers._Layer), ctypes.POINTER(layers._Visit)]
-    monkeypatch.setattr(layers, "_entry", lambda: entry)
-    assert torch.equal(bits(run(layers.fuse_layer(layer), *given)), expected)
+    entry.argtypes = [ctypes.POINTER(fused_layer._Layer), ctypes.POINTER(fused_layer._Visit)]
+    monkeypatch.setattr(fused_layer, "_entry", lambda: entry)
+    assert torch.equal(bits(run_layer(fuse_layer(layer), *inputs)), expected)
 
 
-def test_great_and_tiny_gates_are_what_torch_says():
-    g = torch.tensor([-200.0, -90.0, -87.5, -20.0, -1e-30, 0.0, 1e-30, 3.0, 90.0, 200.0])
-    e = exponential(-g.abs())
-    share = torch.where(g < 0, e, 1.0) / (1.0 + e)
-    torch.testing.assert_close(g * share, torch.nn.functional.silu(g), rtol=1e-6, atol=1e-35)
+def test_silu_reference_equals_torch_for_large_and_tiny_inputs():
+    gate = torch.tensor([-200.0, -90.0, -87.5, -20.0, -1e-30, 0.0, 1e-30, 3.0, 90.0, 200.0])
+    e = exp_reference(-gate.abs())
+    sigmoid = torch.where(gate < 0, e, 1.0) / (1.0 + e)
+    torch.testing.assert_close(gate * sigmoid, torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-35)
 
 
-@pytest.mark.parametrize("out", ["attention", "mlp"])
-def test_a_layer_without_one_of_its_sublayers(out):
+@pytest.mark.parametrize("skipped", [LayerSet((0,), ()), LayerSet((), (0,))], ids=["attention", "mlp"])
+def test_view_without_a_sublayer_can_be_fused(skipped):
     engine = tiny_engine()
     views = engine.runner.views()
-    kept = {"attention": (), "mlp": ()} | {out: (0,)}
-    skipped = LayerSet(tuple(kept["attention"]), tuple(kept["mlp"]))
-    one = views.without(skipped)
-    other = views.without(skipped, layers.fuse_layer)
+    models = views.without(skipped), views.without(skipped, fuse_layer)
     width, dim = engine.loaded.model.config.hidden_size, engine.loaded.arch.layers[0].head_dim
-    x, cos, sin = (random(1, 5, size, seed=i) for i, size in enumerate((width, dim, dim)))
-    reach = torch.arange(1, 6, dtype=torch.int32)
+    x, cos, sin = (random_tensor(1, 5, size, seed=i) for i, size in enumerate((width, dim, dim)))
+    lengths = torch.arange(1, 6, dtype=torch.int32)
     page = torch.ones(1, dtype=torch.int32)
-    rows = Rows(reach, PAGE + reach - 1, torch.zeros_like(reach), page, torch.zeros(0), torch.zeros(0))
-    first = [layer_list(model, engine.loaded.arch)[1][0] for model in (one, other)]
-    expected, got = (run(layer, x, (cos, sin), rows) for layer in first)
+    rows = Rows(lengths, PAGE + lengths - 1, torch.zeros_like(lengths), page, torch.zeros(0), torch.zeros(0))
+    layers = [layer_list(model, engine.loaded.arch)[1][0] for model in models]
+    expected, got = (run_layer(layer, x, (cos, sin), rows) for layer in layers)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-class Odd(torch.nn.Module):
-    """A norm that is not what it looks like."""
+class IdentityNorm(torch.nn.Module):
+    """Has a norm's attributes and returns its input."""
 
     def __init__(self, norm):
         super().__init__()
@@ -258,20 +232,20 @@ class Odd(torch.nn.Module):
         return x
 
 
-def test_a_layer_that_does_something_else_is_left_alone():
-    _, (layer, other) = seated("llama")
-    assert layers.unfusable_reason(layer) is None
+def test_changed_layer_runs_as_its_modules():
+    layer, other = bound_layers("llama")
+    assert unfusable_reason(layer) is None
     layer.mlp.act_fn.inner = ACT2FN["gelu"]
     with torch.no_grad():
-        layer.mlp.down_proj.weight.zero_()  # no number shows it
+        layer.mlp.down_proj.weight.zero_()  # the result is the same with any activation
     pack_linears(layer)
-    assert "SiLU" in layers.unfusable_reason(layer)
+    assert "SiLU" in unfusable_reason(layer)
     handle = other.mlp.register_forward_hook(lambda *_: None)
-    assert layers.unfusable_reason(other)  # somebody listens
+    assert unfusable_reason(other)  # has a hook
     handle.remove()
-    assert layers.unfusable_reason(other) is None
-    other.input_layernorm = Odd(other.input_layernorm)
-    assert layers.unfusable_reason(other)
+    assert unfusable_reason(other) is None
+    other.input_layernorm = IdentityNorm(other.input_layernorm)
+    assert unfusable_reason(other)
 
 
 @pytest.mark.parametrize(
@@ -284,84 +258,84 @@ def test_a_layer_that_does_something_else_is_left_alone():
     ],
     ids=["family", "attention", "dtype", "arithmetic"],
 )
-def test_what_it_does_not_know_runs_as_its_modules(family, change):
-    assert not any(layers.unfusable_reason(layer) is None for layer in seated(family, **change)[1])
+def test_unsupported_layer_runs_as_its_modules(family, change):
+    assert not any(unfusable_reason(layer) is None for layer in bound_layers(family, **change))
 
 
-def test_numbers_are_the_second_lock():
-    _, (layer, _) = seated("llama")
-    layer.self_attn.scaling = 0.3  # an attribute like any other, which modules and kernel both read
-    assert layers.unfusable_reason(layer) is None
+def test_result_is_compared_with_the_modules():
+    layer, _ = bound_layers("llama")
+    layer.self_attn.scaling = 0.3  # modules and kernel both read it
+    assert unfusable_reason(layer) is None
     layer.post_attention_layernorm.variance_epsilon = 1e-6
-    made = layers.fuse_layer(layer)
+    fused = fuse_layer(layer)
     layer.post_attention_layernorm.variance_epsilon = 1.0
-    assert not layers._agrees(layer, made)
+    assert not fused_layer._agrees(layer, fused)
 
 
-def test_a_linear_without_packed_weights_is_an_error_and_no_answer():
-    _, (layer, _) = seated("llama")
+def test_layer_without_packed_weights_is_not_fused():
+    layer, _ = bound_layers("llama")
     for module in layer.modules():
         if hasattr(module, "packed"):
             module.packed = module.merged = None
-    assert "not native" in layers.unfusable_reason(layer)
+    assert "not native" in unfusable_reason(layer)
     with pytest.raises(GuaranteeLost, match="replaced"):
-        layers.fuse_layer(layer)
+        fuse_layer(layer)
 
 
-def test_rows_that_do_not_fit_are_an_error():
-    layer = layers.fuse_layer(seated("llama")[1][0])
-    x, (cos, sin), rows = inputs(4)
+def test_inputs_of_wrong_shape_dtype_or_slot_break_an_invariant():
+    layer = fuse_layer(bound_layers("llama")[0])
+    x, (cos, sin), rows = random_inputs(4)
     with pytest.raises(InvariantBroken, match="width 40"):
-        run(layer, x[..., :39], (cos, sin), rows)
-    with pytest.raises(InvariantBroken, match="was given"):
-        run(layer, x, (cos[..., :6], sin[..., :6]), rows)
+        run_layer(layer, x[..., :39], (cos, sin), rows)
+    with pytest.raises(InvariantBroken, match="was inputs"):
+        run_layer(layer, x, (cos[..., :6], sin[..., :6]), rows)
     with pytest.raises(InvariantBroken, match="slot"):
-        run(layer, x, (cos, sin), rows._replace(slots=rows.slots + 1000))
+        run_layer(layer, x, (cos, sin), rows._replace(slots=rows.slots + 1000))
     with pytest.raises(InvariantBroken, match="int64"):
-        run(layer, x, (cos, sin), rows._replace(pages=rows.pages.long()))
+        run_layer(layer, x, (cos, sin), rows._replace(pages=rows.pages.long()))
 
 
-def test_new_weights_are_seen():
-    _, (layer, _) = seated("llama")
-    made, given = layers.fuse_layer(layer), inputs(3)
-    before = run(made, *given)
+def test_repacked_weights_are_used():
+    layer, _ = bound_layers("llama")
+    fused, inputs = fuse_layer(layer), random_inputs(3)
+    before = run_layer(fused, *inputs)
     with torch.no_grad():
         layer.mlp.down_proj.weight.mul_(1.5)
     pack_linears(layer)
-    after = run(made, *given)
+    after = run_layer(fused, *inputs)
     assert not torch.equal(before, after)
-    assert torch.equal(bits(after), bits(run(layers.fuse_layer(layer), *given)))
+    assert torch.equal(bits(after), bits(run_layer(fuse_layer(layer), *inputs)))
 
 
 @pytest.mark.parametrize("name", ["layers.1.input_layernorm.weight", "layers.0.self_attn.q_proj.bias",
                                   "layers.1.mlp.up_proj.weight"])  # fmt: skip
-def test_an_engine_with_new_weights_is_the_engine_that_began_with_them(name):
-    def answer(engine):
+def test_engine_with_updated_weights_equals_an_engine_built_with_them(name):
+    def generate(engine):
         submit(engine, [5, 9, 77, 200], Sampling(), max_tokens=12)
         return [token for _ in iter(lambda: engine.idle, True) for d in engine.step() for token in d.tokens]
 
     engine, other = tiny_engine("qwen2"), tiny("qwen2")
-    before, weight = answer(engine), other.model.get_parameter(f"model.{name}")
+    before, weight = generate(engine), other.model.get_parameter(f"model.{name}")
     with torch.no_grad():
         weight.copy_(weight.flip(0) * 3 + 1)
     engine.update_weights({f"model.{name}": weight.detach().clone()})
     fresh = Engine(other, engine.config)
     assert engine.runner.fused
     assert fresh.report.digest == engine.report.digest
-    after = answer(engine)
-    assert after == answer(fresh) != before
+    after = generate(engine)
+    assert after == generate(fresh) != before
 
 
-def test_a_process_with_another_default_dtype_sees_the_same():
-    before = torch.get_default_dtype()
-    _, (layer, _) = seated("llama")
+def test_default_dtype_of_the_process_does_not_matter():
+    dtype = torch.get_default_dtype()
+    layer, _ = bound_layers("llama")
     try:
         torch.set_default_dtype(torch.bfloat16)
-        assert layers.unfusable_reason(layer) is None
+        assert unfusable_reason(layer) is None
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(dtype)
 
 
-def test_the_contract_says_which_it_is():
+def test_contract_states_native_layers_or_modules():
     assert dict(tiny_engine().contract.facts)["layers"] == "native"
     assert dict(tiny_engine(linear="torch").contract.facts)["layers"] == "modules"
