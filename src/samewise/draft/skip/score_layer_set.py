@@ -59,7 +59,7 @@ class Rehearsal:
         self._pages, self.window = pages, min(window, len(pages) * PAGE)
         self._turn = 0
         self._recent: deque[tuple[int, ...]] = deque(maxlen=RECENT)
-        self._modules = FastPath(runner.model, None)  # that can be listened to
+        self._eager_path = FastPath(runner.model, None)  # modules, so that hooks run
         self._paths: dict[LayerSet, FastPath] = {}
 
     def remember(self, tokens: list[int], prompt_len: int) -> None:
@@ -141,7 +141,7 @@ class Rehearsal:
             handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
             handles += [part.register_forward_hook(leave) for part in parts]
         try:
-            self._look(pieces, self._modules)
+            self._look(pieces, self._eager_path)
         finally:
             for handle in handles:
                 handle.remove()
