@@ -1,15 +1,15 @@
-"""What auditing receipts costs, beside generating the answers one at a time. Last line: JSON.
+"""Measures the time to audit receipts relative to generating the answers one at a time. Last line: JSON.
 
     python bench/audit.py                     # 100 receipts of the embedded model
     python bench/audit.py --num 20 --max-tokens 48
 
-Both run over the same weights in one process, in turns of a few receipts each, so that a noisy neighbour
-disturbs them alike. Generating is as a user would have it: `auto`, prefix cache on. Half of the requests
-are greedy, half sampled. Loading the model is in neither. CPU seconds are given beside seconds: on a busy
-machine they say more.
+Both run over the same weights in one process, in turns of a few receipts each, so that other load of the
+machine affects them alike. Generation has default settings: `auto`, prefix cache on. Half of the requests are
+greedy, half sampled. Loading the model is not timed. CPU seconds are printed beside seconds: they depend less
+on other load.
 
-The gain is a matter of lengths: a token of an answer is generated alone and audited in company, a token of
-the prompt is read in company both times.
+The ratio depends on the lengths: output tokens are generated one at a time and audited many per frame; prompt
+tokens are computed many per frame in both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from samewise import LLM, SamplingParams  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
 from samewise.execute.load import load  # noqa: E402
-from samewise.jobs.audit import TOGETHER, Auditor, Case, reciting  # noqa: E402
+from samewise.jobs.audit import MAX_REPLAYS, Auditor, Case, make_recorded_tokens  # noqa: E402
 
 TOPICS = (
     "the sea",
@@ -53,9 +53,9 @@ KINDS = (
 
 
 def questions(num: int) -> list[str]:
-    """Short ones, no two alike up to a hundred."""
-    found = [kind.format(topic) for kind in KINDS for topic in TOPICS]
-    return [found[i % len(found)] for i in range(num)]
+    """Short questions; the first hundred are distinct."""
+    distinct = [kind.format(topic) for kind in KINDS for topic in TOPICS]
+    return [distinct[i % len(distinct)] for i in range(num)]
 
 
 def commit() -> str:
@@ -69,7 +69,7 @@ def commit() -> str:
 
 
 class Clock:
-    """Seconds and CPU seconds spent inside `with`, added up."""
+    """Total seconds and CPU seconds spent inside `with`."""
 
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0
@@ -98,34 +98,34 @@ def main() -> None:
     loaded = load(config)
     llm = LLM.over(Engine(loaded, config))
     settings = EngineConfig(
-        model=args.model, device=args.device, max_num_seqs=TOGETHER, proposer="none", draft_tokens=4096,
+        model=args.model, device=args.device, max_num_seqs=MAX_REPLAYS, proposer="none", draft_tokens=4096,
         enable_prefix_caching=False, kv_memory=2**28,
     )  # fmt: skip
-    auditor = Auditor(Engine(loaded, settings, make_proposer=reciting))
+    auditor = Auditor(Engine(loaded, settings, make_proposer=make_recorded_tokens))
 
-    made = tokens = prompt_tokens = 0
+    num_receipts = tokens = prompt_tokens = 0
     generating, auditing = Clock(), Clock()
-    asked = questions(args.num)
+    texts = questions(args.num)
     for first in range(0, args.num, args.turn):
         receipts = []
         with generating:
-            for i, text in enumerate(asked[first : first + args.turn], first):
+            for i, text in enumerate(texts[first : first + args.turn], first):
                 params = SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=args.max_tokens)
                 prompt = llm.chat_prompt([{"role": "user", "content": text}])
                 (output,) = llm.generate([prompt], params, use_tqdm=False)
                 receipts += llm.receipts(output, params)
         with auditing:
             findings = list(auditor.audit([Case(str(i), receipt) for i, receipt in enumerate(receipts)]))
-        assert all(finding.good for finding in findings), findings
-        made += len(receipts)
+        assert all(finding.is_same for finding in findings), findings
+        num_receipts += len(receipts)
         tokens += sum(len(receipt.token_ids) for receipt in receipts)
         prompt_tokens += sum(receipt.prompt_len for receipt in receipts)
-        print(f"{made} receipts: generated in {generating}, audited in {auditing}", flush=True)
+        print(f"{num_receipts} receipts: generated in {generating}, audited in {auditing}", flush=True)
     speed = (prompt_tokens + tokens) / auditing.wall
     ratio, cpu_ratio = generating.wall / auditing.wall, generating.cpu / auditing.cpu
     print(f"audit {ratio:.1f} times as fast ({cpu_ratio:.1f} in CPU time), {speed:.0f} tokens/s")
     result = {
-        "receipts": made, "tokens": tokens, "prompt_tokens": prompt_tokens,
+        "receipts": num_receipts, "tokens": tokens, "prompt_tokens": prompt_tokens,
         "generate_s": round(generating.wall, 2), "audit_s": round(auditing.wall, 2),
         "ratio": round(ratio, 2), "cpu_ratio": round(cpu_ratio, 2), "contract": auditor.contract.id,
         "commit": commit(),

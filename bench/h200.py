@@ -35,11 +35,11 @@ from rich.table import Table  # noqa: E402
 import bits  # noqa: E402
 import peers  # noqa: E402
 import shapes  # noqa: E402
+from h200_report import case_line, case_table, median_run, save_picture, shorten_sizes, summary  # noqa: E402
 from loads import MODES, Case, measure, streaming  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
 from samewise.kernels.attention.base import PAGE  # noqa: E402
-from telling import few, line, middle, picture, short, table  # noqa: E402
 
 Found = dict[str, Any]
 
@@ -131,11 +131,11 @@ class Bench:
         )  # fmt: skip
         self.found |= {
             "start_s": time.perf_counter() - began, "contract": engine.contract.id,
-            "sizes": list(engine.runner.sizes), "frame_rows": engine.frame_rows,
+            "sizes": list(engine.runner.sizes), "frame_rows": engine.parts.frame_rows,
             "kv_tokens": engine.stats()["pages"] * PAGE,
         }  # fmt: skip
         self.console.print(
-            f"start-up {self.found['start_s']:.1f} s; frames of {few(self.found['sizes'])} rows, "
+            f"start-up {self.found['start_s']:.1f} s; frames of {shorten_sizes(self.found['sizes'])} rows, "
             f"KV for {self.found['kv_tokens']} tokens; contract {engine.contract.id}"
         )
         return engine
@@ -168,7 +168,7 @@ class Bench:
                     continue
                 self.found["cases"].append(self._case(engine, case))
                 self._save()
-        self.console.print(table(self.found))
+        self.console.print(case_table(self.found))
 
     def _fits(self, case: Case) -> bool:
         needed = case.live * -(-(case.prompt + case.output + GROWN) // PAGE) * PAGE
@@ -190,7 +190,7 @@ class Bench:
                 one = Case(case.prompt, case.output, case.live, mode)
                 seen[mode].append(measure(engine, one, self.args.steps, seed=100 + repeat))
         row: Found = {"lengths": case.name, "prompt": case.prompt, "output": case.output, "live": case.live}
-        row["modes"] = {mode: middle(runs) for mode, runs in seen.items()}
+        row["modes"] = {mode: median_run(runs) for mode, runs in seen.items()}
         first = row["modes"][modes[0]]
         row["context"] = first["context"]
         row["ceiling_ms"] = self._least(case.live, row["context"])
@@ -198,7 +198,7 @@ class Bench:
             pairs = zip(seen.get("unverified", []), seen[mode], strict=False)
             ratios = [a["ms"] / b["ms"] for a, b in pairs if a["ms"] and b["ms"]]
             row["modes"][mode]["over_unverified"] = statistics.median(ratios) if ratios else None
-        self.console.print("  " + line(row), highlight=False)
+        self.console.print("  " + case_line(row), highlight=False)
         return row
 
     def _streaming(self, engine: Engine) -> None:
@@ -228,7 +228,7 @@ class Bench:
         self.console.print(f"{work.num} requests, {case.name}, verified: {seen['tok_s']:.0f} tokens/s in all")
 
     def _peer(self, name: str, work: peers.Work) -> None:
-        seen = self.found.setdefault("peers", {})[name] = peers.ask(name, work)
+        seen = self.found.setdefault("peers", {})[name] = peers.measure(name, work)
         if "absent" in seen:
             self.console.print(f"[yellow]{seen['absent']}; left out[/]")
         else:
@@ -324,14 +324,14 @@ def main() -> None:
     args = arguments()
     if args.draw:
         found = json.loads(args.draw.read_text())
-        Console(width=150).print(table(found))
-        print(picture(found, args.draw.parent))
+        Console(width=150).print(case_table(found))
+        print(save_picture(found, args.draw.parent))
         return
     bench = Bench(args)
     found = bench.run()
     if found["cases"]:
-        print(picture(found, args.out))
-    print(json.dumps(short(found)))
+        print(save_picture(found, args.out))
+    print(json.dumps(summary(found)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Others on the same card: transformers' continuous batching, and vLLM. Found, never required.
+"""Measures transformers' continuous batching and vLLM on the same card, where they are installed.
 
-Both get random weights of the same shape and as many random prompts. What vLLM did where it was installed is
-kept here as numbers.
+Both get random weights of the same shape and as many random prompts. Figures of vLLM, measured on a machine
+that had it, are kept here as constants.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ ORDINARY = {1: 4.95, 8: 5.31, 32: 6.38, 64: 7.81, 128: 11.12}
 INVARIANT = {1: 18.0, 8: 17.7, 32: 17.5, 64: 16.3, 128: 14.7}
 """Milliseconds per decode step by live sequences: one H200, 8B shape, dummy bf16 weights, prompts of 1024,
 256 out, CUDA graphs and compile on; the second with VLLM_BATCH_INVARIANT=1."""
-PROMPTS = {"ordinary": 43_000, "batch-invariant": 34_000}  # tokens per second
-MEASURED_AT = (1024, 256)  # prompt and output of all of these
+MEASURED_AT = (1024, 256)  # prompt and output length, in tokens, of these figures
 
-Answer = dict[str, Any]
+Figures = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What every peer is asked: `num` requests at once."""
+    """The load of every peer: `num` requests at once; lengths in tokens."""
 
     config: Any
     device: torch.device
@@ -43,15 +42,15 @@ class Work:
     output: int
 
     def prompts(self) -> list[list[int]]:
-        """Random and distinct."""
+        """Random prompts, the same in every run."""
         rng = random.Random(2)
         return [[rng.randrange(self.config.vocab_size) for _ in range(self.prompt)] for _ in range(self.num)]
 
 
-def transformers(work: Work) -> Answer:
+def transformers(work: Work) -> Figures:
     """transformers' generate_batch: continuous batching over paged SDPA."""
     model = bare(work.config, work.device, work.dtype, "sdpa")
-    _batch(model, work.prompts()[:2], 2)  # whatever is built at first use is not timed
+    _batch(model, work.prompts()[:2], 2)  # warm-up
     began = time.perf_counter()
     results = list(_batch(model, work.prompts(), work.output))
     wall = time.perf_counter() - began
@@ -59,37 +58,37 @@ def transformers(work: Work) -> Answer:
     tokens = sum(len(result.generated_tokens) for result in results)
     if failed or tokens < work.num * work.output:
         raise RuntimeError(failed or f"{tokens} tokens came of {work.num * work.output}")
-    # From the first request taken up to the last one done: without setting its cache and graphs up.
+    # From the start of the first request to the end of the last: without building cache and graphs.
     lives = [getattr(result, "lifespan", (-1, -1)) for result in results]
     seconds = max(end for _, end in lives) - min(begin for begin, _ in lives)
     seconds = seconds if 0 < seconds <= wall else wall
     return {"tok_s": tokens / seconds, "seconds": seconds, "seconds_with_start": wall, "tokens": tokens}
 
 
-def _batch(model: Any, prompts: list[list[int]], most: int) -> Any:
+def _batch(model: Any, prompts: list[list[int]], max_tokens: int) -> Any:
     from transformers import GenerationConfig
 
-    given: dict[str, Any] = {}
-    generation = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    options: dict[str, Any] = {}
+    generation = GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     known = inspect.signature(model.generate_batch).parameters
     if "continuous_batching_config" in known:
         from transformers import ContinuousBatchingConfig
 
         wanted = {
-            "auto_switch_to_flash": False,  # it would look for a kernel outside this machine
+            "auto_switch_to_flash": False,  # it would download a kernel
             "allow_block_sharing": False,
             "max_memory_percent": 0.5,
         }
         names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
         settings = {name: value for name, value in wanted.items() if name in names}
-        given["continuous_batching_config"] = ContinuousBatchingConfig(**settings)
+        options["continuous_batching_config"] = ContinuousBatchingConfig(**settings)
     if "progress_bar" in known:
-        given["progress_bar"] = False
-    return model.generate_batch(prompts, generation_config=generation, **given).values()
+        options["progress_bar"] = False
+    return model.generate_batch(prompts, generation_config=generation, **options).values()
 
 
-def vllm(work: Work) -> Answer:
-    """vLLM with dummy weights; its decode step is what an output of one token leaves over."""
+def vllm(work: Work) -> Figures:
+    """vLLM with dummy weights; a decode step is the time beyond that of a one-token output, per token."""
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
@@ -100,24 +99,27 @@ def vllm(work: Work) -> Answer:
             max_model_len=work.prompt + work.output + 16, max_num_seqs=max(16, work.num),
             enable_prefix_caching=False, gpu_memory_utilization=0.6,
         )  # fmt: skip
-    given = [{"prompt_token_ids": prompt} for prompt in work.prompts()]
+    prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts()]
     seconds = {}
-    for most in (1, 1, work.output):  # the first is for warming up
-        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+    for max_tokens in (1, 1, work.output):  # the first is the warm-up
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
-        llm.generate(given, params, use_tqdm=False)
-        seconds[most] = time.perf_counter() - began
-    whole = seconds[work.output]
-    ms = (whole - seconds[1]) * 1e3 / max(1, work.output - 1)
-    pace = work.num * work.prompt / seconds[1]
-    return {"tok_s": work.num * work.output / whole, "seconds": whole, "ms": ms, "prompt_tok_s": pace}
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds[max_tokens] = time.perf_counter() - began
+    total = seconds[work.output]
+    return {
+        "tok_s": work.num * work.output / total,
+        "seconds": total,
+        "ms": (total - seconds[1]) * 1e3 / max(1, work.output - 1),
+        "prompt_tok_s": work.num * work.prompt / seconds[1],
+    }
 
 
-PEERS: dict[str, Callable[[Work], Answer]] = {"transformers": transformers, "vllm": vllm}
+PEERS: dict[str, Callable[[Work], Figures]] = {"transformers": transformers, "vllm": vllm}
 
 
-def ask(name: str, work: Work) -> Answer:
-    """What a peer did, or why it did not: nobody's absence spoils a run."""
+def measure(name: str, work: Work) -> Figures:
+    """The figures of a peer, or under "absent" the reason why there are none."""
     if importlib.util.find_spec(name) is None:
         return {"absent": f"{name} is not installed"}
     try:

@@ -1,16 +1,16 @@
-"""What the server costs: tokens/s streamed over HTTP, over the engine's own rate. Last line: JSON.
+"""Measures tokens/s streamed over HTTP relative to the engine alone. Last line: JSON.
 
     OMP_NUM_THREADS=2 python bench/serve.py --clients 8
 
 One server process, one engine. In turns, on the same prompts: the engine alone (`add`, then `step` until
 idle, on its own thread, no text), and as many clients as requests, streaming completions from another
-process. The ceiling is 1. Beside it, the same ratio of the process's CPU time, which others on the machine
-disturb less: what the server would cost if nothing of it could be done beside the engine.
-Last, what the event loop's thread took. Nothing is shared between runs: prefixes are kept apart by salt,
-guesses by `share: false`.
+process. The ceiling is 1. Beside it: the same ratio of the process's CPU time, which depends less on other
+load of the machine and counts the server's work even where it overlaps with the engine; and the CPU time of
+the event loop's thread. Nothing is shared between runs: prefixes are separated by salt, drafts by
+`share: false`.
 
-With `--model tiny` the model costs next to nothing, and what remains is the server: microseconds of CPU
-that a streamed token takes beside the engine, all threads together. Good for finding out where they go.
+With `--model tiny` the model costs almost nothing, and the result is the server's own cost: microseconds of
+CPU per streamed token, over all threads.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ PATH = "/v1/completions"
 
 
 def prompts(number: int, clients: int) -> list[str]:
-    """A repeat's prompts: the project's own questions, in turn."""
+    """The prompts of one repeat: questions of the benchmark workload, in turn."""
     from samewise.bench import workload
 
     questions = [question.text for question in workload.read()]
     return [questions[(number * clients + i) % len(questions)][:160] for i in range(clients)]
 
 
-# ---- the server
+# ---- server
 
 
 def serve(args: argparse.Namespace) -> None:
     import uvicorn
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
 
     from samewise import AsyncLLM, SamplingParams
     from samewise.serve.app import make_app
@@ -59,23 +61,24 @@ def serve(args: argparse.Namespace) -> None:
             intake, engine = llm.intake, llm._engine
             params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, share=False)
 
-            def alone(number: int) -> dict:
-                asked = [intake.check(prompt, params) for prompt in prompts(number, args.clients)]
+            def run_engine(number: int) -> dict:
+                requests = [intake.check(prompt, params) for prompt in prompts(number, args.clients)]
                 tokens, began = 0, time.perf_counter()
-                for one in asked:
+                for one in requests:
                     engine.add(one.request(engine.new_id(), 0, leader=None, salt=f"alone {number}".encode()))
                 while not engine.idle:
                     tokens += sum(len(delta.tokens) for delta in engine.step())
                 return {"tokens": tokens, "seconds": time.perf_counter() - began}
 
-            async def own(number: int) -> dict:
-                return await llm._call(lambda: alone(number))
+            async def engine_alone(request: Request) -> JSONResponse:
+                number = int(request.query_params["number"])
+                return JSONResponse(await llm._call(lambda: run_engine(number)))
 
-            async def cpu() -> tuple[float, float]:
-                return time.process_time(), time.thread_time()  # all of it, and the event loop's
+            async def cpu(_: Request) -> JSONResponse:
+                return JSONResponse([time.process_time(), time.thread_time()])  # process, event loop's thread
 
-            app.add_api_route("/own", own)
-            app.add_api_route("/cpu", cpu)
+            app.add_route("/engine", engine_alone)
+            app.add_route("/cpu", cpu)
             server = uvicorn.Server(
                 uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
             )
@@ -88,20 +91,20 @@ def serve(args: argparse.Namespace) -> None:
     asyncio.run(main())
 
 
-# ---- the clients: as little as will do, so that what is measured is the server
+# ---- clients: plain sockets, so that their own cost is small
 
 
-async def ask(port: int, method: str, path: str, body: bytes = b"") -> bytes:
+async def fetch(port: int, method: str, path: str, body: bytes = b"") -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     lines = (f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}")
     writer.write("".join(f"{line}\r\n" for line in (*lines, "")).encode())
     writer.write(body)
-    found = await reader.read(-1)
+    response = await reader.read(-1)
     writer.close()
-    return found
+    return response
 
 
-async def streamed(port: int, number: int, args: argparse.Namespace) -> dict:
+async def stream_all(port: int, number: int, args: argparse.Namespace) -> dict:
     bodies = [
         json.dumps({"prompt": prompt, "temperature": 0, "max_tokens": args.tokens, "ignore_eos": True,
                     "stream": True, "stream_options": {"include_usage": True}, "share": False,
@@ -109,33 +112,30 @@ async def streamed(port: int, number: int, args: argparse.Namespace) -> dict:
         for prompt in prompts(number, args.clients)
     ]  # fmt: skip
     began = time.perf_counter()
-    found = await asyncio.gather(*(ask(port, "POST", PATH, body.encode()) for body in bodies))
+    responses = await asyncio.gather(*(fetch(port, "POST", PATH, body.encode()) for body in bodies))
     seconds = time.perf_counter() - began
     tokens = 0
-    for one in found:
-        events = [line for line in one.decode().splitlines() if line.startswith("data: ")]
-        assert events[-1] == "data: [DONE]", one[-500:]
+    for response in responses:
+        events = [line for line in response.decode().splitlines() if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]", response[-500:]
         tokens += json.loads(events[-2].removeprefix("data: "))["usage"]["completion_tokens"]
     return {"tokens": tokens, "seconds": seconds}
 
 
 async def measure(port: int, args: argparse.Namespace) -> list[dict]:
-    async def own(number: int) -> dict:
-        return await told(f"/own?number={number}")
-
-    async def told(path: str):
-        return json.loads((await ask(port, "GET", path)).split(b"\r\n\r\n", 1)[1])
+    async def get(path: str):
+        return json.loads((await fetch(port, "GET", path)).split(b"\r\n\r\n", 1)[1])
 
     rows = []
     for number in range(-args.warm, args.repeats):
-        work = [("own", own(number)), ("http", streamed(port, number, args))]
+        work = [("own", get(f"/engine?number={number}")), ("http", stream_all(port, number, args))]
         row: dict = {}
         for name, one in work if number % 2 else reversed(work):
-            before = await told("/cpu")
-            found = await one
-            assert found["tokens"] == args.tokens * args.clients, found
-            row[name] = found["tokens"] / found["seconds"]
-            after = await told("/cpu")
+            before = await get("/cpu")
+            result = await one
+            assert result["tokens"] == args.tokens * args.clients, result
+            row[name] = result["tokens"] / result["seconds"]
+            after = await get("/cpu")
             row[f"{name}_cpu"], row[f"{name}_loop"] = (b - a for a, b in zip(before, after, strict=True))
         if number >= 0:
             ratios = {
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--warm", type=int, default=1, help="repeats that do not count")
+    parser.add_argument("--warm", type=int, default=1, help="repeats before the measurement")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -172,23 +172,23 @@ def main() -> None:
         [sys.executable, __file__, "--serve", *sys.argv[1:]], stdout=subprocess.PIPE, text=True
     )
     try:
-        told = json.loads(server.stdout.readline())
+        started = json.loads(server.stdout.readline())
         print(f"{args.model}, proposer {args.proposer}, {args.clients} clients of {args.tokens} tokens, "
-              f"contract {told['contract']}; {platform.machine()}, {os.cpu_count()} cores, "
+              f"contract {started['contract']}; {platform.machine()}, {os.cpu_count()} cores, "
               f"load {os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
-        rows = asyncio.run(measure(told["port"], args))
+        rows = asyncio.run(measure(started["port"], args))
     finally:
         server.terminate()
         server.wait(30)
-    middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    print(f"median: engine {middle['own']:.1f}, http {middle['http']:.1f} tokens/s, "
-          f"ratio {middle['ratio']:.3f}; "
-          f"of CPU time {middle['cpu_ratio']:.3f}, of which the event loop took "
-          f"{middle['http_loop'] / middle['http_cpu']:.1%}; beside the engine, a token took "
-          f"{middle['token_us']:.0f} µs of CPU")  # fmt: skip
-    asked = {name: getattr(args, name) for name in ("model", "proposer", "clients", "tokens")}
-    seen = {"median": middle, "repeats": rows, "load": os.getloadavg()[0]}
-    print(json.dumps(asked | seen | {"contract": told["contract"]}))
+    median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    print(f"median: engine {median['own']:.1f}, http {median['http']:.1f} tokens/s, "
+          f"ratio {median['ratio']:.3f}; "
+          f"of CPU time {median['cpu_ratio']:.3f}, of which the event loop took "
+          f"{median['http_loop'] / median['http_cpu']:.1%}; beside the engine, a token took "
+          f"{median['token_us']:.0f} µs of CPU")  # fmt: skip
+    options = {name: getattr(args, name) for name in ("model", "proposer", "clients", "tokens")}
+    result = {"median": median, "repeats": rows, "load": os.getloadavg()[0]}
+    print(json.dumps(options | result | {"contract": started["contract"]}))
 
 
 if __name__ == "__main__":

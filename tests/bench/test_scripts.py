@@ -4,6 +4,7 @@ import json
 import random
 import runpy
 import sys
+from types import SimpleNamespace
 from array import array
 from pathlib import Path
 
@@ -212,9 +213,9 @@ def test_a_peer_that_is_not_there_is_said_to_be_absent(monkeypatch):
 
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     work = peers.Work(None, torch.device("cpu"), torch.float32, 1, 1, 1)
-    assert peers.ask("vllm", work) == {"absent": "vllm is not installed"}
+    assert peers.measure("vllm", work) == {"absent": "vllm is not installed"}
     monkeypatch.undo()
-    assert "did not run" in peers.ask("transformers", work)["absent"]
+    assert "did not run" in peers.measure("transformers", work)["absent"]
 
 
 def test_the_device_waits_between_passes(monkeypatch):
@@ -229,13 +230,13 @@ def test_the_device_waits_between_passes(monkeypatch):
             clock["now"] += 2
 
     class Sampler:
-        def pick(self):
+        def sample(self):
             clock["now"] += 1
 
     class Verifier:
         def run(self):
             runner.frame()
-            sampler.pick()
+            sampler.sample()
 
     class Event:
         def __init__(self):
@@ -248,7 +249,8 @@ def test_the_device_waits_between_passes(monkeypatch):
         device = torch.device("cuda")
 
     clock, runner, sampler, engine = {"now": 0}, Runner(), Sampler(), Engine()
-    engine.runner, engine.sampler, engine.verifier = runner, sampler, Verifier()
+    engine.runner, engine.verifier = runner, Verifier()
+    engine.parts = SimpleNamespace(sampler=sampler)
     monkeypatch.setattr(loads, "_now", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with loads.watched(engine) as device:
@@ -257,7 +259,7 @@ def test_the_device_waits_between_passes(monkeypatch):
         clock["now"] += 2  # the host is late
         engine.verifier.run()  # 4
         runner.fast()
-        sampler.pick()  # 3 in all, at once
+        sampler.sample()  # 3 in all, at once
     assert device.waits() == pytest.approx(2 / 13)
 
 
@@ -281,8 +283,8 @@ def test_a_model_with_an_mlp_for_each_topic_says_what_the_model_says():
     def logits(engine, text, skipped):
         span = Span(0, 0, tuple(text), len(text), array("i", [1, 2, 3]), Sampling(), list(text), len(text))
         runner = engine.runner
-        return runner.look(
-            pack_frame([span], runner.staging(len(text))), runner.skipping(runner.views(), skipped)
+        return runner.fast_eager(
+            pack_frame([span], runner.staging(len(text))), runner.skip_path(runner.views(), skipped)
         )
 
     for topic, some in enumerate(words):

@@ -1,4 +1,4 @@
-"""What bench/soak.py asks: requests that make sense with their references, and bodies that make none."""
+"""Requests of bench/soak.py: valid ones with their reference answers, and malformed ones."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MIB = 2**20
 
 
-def engine(**settings):
-    """The engine of server and references: a tiny random model that may end its answers."""
+def make_engine(**settings):
+    """The engine of the server and of the references: a tiny random model with an end-of-text token."""
     from samewise.testing import tiny_engine
 
     return tiny_engine(eos=True, **settings)
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request, and what a verified one must give: per choice, ids, log-probabilities, text, end."""
+class SoakRequest:
+    """A request and the `choice_result` of each choice of its verified answer."""
 
     path: str
     body: dict
-    wanted: tuple | None = None
+    expected: tuple
 
 
-def bodies(num: int, rng: random.Random) -> list[tuple[str, dict]]:
-    """All sorts of requests that make sense."""
+def random_bodies(num: int, rng: random.Random) -> list[tuple[str, dict]]:
+    """(path, body) of valid requests with many combinations of parameters."""
     words = ["frame", "span", "row", "page", "truth", "guess", "replay", "bit", "crowd", "alone", "ß", "日本"]
-    shared = " ".join(rng.choices(words, k=16))  # a beginning that many have in common
-    found = []
+    shared = " ".join(rng.choices(words, k=16))  # a common prefix
+    requests = []
     for i in range(num):
         text = " ".join(rng.choices(words, k=rng.choice((1, 3, 8, 20))))
         text = f"{shared} {text}"[:220] if i % 3 == 0 else text
@@ -53,34 +53,35 @@ def bodies(num: int, rng: random.Random) -> list[tuple[str, dict]]:
             body["response_format"] = {"type": "json_object"}
         if rng.random() < 0.3:
             messages = [{"role": "user", "content": text}]
-            found.append((CHAT, body | {"messages": messages, "logprobs": True, "top_logprobs": 2}))
+            requests.append((CHAT, body | {"messages": messages, "logprobs": True, "top_logprobs": 2}))
         else:
             echo = {"echo": True} if i % 11 == 8 else {}
             prompt = list(text.encode()) if i % 12 == 9 else text
-            found.append((COMPLETIONS, body | {"prompt": prompt, "logprobs": 1} | echo))
-    return found
+            requests.append((COMPLETIONS, body | {"prompt": prompt, "logprobs": 1} | echo))
+    return requests
 
 
-def references(asked: list[tuple[str, dict]]) -> tuple[list[Ask], str]:
-    """Each of them alone, in this process, and the contract they were computed under."""
+def references(bodies: list[tuple[str, dict]]) -> tuple[list[SoakRequest], str]:
+    """Answer each request alone, in this process; returns them with their contract id."""
     from samewise import LLM
     from samewise.openai.parse import parse
     from samewise.openai.replies import respond
     from samewise.testing import byte_tokenizer
 
-    llm = LLM.over(engine(proposer="none", enable_prefix_caching=False, max_num_seqs=1))
-    found = []
-    for path, body in asked:
+    llm = LLM.over(make_engine(proposer="none", enable_prefix_caching=False, max_num_seqs=1))
+    requests = []
+    for path, body in bodies:
         parsed = parse(path, body)
         prompt = llm.chat_prompt(parsed.messages, **parsed.template) if parsed.chat else parsed.prompts[0]
         outputs = llm.generate([prompt], parsed.params, use_tqdm=False)
         reply = respond(parsed, outputs, model="x", created=0, id="x", decode=byte_tokenizer().decode)
-        found.append(Ask(path, body, tuple(said(choice) for choice in reply["choices"])))
-    return found, llm.engine.contract.id
+        results = tuple(choice_result(choice) for choice in reply["choices"])
+        requests.append(SoakRequest(path, body, results))
+    return requests, llm.engine.contract.id
 
 
-def said(choice: dict) -> tuple:
-    """What must be the same: token ids, log-probabilities, text, and why it ended."""
+def choice_result(choice: dict) -> tuple:
+    """What must equal the reference: token ids, log-probabilities, text, finish reason."""
     logprobs = choice["logprobs"]
     values = logprobs["token_logprobs"] if "token_logprobs" in logprobs else [
         one["logprob"] for one in logprobs["content"]
@@ -89,8 +90,8 @@ def said(choice: dict) -> tuple:
     return tuple(choice["token_ids"]), tuple(values), text, choice["finish_reason"]
 
 
-def joined(events: list[dict]) -> tuple:
-    """The same, from a stream."""
+def stream_result(events: list[dict]) -> tuple:
+    """The `choice_result` of each choice of a stream."""
     ids, values, texts, ends = defaultdict(list), defaultdict(list), defaultdict(str), {}
     for event in events:
         for choice in event["choices"]:
@@ -104,7 +105,7 @@ def joined(events: list[dict]) -> tuple:
     return tuple((tuple(ids[i]), tuple(values[i]), texts[i], ends[i]) for i in sorted(ends))
 
 
-def dumped(body: object) -> bytes:
+def as_json(body: object) -> bytes:
     return json.dumps(body).encode()
 
 
@@ -116,27 +117,27 @@ MALFORMED: list[tuple[str, str, bytes, int]] = [
     ("POST", COMPLETIONS, b'{"prompt": "x", "temperature": NaN}', 400),
     ("POST", COMPLETIONS, b'{"prompt": "x", "temperature": 1e999}', 400),
     ("POST", COMPLETIONS, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400),
-    ("POST", COMPLETIONS, dumped({}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": 5}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": ["a", ""]}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": [[1, 2], [10**9]]}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": [-1]}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": "x" * 5000}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": "x", "max_tokens": "5"}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": "x", "max_tokens": 10**9}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": "x", "n": 0}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": "x", "n": 128}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": "x", "logprobs": 21}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": "x", "suffix": "y"}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": "x", "model": "other"}), 404),
-    ("POST", COMPLETIONS, dumped({"prompt": "x", "response_format": {"type": "json_schema"}}), 400),
-    ("POST", COMPLETIONS, dumped({"prompt": "x", "stop": [""] * 100}), 400),
-    ("POST", CHAT, dumped({"messages": []}), 400),
-    ("POST", CHAT, dumped({"messages": [{"role": "nobody", "content": "x"}]}), 400),
-    ("POST", CHAT, dumped({"messages": [{"role": "user", "content": 5}]}), 400),
+    ("POST", COMPLETIONS, as_json({}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": 5}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": ["a", ""]}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": [[1, 2], [10**9]]}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": [-1]}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": "x" * 5000}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": "x", "max_tokens": "5"}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": "x", "max_tokens": 10**9}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": "x", "n": 0}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": "x", "n": 128}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": "x", "logprobs": 21}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": "x", "suffix": "y"}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": "x", "model": "other"}), 404),
+    ("POST", COMPLETIONS, as_json({"prompt": "x", "response_format": {"type": "json_schema"}}), 400),
+    ("POST", COMPLETIONS, as_json({"prompt": "x", "stop": [""] * 100}), 400),
+    ("POST", CHAT, as_json({"messages": []}), 400),
+    ("POST", CHAT, as_json({"messages": [{"role": "unknown", "content": "x"}]}), 400),
+    ("POST", CHAT, as_json({"messages": [{"role": "user", "content": 5}]}), 400),
     ("POST", CHAT, b" " * (9 * MIB), 413),
-    ("POST", "/v1/responses", dumped({"input": "x"}), 404),
+    ("POST", "/v1/responses", as_json({"input": "x"}), 404),
     ("GET", COMPLETIONS, b"", 405),
     ("GET", "/nowhere", b"", 404),
 ]
-"""(method, path, body, status): none of these may be answered in any other way."""
+"""(method, path, body, status of the error the server must answer with)."""
