@@ -1,4 +1,4 @@
-"""`response_format`: what it comes to, and what is refused by name."""
+"""`response_format`: the grammar it asks for, and what is refused by name."""
 
 import pytest
 
@@ -31,12 +31,12 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"type": "grammar", "syntax": "lark", "definition": "start: /a/"}, Grammar.lark("start: /a/")),
     ],
 )
-def test_what_is_known(given, grammar):
+def test_known_formats_give_their_grammar(given, grammar):
     assert grammar_of(given) == grammar
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ("json_object", "give an object"),
         ({}, "known types are text, json_object, json_schema, grammar"),
@@ -56,7 +56,8 @@ def test_what_is_known(given, grammar):
         ({"type": "grammar", "syntax": "lark"}, "definition is the grammar's text"),
     ],
 )
-def test_what_is_not(given, says):
-    with pytest.raises(BadParameter, match=says) as caught:
+def test_other_formats_are_refused_by_name(given, message):
+    with pytest.raises(BadParameter, match=message) as caught:
         grammar_of(given)
     assert str(caught.value).startswith("response_format=")
+    assert caught.value.param == "response_format"

@@ -1,17 +1,22 @@
-"""What clients may send: pydantic models of the request bodies, and the fields that are refused by name.
+"""Bodies on the wire: pydantic models of requests, fields refused by name, and the types of responses.
 
-A field that would change the output is honoured or refused; any other unknown field passes. Types are
-JSON Schema's, and strict: `"5"` is not a number, `true` is not 1, `5.0` is a whole number and `5.5` is not.
-Ranges are checked where the values are used.
-
-Host only.
+A field that would change the output is honoured or refused; any other unknown field is ignored. Types are
+strict and those of JSON Schema: `"5"` is not a number, `true` is not 1, `5.0` is an integer and `5.5` is not.
+Ranges are shown here and checked by SamplingParams and `parse`. The OpenAPI document is generated from these
+types.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from typing_extensions import TypedDict  # typing's own is not accepted by pydantic before Python 3.12
+
+from samewise.config import PROPOSERS
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPT = {
@@ -57,23 +62,25 @@ Anything = Annotated[Any, WithJsonSchema(_ANY)]
 Messages = Annotated[list[dict[str, Any]], WithJsonSchema(_MESSAGES)]
 
 
-def whole(value: Any) -> Any:
-    """A number without a fraction is whole, however it was written; anything else stays what it is."""
+def as_integer(value: Any) -> Any:
+    """`5.0` as 5, as JSON Schema reads it; any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(whole)]
+Integer = Annotated[int, BeforeValidator(as_integer)]
 
 
-def _range(least: float | None = None, most: float | None = None, says: str | None = None) -> Any:
-    """An optional number. Its range is for the document: where it is checked, more can be said about it."""
-    bounds = {"minimum": least, "maximum": most}
+def _number(
+    minimum: float | None = None, maximum: float | None = None, description: str | None = None
+) -> Any:
+    """An optional number. The range is shown in the document only."""
+    bounds = {"minimum": minimum, "maximum": maximum}
     shown: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
-    return Field(None, description=says, json_schema_extra=shown)
+    return Field(None, description=description, json_schema_extra=shown)
 
 
 class StreamOptions(BaseModel):
-    """What a stream says beside the text."""
+    """What a stream carries besides the text."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -82,46 +89,50 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """Fields that completions and chats share. `null` is the same as absent."""
+    """Fields of both completions and chats. `null` is the same as absent."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    model: str | None = Field(None, description="One of `/v1/models`; absent: the one there is.")
-    max_tokens: Whole | None = _range(0)
-    temperature: float | None = _range(0, says="0 is greedy; absent: the checkpoint's, else 1.")
-    top_p: float | None = _range(0, 1)
-    n: Whole | None = _range(1, 128)
+    model: str | None = Field(None, description="One of `/v1/models`; absent: the model served.")
+    max_tokens: Integer | None = _number(0)
+    temperature: float | None = _number(0, description="0 is greedy; absent: the checkpoint's, else 1.")
+    top_p: float | None = _number(0, 1)
+    n: Integer | None = _number(1, 128)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop = None
-    seed: Whole | None = _range(-(2**63), 2**64 - 1, "Absent: derived from the prompt, and returned.")
-    presence_penalty: float | None = _range(-2, 2)
-    frequency_penalty: float | None = _range(-2, 2)
+    seed: Integer | None = _number(-(2**63), 2**64 - 1, "Absent: derived from the prompt, and returned.")
+    presence_penalty: float | None = _number(-2, 2)
+    frequency_penalty: float | None = _number(-2, 2)
     logit_bias: dict[str, float] | None = None
     user: str | None = None
     response_format: dict[str, Anything] | None = None
-    # Ours, and vLLM's.
+    # Not OpenAI's: vLLM's and our own.
     verify: bool | None = Field(None, description="False gives up the promise of equal bits.")
-    proposer: str | None = Field(None, description="`none`: nobody guesses. The output is the same.")
-    top_k: Whole | None = _range(-1)
-    min_p: float | None = _range(0, 1)
-    repetition_penalty: float | None = _range(0.01, 100)
-    min_tokens: Whole | None = _range(0)
+    proposer: str | None = Field(
+        None,
+        description="`none`: no drafts, and the same output. Otherwise the server's own, "
+        f"one of {', '.join(PROPOSERS)}.",
+    )
+    top_k: Integer | None = _number(-1)
+    min_p: float | None = _number(0, 1)
+    repetition_penalty: float | None = _number(0.01, 100)
+    min_tokens: Integer | None = _number(0)
     ignore_eos: bool | None = None
-    stop_token_ids: list[Whole] | None = None
-    allowed_token_ids: list[Whole] | None = None
+    stop_token_ids: list[Integer] | None = None
+    allowed_token_ids: list[Integer] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: Whole | None = _range(0, 20)
+    prompt_logprobs: Integer | None = _number(0, 20)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: Whole | None = _range(1)
+    truncate_prompt_tokens: Integer | None = _number(1)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, description="Prefixes are shared only under an equal salt.")
-    share: bool | None = Field(None, description="False: no guesses for others come from this answer.")
-    receipt: bool | None = Field(None, description="Return what is needed to check the answer later.")
-    explain: bool | None = Field(None, description="Say in every chunk what was guessed and accepted.")
+    share: bool | None = Field(None, description="False: the answer serves no other request's drafts.")
+    receipt: bool | None = Field(None, description="Return a receipt, to check the answer with later.")
+    explain: bool | None = Field(None, description="Return the drafted and accepted tokens of every chunk.")
 
 
 class CompletionBody(Body):
@@ -129,16 +140,16 @@ class CompletionBody(Body):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: Whole | None = _range(0, 20)
+    logprobs: Integer | None = _number(0, 20)
 
 
 class ChatBody(Body):
     """The body of `/v1/chat/completions`."""
 
     messages: Messages
-    max_completion_tokens: Whole | None = _range(0)
+    max_completion_tokens: Integer | None = _number(0)
     logprobs: bool | None = None
-    top_logprobs: Whole | None = _range(0, 20)
+    top_logprobs: Integer | None = _number(0, 20)
     tools: list[dict[str, Anything]] | None = None
     tool_choice: Anything = None
     parallel_tool_calls: bool | None = None
@@ -168,10 +179,10 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
-    tokens: list[Whole]
+    tokens: list[Integer]
 
 
-REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     # name: (values that change nothing, what to do instead)
     "add_special_tokens": ((), "is not supported; give the prompt as token ids"),
     "audio": ((), "is not supported; this server speaks text"),
@@ -231,13 +242,115 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 """Fields that would change the output and cannot be honoured."""
 
+CHAT_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "max_completion_tokens": ((), "is for conversations; use max_tokens"),
+    "tool_choice": (("none", "auto"), f"is for conversations; use {CHAT}"),
+    "tools": (([],), f"is for conversations; use {CHAT}"),
+    "top_logprobs": ((0,), "is for conversations; use logprobs"),
+}
+"""Fields of chats that completions refuse, in the same form."""
+
+COMPLETIONS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "echo": ((False,), f"is for completions; use {COMPLETIONS}, or continue_final_message"),
+    "tools": (([],), f"is not known here; the usage of {CHAT} with max_tokens 0 counts them"),  # /tokenize
+}
+"""Fields of completions that chats and /tokenize refuse, in the same form."""
+
+
+# ---- responses
+
+
+class Usage(TypedDict):
+    """Tokens a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int]
+
+
+class CompletionReply(TypedDict):
+    """The response of `/v1/completions` and `/v1/chat/completions`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[dict[str, Any]]
+    usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+    receipt: NotRequired[Any]
+
+
+class ModelCard(TypedDict):
+    """One entry of `/v1/models`."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+    contract: str
+
+
+class ModelList(TypedDict):
+    """The response of `/v1/models`."""
+
+    object: str
+    data: list[ModelCard]
+
+
+class TokenizeReply(TypedDict):
+    """The response of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class DetokenizeReply(TypedDict):
+    """The response of `/detokenize`."""
+
+    prompt: str
+
+
+class StatusReply(TypedDict):
+    """The response of `/health` and `/ready`."""
+
+    status: str
+
+
+class VersionReply(TypedDict):
+    """The response of `/version`."""
+
+    version: str
+    contract: str | None
+
+
 __all__ = [
-    "REFUSED",
+    "CHAT",
+    "CHAT_ONLY",
+    "COMPLETIONS",
+    "COMPLETIONS_ONLY",
+    "UNSUPPORTED",
     "Body",
     "ChatBody",
     "CompletionBody",
+    "CompletionReply",
     "DetokenizeBody",
+    "DetokenizeReply",
+    "ModelCard",
+    "ModelList",
+    "StatusReply",
     "StreamOptions",
     "TokenizeBody",
-    "whole",
+    "TokenizeReply",
+    "Usage",
+    "VersionReply",
+    "as_integer",
 ]

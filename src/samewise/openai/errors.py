@@ -1,12 +1,8 @@
-"""An error as OpenAI's clients know it: a status, and `{"error": {message, type, param, code}}`.
-
-Host only, and knows nothing of HTTP but the numbers.
-"""
+"""Errors as OpenAI's clients know them: an HTTP status and `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
-import re
-from typing import Any
+from typing_extensions import TypedDict
 
 from samewise.errors import (
     BadPrompt,
@@ -18,11 +14,30 @@ from samewise.errors import (
     UnknownModel,
 )
 
-RETRY_AFTER = 1  # seconds a client is asked to wait when the queue is full
+RETRY_AFTER = 1
+"""Seconds in the Retry-After header: the smallest HTTP can express; a place is often free sooner."""
+
+FIELD_OF_PARAM = {"grammar": "response_format"}
+"""Sampling parameters that a body sets through a field of another name."""
+
+
+class ErrorDetail(TypedDict):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """The body of every response with an error status."""
+
+    error: ErrorDetail
 
 
 class ApiError(SamewiseError):
-    """Something the client is told. `status` is HTTP's; the rest stands in the body."""
+    """An error for the client. `status` is the HTTP status; the other values go into the body."""
 
     def __init__(
         self,
@@ -38,36 +53,37 @@ class ApiError(SamewiseError):
         self.message, self.status, self.kind = message, status, kind
         self.param, self.code, self.retry_after = param, code, retry_after
 
-    def body(self) -> dict[str, Any]:
-        """What goes over the wire."""
+    def body(self) -> ErrorBody:
+        """The response body."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that go with it."""
+        """Response headers."""
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
     @classmethod
-    def of(cls, error: BaseException, *, prompt: str = "prompt") -> ApiError:
-        """Any error as a client should see it. What is not meant for clients says only that it happened.
+    def of(cls, error: BaseException, *, prompt_field: str = "prompt") -> ApiError:
+        """Any exception as an ApiError. Internal errors keep their message to themselves.
 
-        `prompt` is the field that the prompt came in.
+        `prompt_field` is the field of the body that held the prompt.
         """
         if isinstance(error, ApiError):
             return error
-        message = _shortened(str(error))
+        message = _shorten(str(error))
         if isinstance(error, QueueFull):
             return cls(
                 message, status=429, kind="rate_limit_error", code="queue_full", retry_after=RETRY_AFTER
             )
         if isinstance(error, PromptTooLong):
-            return cls(message, param=prompt, code="context_length_exceeded")
+            return cls(message, param=prompt_field, code="context_length_exceeded")
         if isinstance(error, UnknownModel):
             return cls(message, status=404, param="model", code="model_not_found")
         if isinstance(error, BadPrompt):
-            return cls(message, param=prompt, code="invalid_prompt")
+            return cls(message, param=prompt_field, code="invalid_prompt")
         if isinstance(error, CallerError):
-            return cls(message, param=_param(message), code="invalid_value")
+            param = None if error.param is None else FIELD_OF_PARAM.get(error.param, error.param)
+            return cls(message, param=param, code="invalid_value")
         if isinstance(error, MachineError):
             return cls(message, status=500, kind="server_error", code="engine_failed")
         return cls(
@@ -75,25 +91,24 @@ class ApiError(SamewiseError):
         )
 
 
-def refused(param: str, message: str) -> ApiError:
+def unsupported(param: str, message: str) -> ApiError:
     """A field that would change the output and cannot be honoured."""
     return ApiError(f"{param} {message}", param=param, code="unsupported_parameter")
 
 
 def invalid(param: str, message: str) -> ApiError:
-    """A field whose value will not do."""
+    """A field with an unacceptable value."""
     return ApiError(f"{param}: {message}", param=param, code="invalid_value")
 
 
-def _shortened(message: str) -> str:
-    """Errors quote the value they are about, which may be as long as a body; what to do stands at the end."""
+def unavailable(message: str, code: str) -> ApiError:
+    """The server takes no requests now."""
+    return ApiError(message, status=503, kind="server_error", code=code, retry_after=RETRY_AFTER)
+
+
+def _shorten(message: str) -> str:
+    """Messages quote values, which may be as long as a body. The remedy is at the end, so both ends stay."""
     return message if len(message) <= 1000 else f"{message[:400]} … {message[-400:]}"
 
 
-def _param(message: str) -> str | None:
-    """Our own errors begin with `name=value`."""
-    found = re.match(r"([a-z_]+)=", message)
-    return {"grammar": "response_format"}.get(found[1], found[1]) if found else None
-
-
-__all__ = ["RETRY_AFTER", "ApiError", "invalid", "refused"]
+__all__ = ["RETRY_AFTER", "ApiError", "ErrorBody", "ErrorDetail", "invalid", "unavailable", "unsupported"]

@@ -1,7 +1,4 @@
-"""`response_format` → the grammar an answer must follow. Pure, host only.
-
-What would change the output and is not known is refused by name. A message begins with the field it is about.
-"""
+"""`response_format` → the grammar an answer must follow. Unknown keys are refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 from samewise.errors import BadParameter
 from samewise.types import Grammar
 
-_KEYS = {  # the other keys each type may have
+_KEYS = {  # keys allowed beside `type`, by type
     "text": (),
     "json_object": (),
     "json_schema": ("json_schema",),
@@ -23,9 +20,9 @@ _SYNTAXES = ("regex", "lark")
 def grammar_of(response_format: dict[str, Any] | None) -> Grammar | None:
     """The grammar a `response_format` asks for; None for plain text.
 
-    `text`, `json_object` and `json_schema` are OpenAI's. A schema is followed to the letter whether or not
-    `strict` is set. `{"type": "grammar", "syntax": "regex" | "lark", "definition": …}` is the shape OpenAI
-    gives the formats of custom tools.
+    `text`, `json_object` and `json_schema` are OpenAI's. A schema is always followed exactly, with or without
+    `strict`. `{"type": "grammar", "syntax": "regex" | "lark", "definition": …}` is OpenAI's form for the
+    formats of custom tools.
     """
     if response_format is None:
         return None
@@ -54,7 +51,7 @@ def _schema(given: Any) -> Grammar:
     try:
         return Grammar.json_schema(schema)
     except BadParameter as error:
-        raise BadParameter(f"response_format=json_schema: {error}") from error
+        raise BadParameter(f"response_format=json_schema: {error}", param="response_format") from error
 
 
 def _grammar(syntax: Any, definition: Any) -> Grammar:
@@ -72,7 +69,7 @@ def _refuse_others(given: dict[str, Any], known: tuple[str, ...], kind: str) -> 
 
 
 def _bad(value: object, remedy: str) -> BadParameter:
-    return BadParameter(f"response_format={str(value)[:60]}: {remedy}")
+    return BadParameter(f"response_format={str(value)[:60]}: {remedy}", param="response_format")
 
 
 __all__ = ["grammar_of"]

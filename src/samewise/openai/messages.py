@@ -1,4 +1,4 @@
-"""Messages as OpenAI writes them → messages as chat templates read them. Host only."""
+"""Messages of a body → messages and keywords for the model's chat template."""
 
 from __future__ import annotations
 
@@ -6,13 +6,33 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from samewise.openai.errors import ApiError, invalid, refused
+from samewise.openai.bodies import ChatBody, TokenizeBody
+from samewise.openai.errors import ApiError, invalid, unsupported
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "messages", "tools")
+"""Template variables that have a field of their own and cannot be set in chat_template_kwargs."""
+
+NOT_TEMPLATE = (
+    "chat_template",
+    "conversation",
+    "documents",
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "sanitize_control_tokens",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+)
+"""Keywords of transformers' apply_chat_template that are not template variables."""
+
 
 def conversation(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Every message with plain text for content; `developer` is what templates call `system`."""
+    """The messages with plain text as content. `developer` becomes `system`, the role that templates know."""
     if not messages:
         raise invalid("messages", "is empty; give at least one message")
     return tuple(_message(i, message) for i, message in enumerate(messages))
@@ -26,26 +46,26 @@ def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
         )
     for name in ("audio", "function_call"):
         if message.get(name) is not None:
-            raise refused("messages", f"messages[{i}].{name} is not supported")
-    found: dict[str, Any] = {"role": "system" if role == "developer" else role}
+            raise unsupported("messages", f"messages[{i}].{name} is not supported")
+    result: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = message.get("tool_calls")
-    found["content"] = _text(i, message.get("content"), needed=not (role == "assistant" and calls))
+    result["content"] = _text(i, message.get("content"), required=not (role == "assistant" and calls))
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name) is not None:
             if not isinstance(message[name], str):
                 raise invalid("messages", f"messages[{i}].{name} is text")
-            found[name] = message[name]
-    if calls is not None and (listed := _calls(i, calls)):  # templates take an empty list for a call, too
-        found["tool_calls"] = listed
-    return found
+            result[name] = message[name]
+    if calls is not None and (checked := _calls(i, calls)):  # templates render an empty list as a call
+        result["tool_calls"] = checked
+    return result
 
 
-def _text(i: int, content: Any, *, needed: bool) -> str:
+def _text(i: int, content: Any, *, required: bool) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
         return "\n".join(_part(i, part) for part in content)
-    if content is None and not needed:
+    if content is None and not required:
         return ""
     raise invalid("messages", f"messages[{i}].content is text, or a list of parts of type 'text'")
 
@@ -65,21 +85,21 @@ def _part(i: int, part: Any) -> str:
 
 
 def _calls(i: int, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls, their arguments as values: templates write them out again in their own way."""
+    """Tool calls with arguments as objects, which templates serialise in their own form."""
     where = f"messages[{i}].tool_calls"
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise invalid("messages", f"{where} is a list of calls")
-    found = []
+    checked = []
     for call in calls:
         function = call.get("function")
         if call.get("type", "function") != "function" or not isinstance(function, dict):
             raise invalid("messages", f"{where}: a call is of type 'function' and has a 'function'")
         if not isinstance(function.get("name"), str):
             raise invalid("messages", f"{where}: a function has a name")
-        found.append(
+        checked.append(
             call | {"type": "function", "function": function | {"arguments": _arguments(where, function)}}
         )
-    return found
+    return checked
 
 
 def _arguments(where: str, function: dict[str, Any]) -> Any:
@@ -87,12 +107,29 @@ def _arguments(where: str, function: dict[str, Any]) -> Any:
     if isinstance(given, dict):
         return given
     try:
-        read = json.loads(given or "{}")
+        value = json.loads(given or "{}")
     except (TypeError, ValueError, RecursionError):
-        read = None
-    if not isinstance(read, dict):
+        value = None
+    if not isinstance(value, dict):
         raise invalid("messages", f"{where}: arguments are a JSON object, written as text")
-    return read
+    return value
 
 
-__all__ = ["conversation"]
+def template_kwargs(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Keywords for the chat template."""
+    continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
+        raise invalid("continue_final_message", "excludes add_generation_prompt; give one of them")
+    kwargs = dict(body.chat_template_kwargs or {})
+    for name in kwargs:
+        if name in TEMPLATE_FIELDS:
+            raise invalid("chat_template_kwargs", f"{name} has a field of its own; set it there")
+        if name in NOT_TEMPLATE or not name.isidentifier():
+            raise invalid("chat_template_kwargs", f"{name!r} is not for a template")
+    kwargs["add_generation_prompt"] = (
+        not continued if body.add_generation_prompt is None else body.add_generation_prompt
+    )
+    return kwargs | ({"continue_final_message": True} if continued else {})
+
+
+__all__ = ["conversation", "template_kwargs"]

@@ -1,108 +1,179 @@
-"""OpenAI's request bodies → prompts and SamplingParams. With `replies`, all that is to be known of the wire.
+"""Request bodies → prompts and SamplingParams.
 
-`parse` raises ApiError, and nothing else, for whatever a client may have sent. Host only: no web server in
-here, so that a batch of requests from a file is read by the same rules.
+A body that cannot be served raises ApiError, and nothing else. The server and the batch command share these
+functions.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from samewise.config import PROPOSERS
 from samewise.errors import CallerError
-from samewise.openai.bodies import REFUSED, Body, ChatBody, CompletionBody, TokenizeBody, whole
-from samewise.openai.errors import ApiError, invalid, refused
+from samewise.openai.bodies import (
+    CHAT,
+    CHAT_ONLY,
+    COMPLETIONS,
+    COMPLETIONS_ONLY,
+    UNSUPPORTED,
+    Body,
+    ChatBody,
+    CompletionBody,
+    as_integer,
+)
+from samewise.openai.errors import ApiError, invalid, unsupported
 from samewise.openai.formats import grammar_of
-from samewise.openai.messages import conversation
-from samewise.openai.parsed import CHAT, COMPLETIONS, Dialect, MakeReader, Parsed, Prompt, Terms, TextReader
-from samewise.openai.replies import respond
-from samewise.openai.toolbox import toolbox_of
-from samewise.openai.tools import call_ids
+from samewise.openai.messages import conversation, template_kwargs
+from samewise.openai.tool_calls import call_ids
+from samewise.openai.tools import RequestTools, request_tools, special_tokens
 from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
 
 B = TypeVar("B", bound=BaseModel)
+C = TypeVar("C")
+Prompt = str | Sequence[int]
 
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling parameters that a checkpoint may have an opinion on."""
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions. Chats have none: they go on to the end of the context."""
 
-SAME_NAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "bad_words",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "truncate_prompt_tokens",
-    "verify",
-    "share",
+SAMPLING_FIELDS = tuple(
+    entry.name
+    for entry in fields(SamplingParams)
+    if entry.name in Body.model_fields and entry.name not in ("max_tokens", "prompt_logprobs")
 )
-"""Fields that are SamplingParams' own, under the same name."""
-
-TEMPLATE_OWN = ("add_generation_prompt", "continue_final_message", "messages", "tools")
-"""What chat_template_kwargs may not say, because there is a field for it."""
-
-CHAT_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
-    # name: (values that change nothing, what to do instead)
-    "max_completion_tokens": ((), "is for conversations; use max_tokens"),
-    "tool_choice": (("none", "auto"), f"is for conversations; use {CHAT}"),
-    "tools": (([],), f"is for conversations; use {CHAT}"),
-    "top_logprobs": ((0,), "is for conversations; use logprobs"),
-}
-COMPLETIONS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
-    "echo": ((False,), f"is for completions; use {COMPLETIONS}, or continue_final_message"),
-    "tools": (([],), f"is not known here; the usage of {CHAT} with max_tokens 0 counts them"),  # /tokenize
-}
-"""Fields that mean something at another endpoint only."""
-
-NOT_TEMPLATE = (
-    "chat_template",
-    "conversation",
-    "documents",
-    "max_length",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "sanitize_control_tokens",
-    "tokenize",
-    "tokenizer_kwargs",
-    "truncation",
-)
-"""Keywords of transformers that are not the template's."""
+"""Fields of a body that are SamplingParams' own. The two left out mean something else at each endpoint."""
 
 
-def parse(endpoint: str, body: object, terms: Terms | None = None) -> Parsed:
-    """A body of `/v1/completions` or `/v1/chat/completions`, understood; or ApiError."""
-    terms = terms or Terms()
-    if endpoint == COMPLETIONS:
-        return _completion(read(CompletionBody, body), terms)
-    if endpoint == CHAT:
-        return _chat(read(ChatBody, body), terms)
-    raise ApiError(f"{endpoint!r} is not served; there are {COMPLETIONS} and {CHAT}", param="url")
+class DeltaParser(Protocol):
+    """Turns a choice's text into OpenAI's deltas: content or tool calls."""
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """Add text; returns the deltas that it completes."""
+        ...
+
+    def flush(self) -> list[dict[str, Any]]:
+        """The text has ended: returns what was held back."""
+        ...
 
 
-def read(kind: type[B], body: object) -> B:
-    """A body of some kind; the first mistake as an ApiError."""
+class Intake(Protocol[C]):
+    """The part of `llm.intake.Intake` that is used here. (That module imports torch, this one must not.)"""
+
+    tokenizer: Any
+
+    def default_params(self) -> SamplingParams:
+        """The checkpoint's own defaults."""
+        ...
+
+    def template(self, tools: Any = None) -> str:
+        """The chat template's text."""
+        ...
+
+    def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
+        """Token ids of a conversation."""
+        ...
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> C:
+        """A checked request."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParseOptions:
+    """Defaults and limits for bodies, and what is known of the model they are for."""
+
+    defaults: SamplingParams = field(default_factory=SamplingParams)  # for fields that a body leaves out
+    proposer: str | None = None  # the engine's own; None: any known name is accepted
+    receipts: bool = False  # whether receipts can be returned
+    template: Callable[[Any], str] | None = None  # the chat template's text, given the tools
+    special_tokens: Mapping[str, int] = field(default_factory=dict)  # for grammars over tool calls
+    contract_id: str = ""  # ids of tool calls are derived from it
+    # Limits of one body: far above what clients send, and low enough to bound the work for one request.
+    max_choices: int = 1024  # prompts × n
+    max_n: int = 128  # OpenAI's
+    max_logprobs: int = 20  # OpenAI's
+    max_stops: int = 64
+    max_stop_len: int = 1024  # characters
+    max_listed: int = 1024  # entries of logit_bias, bad_words, stop_token_ids
+    max_messages: int = 4096
+
+    @classmethod
+    def of(cls, intake: Intake[Any], *, proposer: str, contract_id: str) -> ParseOptions:
+        """The options for a model."""
+        return cls(
+            defaults=intake.default_params(),
+            proposer=proposer,
+            receipts=True,
+            template=intake.template,
+            special_tokens=special_tokens(intake.tokenizer),
+            contract_id=contract_id,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedRequest:
+    """A request: prompts (completions) or messages (chat), parameters, and the form of the answer."""
+
+    endpoint: str  # COMPLETIONS or CHAT
+    model: str | None
+    params: SamplingParams
+    prompts: tuple[Prompt, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)  # keywords of the chat template
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    cache_salt: str | None = None
+    receipt: bool = False
+    explain: bool = False
+    # A parser for a choice, given the prompt's output and the choice's index. None: the text is the content.
+    make_parser: Callable[[RequestOutput, int], DeltaParser] | None = field(default=None, compare=False)
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is a chat."""
+        return self.endpoint == CHAT
+
+    @property
+    def num_choices(self) -> int:
+        """Number of answers asked for, over all prompts."""
+        return self.params.n * (1 if self.chat else len(self.prompts))
+
+    def check(self, intake: Intake[C]) -> list[C]:
+        """Render the chat template, tokenise and check; one result per prompt. Raises ApiError."""
+        try:
+            prompts: Sequence[Prompt] = self.prompts
+            if self.chat:
+                prompts = [intake.chat_prompt(self.messages, **self.template)]
+            return [intake.check(prompt, self.params) for prompt in prompts]
+        except CallerError as error:
+            raise ApiError.of(error, prompt_field="messages" if self.chat else "prompt") from error
+
+
+def read_json(raw: bytes) -> Any:
+    """A body as JSON. NaN and Infinity, which Python's reader accepts, are refused."""
+    try:
+        return json.loads(raw, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def validate(kind: type[B], body: object) -> B:
+    """A body of this type; its first mistake as an ApiError."""
     if not isinstance(body, dict):
-        raise ApiError(f"the body is a JSON object, not {_brief(body)}", code="invalid_body")
+        raise ApiError(f"the body is a JSON object, not {_quote(body)}", code="invalid_body")
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -111,148 +182,167 @@ def read(kind: type[B], body: object) -> B:
         where = ".".join(map(str, first["loc"]))
         if first["type"] == "missing":
             raise ApiError(f"{where} is missing", param=param, code="missing_required_parameter") from None
-        said = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+        message = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
         raise ApiError(
-            f"{where}={_brief(first['input'])}: {said}", param=param, code="invalid_type"
+            f"{where}={_quote(first['input'])}: {message}", param=param, code="invalid_type"
         ) from None
 
 
-def refuse_unsupported(body: BaseModel, **neutral: object) -> None:
-    """Whatever would change the output and cannot be honoured is refused by its name.
+def parse(endpoint: str, body: object, options: ParseOptions | None = None) -> ParsedRequest:
+    """A body of `/v1/completions` or `/v1/chat/completions`; raises ApiError."""
+    options = options or ParseOptions()
+    if endpoint == COMPLETIONS:
+        return _completion(validate(CompletionBody, body), options)
+    if endpoint == CHAT:
+        return _chat(validate(ChatBody, body), options)
+    raise ApiError(f"{endpoint!r} is not served; there are {COMPLETIONS} and {CHAT}", param="url")
 
-    `neutral` are values that change nothing here, by the name of their field.
+
+def served_name(requested: str | None, names: Sequence[str], *, remedy: str = "") -> str:
+    """The model's name in the answer. Raises 404 for a name that is not among `names`."""
+    if requested is None or requested in names:
+        return requested or names[0]
+    raise ApiError(
+        f"the model {requested[:200]!r} is not served here; there is {', '.join(map(repr, names))}{remedy}",
+        status=404, param="model", code="model_not_found",
+    )  # fmt: skip
+
+
+def refuse_unsupported(body: BaseModel, **neutral: object) -> None:
+    """Refuse fields that would change the output and cannot be honoured.
+
+    `neutral` are further values, by field, that change nothing.
     """
     elsewhere = CHAT_ONLY if isinstance(body, CompletionBody) else COMPLETIONS_ONLY
     for name, value in (body.model_extra or {}).items():
         if value is None or (name in neutral and value == neutral[name]):
             continue
-        if name in REFUSED and value not in REFUSED[name][0]:
-            raise refused(name, REFUSED[name][1])
-        if name in elsewhere and value not in elsewhere[name][0]:
-            raise refused(name, elsewhere[name][1])
+        for table in (UNSUPPORTED, elsewhere):
+            if name in table and value not in table[name][0]:
+                raise unsupported(name, table[name][1])
 
 
 # ---- the two endpoints
 
 
-def _completion(body: CompletionBody, terms: Terms) -> Parsed:
+def _completion(body: CompletionBody, options: ParseOptions) -> ParsedRequest:
     prompts = _prompts(body.prompt)
-    n = 1 if body.n is None else body.n
-    refuse_unsupported(body, best_of=n, add_special_tokens=True)
-    _limit("logprobs", body.logprobs, terms.max_logprobs)
+    refuse_unsupported(body, best_of=1 if body.n is None else body.n, add_special_tokens=True)
+    _limit("logprobs", body.logprobs, options.max_logprobs)
     if body.echo and body.logprobs is not None and body.prompt_logprobs not in (None, body.logprobs):
         raise invalid("prompt_logprobs", "with echo and logprobs, leave it out or give the same number")
-    prompt_logprobs = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
-    max_tokens = 16 if body.max_tokens is None else body.max_tokens
     params = _params(
         body,
-        terms,
-        _form(body, terms),
-        max_tokens=max_tokens,
+        options,
+        max_tokens=COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
-        prompts=prompt_logprobs,
+        prompt_logprobs=body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs,
+        grammar=_checked(lambda: grammar_of(body.response_format)),
     )
-    if len(prompts) * params.n > terms.max_choices:
+    if len(prompts) * params.n > options.max_choices:
         raise invalid(
-            "prompt", f"{len(prompts)} prompts × n={params.n} are more than {terms.max_choices}; send fewer"
+            "prompt", f"{len(prompts)} prompts × n={params.n} are more than {options.max_choices}; send fewer"
         )
-    return Parsed(
-        endpoint=COMPLETIONS, params=params, prompts=prompts, echo=bool(body.echo), **_common(body, terms)
+    return ParsedRequest(
+        endpoint=COMPLETIONS, params=params, prompts=prompts, echo=bool(body.echo), **_common(body, options)
     )
 
 
-def _chat(body: ChatBody, terms: Terms) -> Parsed:
+def _chat(body: ChatBody, options: ParseOptions) -> ParsedRequest:
     refuse_unsupported(body, add_special_tokens=False)
-    logprobs, form = _chat_logprobs(body, terms), _form(body, terms)
+    _limit("top_logprobs", body.top_logprobs, options.max_logprobs)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    tools = _checked(lambda: _tools(body, options))
+    if tools.tool_format is not None and body.skip_special_tokens:
+        raise invalid("skip_special_tokens", "calls of tools are read from special tokens; leave it out")
     params = _params(
-        body, terms, form, max_tokens=_chat_limit(body), logprobs=logprobs, prompts=body.prompt_logprobs
+        body,
+        options,
+        max_tokens=_chat_max_tokens(body),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        grammar=tools.grammar,
+        **({} if tools.tool_format is None else {"skip_special_tokens": False}),
     )
-    if params.n > terms.max_choices:
-        raise invalid("n", f"{params.n} is more than {terms.max_choices}; ask for fewer")
-    if len(body.messages) > terms.max_messages:
-        raise invalid("messages", f"{len(body.messages)} are more than {terms.max_messages}; send fewer")
-    return Parsed(
+    if params.n > options.max_choices:
+        raise invalid("n", f"{params.n} is more than {options.max_choices}; ask for fewer")
+    if len(body.messages) > options.max_messages:
+        raise invalid("messages", f"{len(body.messages)} are more than {options.max_messages}; send fewer")
+    return ParsedRequest(
         endpoint=CHAT,
         params=params,
         messages=conversation(body.messages),
-        template=chat_template(body) | form.template,
-        reader=form.reader,
-        **_common(body, terms),
+        template=template_kwargs(body) | ({"tools": list(tools.tools)} if tools.tools else {}),
+        make_parser=_make_parser(tools, options.contract_id),
+        **_common(body, options),
     )
 
 
-def chat_template(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """Keywords for the chat template, from the fields that are about nothing else."""
-    going_on = bool(body.continue_final_message)
-    if going_on and body.add_generation_prompt:
-        raise invalid("continue_final_message", "excludes add_generation_prompt; give one of them")
-    own = dict(body.chat_template_kwargs or {})
-    for name in own:
-        if name in TEMPLATE_OWN:
-            raise invalid("chat_template_kwargs", f"{name} has a field of its own; set it there")
-        if name in NOT_TEMPLATE or not name.isidentifier():
-            raise invalid("chat_template_kwargs", f"{name!r} is not for a template")
-    begin = not going_on if body.add_generation_prompt is None else body.add_generation_prompt
-    return own | {"add_generation_prompt": begin} | ({"continue_final_message": True} if going_on else {})
+def _chat_max_tokens(body: ChatBody) -> int | None:
+    new, old = body.max_completion_tokens, body.max_tokens
+    if new is not None and old is not None and new != old:
+        raise invalid("max_tokens", f"{old} contradicts max_completion_tokens={new}; give one of them")
+    return old if new is None else new
 
 
-def _chat_logprobs(body: ChatBody, terms: Terms) -> int | None:
-    _limit("top_logprobs", body.top_logprobs, terms.max_logprobs)
-    if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs", "needs logprobs: true")
-    return (body.top_logprobs or 0) if body.logprobs else None
+def _tools(body: ChatBody, options: ParseOptions) -> RequestTools:
+    response = grammar_of(body.response_format)
+    if not body.tools and not body.tool_choice:
+        return RequestTools(grammar=response)
+    return request_tools(
+        body.tools,
+        body.tool_choice,
+        parallel=body.parallel_tool_calls,
+        template=_template_text(body.tools, options),
+        special=options.special_tokens,
+        response=response,
+    )
 
 
-def _chat_limit(body: ChatBody) -> int | None:
-    both = (body.max_completion_tokens, body.max_tokens)
-    if None not in both and both[0] != both[1]:
-        raise invalid(
-            "max_tokens", f"{both[1]} contradicts max_completion_tokens={both[0]}; give one of them"
-        )
-    return both[1] if both[0] is None else both[0]
-
-
-# ---- what they share
-
-
-def _params(
-    body: Body,
-    terms: Terms,
-    form: _Form,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    prompts: int | None,
-) -> SamplingParams:
-    _limit("n", body.n, terms.max_n, least=1)
-    _limit("prompt_logprobs", prompts, terms.max_logprobs)
-    _check_lists(body, terms)
-    given: dict[str, Any] = {name: getattr(terms.defaults, name) for name in DEFAULTED}
-    for name in SAME_NAME:
-        if getattr(body, name) is not None:
-            given[name] = getattr(body, name)
-    given["speculate"] = _speculate(body.proposer, terms)
+def _template_text(tools: Any, options: ParseOptions) -> str | None:
+    """The chat template's text for these tools; None where there is none."""
     try:
-        return SamplingParams(
-            max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompts, **(given | form.params)
-        )
-    except CallerError as error:
-        raise ApiError.of(error) from error
+        return options.template(tools) if options.template is not None else None
+    except (TypeError, ValueError, AttributeError):  # what transformers raises for a model without a template
+        return None
 
 
-def _common(body: Body, terms: Terms) -> dict[str, Any]:
-    options = body.stream_options
-    if options is not None and not body.stream:
+def _make_parser(tools: RequestTools, contract_id: str) -> Callable[[RequestOutput, int], DeltaParser] | None:
+    tool_format = tools.tool_format
+    if tool_format is None:
+        return None
+    return lambda output, index: tools.parser(
+        call_ids(tool_format, contract_id, output.prompt_token_ids, index)
+    )
+
+
+# ---- both endpoints
+
+
+def _params(body: Body, options: ParseOptions, **endpoint: Any) -> SamplingParams:
+    """Sampling parameters: the defaults, then the body's own fields, then those the endpoint decides."""
+    _limit("n", body.n, options.max_n, minimum=1)
+    _limit("prompt_logprobs", endpoint["prompt_logprobs"], options.max_logprobs)
+    _check_lists(body, options)
+    given = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
+    speculate = _speculate(body.proposer, options)
+    return _checked(lambda: replace(options.defaults, speculate=speculate, **(given | endpoint)))
+
+
+def _common(body: Body, options: ParseOptions) -> dict[str, Any]:
+    stream_options = body.stream_options
+    if stream_options is not None and not body.stream:
         raise invalid("stream_options", "is for streams; set stream: true")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "is not streamed; set stream: false")
-    if body.receipt and not terms.receipts:
-        raise refused("receipt", "is not supported here")
+    if body.receipt and not options.receipts:
+        raise unsupported("receipt", "is not supported here")
     return {
         "model": body.model,
         "stream": bool(body.stream),
-        "include_usage": bool(options and options.include_usage),
-        "continuous_usage": bool(options and options.continuous_usage_stats),
+        "include_usage": bool(stream_options and stream_options.include_usage),
+        "continuous_usage": bool(stream_options and stream_options.continuous_usage_stats),
         "return_token_ids": bool(body.return_token_ids),
         "tokens_as_ids": bool(body.return_tokens_as_token_ids),
         "cache_salt": body.cache_salt,
@@ -261,133 +351,96 @@ def _common(body: Body, terms: Terms) -> dict[str, Any]:
     }
 
 
-def _speculate(proposer: str | None, terms: Terms) -> bool:
-    """`none` can be had by one request; otherwise there is the engine's own proposer, and no other."""
-    if proposer is None or proposer == terms.proposer:
+def _speculate(proposer: str | None, options: ParseOptions) -> bool:
+    """Whether to draft. A request can ask for `none` or for the engine's own proposer, and for no other."""
+    if proposer is None or proposer == options.proposer:
         return True
     if proposer == "none":
         return False
-    if terms.proposer is not None or proposer not in PROPOSERS:
-        own = (
-            f"this server's is {terms.proposer!r}" if terms.proposer else f"known are {', '.join(PROPOSERS)}"
-        )
-        raise refused("proposer", f"{proposer[:64]!r} cannot be had; {own}, and 'none' can be")
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What `response_format`, `tools` and `tool_choice` come to."""
-
-    params: dict[str, Any] = field(default_factory=dict)  # keywords of SamplingParams
-    template: dict[str, Any] = field(default_factory=dict)  # keywords of the chat template
-    reader: MakeReader | None = None  # how to read the answer's text
-
-
-def _form(body: Body, terms: Terms) -> _Form:
-    """What shape the answer must have, and how calls are read out of it."""
-    chat = body if isinstance(body, ChatBody) else None
-    dialect = terms.dialect
-    try:
-        response = grammar_of(body.response_format)
-        if chat is None or not (chat.tools or chat.tool_choice):
-            return _Form({"grammar": response} if response else {})
-        template = _template(dialect, chat.tools)
-        special = dialect.special if dialect is not None else {}
-        box = toolbox_of(
-            chat.tools, chat.tool_choice, parallel=chat.parallel_tool_calls, template=template,
-            special=special, response=response,
-        )  # fmt: skip
-    except CallerError as error:
-        raise ApiError.of(error) from error
-    params: dict[str, Any] = {"grammar": box.grammar} if box.grammar else {}
-    if box.family is None:
-        return _Form(params)
-    if body.skip_special_tokens:
-        raise invalid("skip_special_tokens", "calls of tools are read from special tokens; leave it out")
-    family, contract = box.family, dialect.contract if dialect is not None else ""
-
-    def reader(output: RequestOutput, index: int) -> TextReader:
-        return box.stream(call_ids(family, contract, output.prompt_token_ids, index))
-
-    tools = {"tools": list(box.tools)} if box.tools else {}
-    return _Form(params | {"skip_special_tokens": False}, tools, reader)
-
-
-def _template(dialect: Dialect | None, tools: Any) -> str | None:
-    """The chat template's text for these tools; None where there is none."""
-    try:
-        return dialect.template(tools) if dialect is not None else None
-    except (TypeError, ValueError, AttributeError):  # transformers' ways of saying that there is none
-        return None
+    if options.proposer is None and proposer in PROPOSERS:
+        return True
+    own = (
+        f"this server's is {options.proposer!r}" if options.proposer else f"known are {', '.join(PROPOSERS)}"
+    )
+    raise unsupported("proposer", f"{proposer[:64]!r} cannot be had; {own}, and 'none' can be")
 
 
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:
-    """A string, strings, token ids, or lists of them → one or more prompts."""
+    """A text, texts, token ids, or lists of token ids, as one or more prompts."""
     if isinstance(prompt, str):
         return (prompt,)
     if isinstance(prompt, list) and prompt:
         if all(isinstance(item, str) for item in prompt):
             return tuple(prompt)
-        several = isinstance(prompt[0], list)
-        found = [_token_ids(item) for item in (prompt if several else [prompt])]
-        if None not in found:
-            return tuple(ids for ids in found if ids is not None)
+        lists = prompt if isinstance(prompt[0], list) else [prompt]
+        ids = [_token_ids(item) for item in lists]
+        if None not in ids:
+            return tuple(one for one in ids if one is not None)
     raise ApiError(
-        f"prompt={_brief(prompt)}: give text, a list of texts, token ids, or a list of lists of token ids",
+        f"prompt={_quote(prompt)}: give text, a list of texts, token ids, or a list of lists of token ids",
         param="prompt", code="invalid_type",
     )  # fmt: skip
 
 
-def _token_ids(listed: Any) -> list[int] | None:
-    """Token ids, if that is what they are."""
-    found: list[Any] = [whole(token) for token in listed] if isinstance(listed, list) else [None]
-    return found if all(type(token) is int for token in found) else None
+def _token_ids(value: Any) -> list[int] | None:
+    """A list of integers, or None for any other value."""
+    if not isinstance(value, list):
+        return None
+    ids = [as_integer(item) for item in value]
+    return ids if all(type(item) is int for item in ids) else None
 
 
-def _check_lists(body: Body, terms: Terms) -> None:
+def _check_lists(body: Body, options: ParseOptions) -> None:
     stops = [body.stop] if isinstance(body.stop, str) else [] if body.stop is None else body.stop
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ApiError(
-            f"stop={_brief(stops)}: give text or a list of texts", param="stop", code="invalid_type"
+            f"stop={_quote(stops)}: give text or a list of texts", param="stop", code="invalid_type"
         )
-    if len(stops) > terms.max_stops:
-        raise invalid("stop", f"{len(stops)} are more than {terms.max_stops}; give fewer")
-    if any(len(stop) > terms.max_stop_len for stop in stops):
-        raise invalid("stop", f"a text is longer than {terms.max_stop_len} characters; shorten it")
+    if len(stops) > options.max_stops:
+        raise invalid("stop", f"{len(stops)} are more than {options.max_stops}; give fewer")
+    for name, texts in (("stop", stops), ("bad_words", body.bad_words or ())):
+        if any(len(text) > options.max_stop_len for text in texts):
+            raise invalid(name, f"a text is longer than {options.max_stop_len} characters; shorten it")
     for name in ("logit_bias", "bad_words", "stop_token_ids"):
-        found = getattr(body, name) or ()
-        if len(found) > terms.max_listed:
-            raise invalid(name, f"{len(found)} entries are more than {terms.max_listed}; give fewer")
-    if any(len(word) > terms.max_stop_len for word in body.bad_words or ()):
-        raise invalid("bad_words", f"a text is longer than {terms.max_stop_len} characters; shorten it")
+        entries = getattr(body, name) or ()
+        if len(entries) > options.max_listed:
+            raise invalid(name, f"{len(entries)} entries are more than {options.max_listed}; give fewer")
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= 1024:
         raise invalid("cache_salt", "give 1 to 1024 characters")
 
 
-def _limit(name: str, value: int | None, most: int, *, least: int = 0) -> None:
-    if value is not None and not least <= value <= most:
-        raise ApiError(f"{name}={value}: give {least} to {most}", param=name, code="invalid_value")
+def _limit(name: str, value: int | None, maximum: int, *, minimum: int = 0) -> None:
+    if value is not None and not minimum <= value <= maximum:
+        raise ApiError(f"{name}={value}: give {minimum} to {maximum}", param=name, code="invalid_value")
 
 
-def _brief(value: object) -> str:
-    """A value as a message may quote it."""
+def _checked(make: Callable[[], C]) -> C:
+    """The result of `make`, with a caller's mistake as an ApiError."""
     try:
-        said = json.dumps(value)
+        return make()
+    except CallerError as error:
+        raise ApiError.of(error) from error
+
+
+def _quote(value: object) -> str:
+    """A value for a message: JSON, at most 80 characters."""
+    try:
+        text = json.dumps(value)
     except (TypeError, ValueError):
-        said = type(value).__name__
-    return said if len(said) <= 80 else said[:80] + "…"
+        text = type(value).__name__
+    return text if len(text) <= 80 else text[:80] + "…"
 
 
 __all__ = [
-    "CHAT",
-    "COMPLETIONS",
-    "Parsed",
+    "SAMPLING_FIELDS",
+    "DeltaParser",
+    "Intake",
+    "ParseOptions",
+    "ParsedRequest",
     "Prompt",
-    "Terms",
-    "chat_template",
     "parse",
-    "read",
+    "read_json",
     "refuse_unsupported",
-    "respond",
+    "served_name",
+    "validate",
 ]

@@ -1,396 +1,259 @@
-"""Tool calls in an answer's text: found whole or as it streams, for the formats template families define.
+"""A request's `tools` and `tool_choice` → tools for the chat template, and a grammar for the answer.
 
-    hermes        <tool_call>{"name": …, "arguments": {…}}</tool_call>        Qwen, Hermes, many others
-    llama         {"name": …, "parameters": {…}}, nothing before it           Llama 3
-    mistral       [TOOL_CALLS] [{"name": …, "arguments": {…}}, …]             Mistral up to tokenizer v7
-    mistral-args  [TOOL_CALLS]name[ARGS]{…}                                   Mistral since
+    none              no tools in the template; the answer is plain text
+    auto              the model decides; the arguments of strict functions follow their schemas
+    required          a grammar over the tools: one call or more, and nothing else
+    a named function  a grammar over that one: exactly one call
 
-What is given out is a function of the text, however it was cut into pieces; so `parse_tool_calls` is the
-stream read to its end. What begins like a call and turns out to be none is given back as content.
-
-Host only: knows text, and nothing of HTTP.
+What is not supported is refused by name.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
-from enum import StrEnum
-from hashlib import sha256
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from samewise.errors import BadParameter
+from samewise.openai.tool_calls import CallIds, ToolCallParser, ToolFormat, tool_format_of
+from samewise.text.grammar import WHITESPACE
+from samewise.types import Grammar
+
+MAX_TOOLS = 128
+"""Tools in one request: OpenAI's own limit."""
+_NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Family(StrEnum):
-    """How a model writes its calls."""
+@dataclass(frozen=True, slots=True)
+class RequestTools:
+    """The tools of one request, checked.
 
-    HERMES = "hermes"
-    LLAMA = "llama"
-    MISTRAL = "mistral"
-    MISTRAL_ARGS = "mistral-args"
-
-
-def family_of(template: str) -> Family | None:
-    """Which format a chat template teaches its model. None: it knows no tools, or writes them otherwise."""
-    if not re.search(r"\btools\b", template):
-        return None
-    if "[TOOL_CALLS]" in template:
-        return Family.MISTRAL_ARGS if "[ARGS]" in template else Family.MISTRAL
-    if "<tool_call>" in template:
-        # Others write XML between the same two tags.
-        return None if re.search(r"<function=|<arg_key>|<parameter", template) else Family.HERMES
-    if "<|start_header_id|>" in template and '"parameters"' in template:
-        return Family.LLAMA
-    return None
-
-
-class ToolCall(NamedTuple):
-    """A function to be called. `arguments` is JSON as the model wrote it, which may be wrong or cut off."""
-
-    name: str
-    arguments: str
-
-
-Ids = Callable[[int], str]
-
-
-def call_ids(family: Family, contract: str, prompt: Iterable[int], choice: int = 0) -> Ids:
-    """Names for the calls of one answer, by number: the same request gives them the same names."""
-    text = f"{contract} {choice} {','.join(map(str, prompt))}"
-    digest = sha256(text.encode()).hexdigest()
-    # Mistral's templates refuse a name that is not nine letters and digits.
-    start, size = ("", 9) if family in (Family.MISTRAL, Family.MISTRAL_ARGS) else ("call_", 24)
-    return lambda number: start + sha256(f"{digest} {number}".encode()).hexdigest()[:size]
-
-
-def parse_tool_calls(
-    family: Family, text: str, *, single: bool = False
-) -> tuple[str | None, tuple[ToolCall, ...]]:
-    """(content, calls) of a whole answer; content is None where there is none beside the calls."""
-    stream = ToolStream(family, lambda _: "", single=single)
-    deltas = [*stream.push(text), *stream.flush()]
-    content = "".join(delta.get("content", "") for delta in deltas)
-    return (content or None) if stream.calls else content, tuple(stream.calls)
-
-
-_OPEN = {
-    Family.HERMES: "<tool_call>",
-    Family.LLAMA: "<|python_tag|>",
-    Family.MISTRAL: "[TOOL_CALLS]",
-    Family.MISTRAL_ARGS: "[TOOL_CALLS]",
-}
-_CLOSE = "</tool_call>"
-_HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)', re.DOTALL
-)
-_NAMED = re.compile(r"([\w.\-]+)(?:\[CALL_ID\][\w\-]*)?(?:\[ARGS\])?\s*(?=\{)")
-_NAMED_YET = re.compile(r"[\w.\-]*(?:\[[A-Z_]*\]?[\w\-]*)?(?:\[[A-Z]*\]?)?\s*")
-
-
-class ToolStream:
-    """Pieces of text in, OpenAI's deltas out: `{"content": …}` or `{"tool_calls": [{…}]}`.
-
-    A call's first delta has its index, id, type and name; those after it carry arguments as they come. With
-    `single`, whatever follows the first call is dropped.
+    A request with a `tool_format` needs a parser over each choice's text, and `skip_special_tokens=False`:
+    some formats open a call with a special token.
     """
 
-    def __init__(self, family: Family, ids: Ids, *, single: bool = False) -> None:
-        self._family, self._ids, self._single = family, ids, single
-        self.calls: list[ToolCall] = []  # so far; the last one's arguments may still grow
-        self._text = ""  # not yet understood
-        self._opening = ""  # what began the call that is being read, should it be none after all
-        self._space = ""  # between content and whatever comes next
-        self._scan = _Scan()
-        self._listed = False  # within a list of calls
-        self._wrapped = False  # the arguments stand within an object
-        self._out: list[dict[str, Any]] = []
-        self._state: Callable[[], bool] = self._start if family is Family.LLAMA else self._outside
+    tools: tuple[dict[str, Any], ...] = ()  # for the chat template
+    tool_format: ToolFormat | None = None  # None: answers are plain text
+    grammar: Grammar | None = None
+    single: bool = False  # text after the first call is dropped
 
-    def push(self, text: str) -> list[dict[str, Any]]:
-        """Add text; returns what became clear."""
-        self._text += text
-        while self._state():
-            pass
-        out, self._out = self._out, []
-        return out
-
-    def flush(self) -> list[dict[str, Any]]:
-        """No more text: returns what was held back. A call that broke off before its name was none."""
-        if self._state not in (self._arguments, self._leaving, self._closing, self._done):
-            self._say(self._opening + self._text)
-        if not self.calls and self._space:
-            self._out.append({"content": self._space})
-        self._text = self._opening = self._space = ""
-        self._state = self._done
-        out, self._out = self._out, []
-        return out
-
-    # ---- states: each takes what it understands from `_text`; True: look again, False: more is needed
-
-    def _done(self) -> bool:
-        self._text = ""
-        return False
-
-    def _plain(self) -> bool:
-        """Nothing but content from here on."""
-        self._say(self._text)
-        self._text = ""
-        return False
-
-    def _outside(self) -> bool:
-        """Content, until a call is opened."""
-        opening = _OPEN[self._family]
-        at = self._text.find(opening)
-        if at < 0:
-            keep = _may_begin(self._text, opening)
-            cut = len(self._text) - keep
-            self._say(self._text[:cut])
-            self._text = self._text[cut:]
-            return False
-        self._say(self._text[:at])
-        self._text, self._opening = self._text[at + len(opening) :], opening
-        if self._family is Family.HERMES:
-            return self._enter()
-        self._state = self._opened
-        return True
-
-    def _start(self) -> bool:
-        """Llama: the answer is a call from its first character, or it is none."""
-        opening, text = _OPEN[self._family], self._text.lstrip()
-        if not text or (len(text) < len(opening) and opening.startswith(text)):
-            return False
-        space = self._text[: len(self._text) - len(text)]
-        if text.startswith(opening):
-            self._text, self._opening = text[len(opening) :], space + opening
-        elif text.startswith("{"):
-            self._text, self._opening = text, space
-        else:
-            self._state = self._plain
-            return True
-        return self._enter()
-
-    def _opened(self) -> bool:
-        """Mistral: a list of calls, a call, or a name and its arguments."""
-        text = self._text.lstrip()
-        if not text:
-            return False
-        if text[0] == "[" and self._family is Family.MISTRAL:
-            self._opening += self._text[: len(self._text) - len(text) + 1]
-            self._text, self._listed = text[1:], True
-            return self._enter()
-        if text[0] == "{":
-            return self._enter()
-        self._opening += self._text[: len(self._text) - len(text)]
-        self._text, self._state = text, self._naming
-        return True
-
-    def _naming(self) -> bool:
-        """Mistral: `name[ARGS]{…}`."""
-        found = _NAMED.match(self._text)
-        if found is None:
-            return False if _NAMED_YET.fullmatch(self._text) else self._no_call(0)
-        self._begin(found[1])
-        self._text, self._wrapped = self._text[found.end() :], False
-        self._scan, self._state = _Scan(), self._arguments
-        return True
-
-    def _enter(self) -> bool:
-        self._scan, self._state = _Scan(), self._heading
-        return True
-
-    def _heading(self) -> bool:
-        """Within a call's object, before its arguments."""
-        found = _HEAD.match(self._text)
-        if found is not None and (name := _loads(found[1])) is not None:
-            self._begin(name)
-            self._text, self._wrapped = self._text[found.end() :], True
-            self._scan, self._state = _Scan(), self._arguments
-            return True
-        text = self._text.lstrip()
-        if text and text[0] != "{":
-            return self._no_call(0)
-        end = self._scan.end(self._text)
-        if end is None:
-            return False
-        call = _call(self._text[:end])
-        if call is None:
-            return self._no_call(end)
-        self._begin(call.name)
-        self._argue(call.arguments)
-        self._text, self._state = self._text[end:], self._closing
-        return True
-
-    def _arguments(self) -> bool:
-        """The value of a call's arguments, given out as it comes."""
-        end = self._scan.end(self._text)
-        value = self._text if end is None else self._text[:end]
-        if self._scan.kind == "{":
-            self._argue(value)
-            self._text = self._text[len(value) :]
-            self._scan.forget(len(value))
-        elif end is not None:  # text that holds JSON, or nothing at all
-            read = _loads(value)
-            self._argue(read if isinstance(read, str) else "{}" if value == "null" else value)
-            self._text = self._text[end:]
-        if end is None:
-            return False
-        self._state = self._leaving if self._wrapped else self._closing
-        self._scan = _Scan(depth=1)
-        return True
-
-    def _leaving(self) -> bool:
-        """Behind the arguments, to the end of the object they stood in, or of the call that forgot it."""
-        end, close = self._scan.end(self._text), self._text.find(_CLOSE)
-        if end is None and close < 0:
-            return False
-        self._text = self._text[close if end is None or 0 <= close < end else end :]
-        self._state = self._closing
-        return True
-
-    def _closing(self) -> bool:
-        """Behind a call."""
-        self._opening = ""
-        if self._single:
-            self._state = self._done
-            return True
-        text = self._text.lstrip()
-        if self._family is Family.HERMES:
-            if len(text) < len(_CLOSE) and _CLOSE.startswith(text):
-                return False
-            self._text = text[len(_CLOSE) :] if text.startswith(_CLOSE) else self._text
-            self._state = self._outside
-            return True
-        if not text:
-            return False
-        if self._listed or self._family is Family.LLAMA:
-            return self._next(text)
-        self._state = self._outside
-        return True
-
-    def _next(self, text: str) -> bool:
-        """Another call of a list, or its end."""
-        rest = text.lstrip(",; \n\t\r")
-        if rest.startswith("{"):
-            self._text = rest
-            return self._enter()
-        if not rest:
-            return False
-        if self._listed:
-            self._text, self._listed, self._state = rest.removeprefix("]"), False, self._outside
-        else:
-            self._state = self._plain
-        return True
-
-    # ---- what is said
-
-    def _no_call(self, size: int) -> bool:
-        """What was opened is no call: it and `size` characters more are content."""
-        self._say(self._opening + self._text[:size])
-        self._text, self._opening, self._listed = self._text[size:], "", False
-        self._state = self._plain if self._family is Family.LLAMA else self._outside
-        return True
-
-    def _say(self, text: str) -> None:
-        """Content; the space at its end waits for what comes next, and is dropped before a call."""
-        text = self._space + text
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        if said:
-            self._out.append({"content": said})
-
-    def _begin(self, name: str) -> None:
-        number = len(self.calls)
-        self.calls.append(ToolCall(name, ""))
-        self._space = self._opening = ""
-        function = {"name": name, "arguments": ""}
-        call = {"index": number, "id": self._ids(number), "type": "function", "function": function}
-        self._out.append({"tool_calls": [call]})
-
-    def _argue(self, piece: str) -> None:
-        if not piece:
-            return
-        number, (name, before) = len(self.calls) - 1, self.calls[-1]
-        self.calls[-1] = ToolCall(name, before + piece)
-        self._out.append({"tool_calls": [{"index": number, "function": {"arguments": piece}}]})
+    def parser(self, ids: CallIds) -> ToolCallParser:
+        """A parser for one choice's text."""
+        assert self.tool_format is not None
+        return ToolCallParser(self.tool_format, ids, single=self.single)
 
 
-class _Scan:
-    """Looks for the end of a JSON value in a text that grows; what was looked at is not looked at again."""
+def request_tools(
+    tools: Any,
+    choice: Any = None,
+    *,
+    parallel: bool | None = None,
+    template: str | None,
+    special: Mapping[str, int] | None = None,
+    response: Grammar | None = None,
+) -> RequestTools:
+    """`tools`, `tool_choice` and `parallel_tool_calls` under a model's chat template.
 
-    def __init__(self, depth: int = 0) -> None:
-        self._depth, self._at = depth, 0
-        self._quoted = self._escaped = False
-        self.kind = "{" if depth else ""  # the value's first character
-
-    def end(self, text: str) -> int | None:
-        """Where the value ends, or None if it goes on."""
-        for at in range(self._at, len(text)):
-            char = text[at]
-            if not self.kind:
-                if char.isspace():
-                    continue
-                self.kind = "{" if char in "{[" else char
-                if self.kind not in ("{", '"'):
-                    self.kind = "0"
-            if char == "<" and self.kind == "{" and not self._quoted:
-                return at  # no JSON has that: the value broke off
-            if self._step(char):
-                return at + 1
-            if self.kind == "0" and (char in ",}]" or char.isspace()):
-                return at
-        self._at = len(text)
-        return None
-
-    def forget(self, num: int) -> None:
-        """The first `num` characters were taken away."""
-        self._at = max(0, self._at - num)
-
-    def _step(self, char: str) -> bool:
-        """Whether the value ends with this character."""
-        if self._quoted:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._quoted = False
-                return self._depth == 0
-        elif char == '"':
-            self._quoted = True
-        elif char in "{[" and self.kind == "{":
-            self._depth += 1
-        elif char in "}]" and self.kind == "{":
-            self._depth -= 1
-            return self._depth == 0
-        return False
+    `special` are the tokenizer's `special_tokens`. `response` is the grammar of `response_format`; it cannot
+    be enforced while the model may choose between text and a call.
+    """
+    chosen = _choice(choice, tools)
+    if not tools:
+        if tools is not None and not isinstance(tools, list):
+            raise _bad("tools", tools, "give a list of functions")
+        return RequestTools(grammar=response)
+    functions = _functions(tools)
+    if chosen == "none":
+        return RequestTools(grammar=response)
+    tool_format = tool_format_of(template) if template else None
+    if tool_format is None:
+        raise _bad(
+            "tools", f"{len(functions)} functions", "this model's chat template knows no tools, or writes "
+            "calls in a way this server cannot read; describe them in a message instead",
+        )  # fmt: skip
+    if response is not None and chosen == "auto":
+        raise _bad(
+            "response_format", response.kind,
+            "cannot be promised while the model may call tools; set tool_choice to none or required",
+        )  # fmt: skip
+    single = parallel is False or isinstance(chosen, dict)
+    if isinstance(chosen, dict):
+        functions = [_named(chosen["name"], functions)]
+    free = chosen == "auto"
+    strict = any(function.get("strict") for function in functions)
+    grammar = None
+    if strict or not free:
+        grammar = _grammar(tool_format, functions, special or {}, free=free, single=single)
+    return RequestTools(tuple(tools), tool_format, grammar, single)
 
 
-def _call(text: str) -> ToolCall | None:
-    """An object read as a call, whatever the order of its keys."""
-    found = _loads(text)
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    if not set(found) <= {"name", "arguments", "parameters", "id", "type"}:
-        return None
-    arguments = found.get("arguments", found.get("parameters"))
-    if isinstance(arguments, str):
-        return ToolCall(found["name"], arguments)
-    return ToolCall(found["name"], json.dumps({} if arguments is None else arguments, ensure_ascii=False))
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Tokens that a grammar names by id, because they stand for no text: content → id."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return {
+        token.content: number
+        for number, token in added
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
 
 
-def _loads(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+# ---- checking
 
 
-def _may_begin(text: str, opening: str) -> int:
-    """Length of the longest ending of `text` that `opening` begins with."""
-    for size in range(min(len(text), len(opening) - 1), 0, -1):
-        if opening.startswith(text[-size:]):
-            return size
-    return 0
+def _choice(choice: Any, tools: Any) -> Any:
+    """`none`, `auto`, `required`, or {"name": …} of a function."""
+    if choice is None:
+        return "auto" if tools else "none"
+    if choice in ("none", "auto", "required") and isinstance(choice, str):
+        if choice == "required" and not tools:
+            raise _bad("tool_choice", choice, "there are no tools to choose from; give tools")
+        return choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            if not tools:
+                raise _bad("tool_choice", function["name"], "there are no tools to choose from; give tools")
+            return {"name": function["name"]}
+    raise _bad(
+        "tool_choice",
+        choice,
+        'give "none", "auto", "required" or {"type": "function", "function": {"name": …}}',
+    )
 
 
-__all__ = ["Family", "Ids", "ToolCall", "ToolStream", "call_ids", "family_of", "parse_tool_calls"]
+def _functions(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list):
+        raise _bad("tools", tools, "give a list of functions")
+    if len(tools) > MAX_TOOLS:
+        raise _bad("tools", f"{len(tools)} tools", f"give at most {MAX_TOOLS}")
+    functions = [_function(i, tool) for i, tool in enumerate(tools)]
+    names = [function["name"] for function in functions]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise _bad("tools", repeated[0], "two functions have this name; give each its own")
+    return functions
+
+
+def _function(i: int, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        raise _bad("tools", kind, f'tools[{i}]: only {{"type": "function", "function": {{…}}}} is supported')
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _bad(
+            "tools", name, f"tools[{i}]: a function has a name of letters, digits, _ and -, at most 64"
+        )
+    for key, kind in (("parameters", dict), ("description", str), ("strict", bool)):
+        if function.get(key) is not None and not isinstance(function[key], kind):
+            raise _bad("tools", function[key], f"tools[{i}].function.{key} is of type {kind.__name__}")
+    return function
+
+
+def _named(name: str, functions: list[dict[str, Any]]) -> dict[str, Any]:
+    for function in functions:
+        if function["name"] == name:
+            return function
+    names = ", ".join(function["name"] for function in functions)
+    raise _bad("tool_choice", name, f"there is no such function; known are {names}")
+
+
+def _bad(field: str, value: object, remedy: str) -> BadParameter:
+    return BadParameter(f"{field}={str(value)[:60]}: {remedy}", param=field)
+
+
+# ---- the grammar
+
+
+@dataclass(frozen=True, slots=True)
+class _CallSyntax:
+    """How calls are written in a tool format, as parts of a Lark grammar."""
+
+    opening: str | None  # before the first call; None: nothing
+    before_name: str
+    before_arguments: str
+    after: str  # after the arguments
+    closing: str = ""
+    block: str = "call"  # what follows an opening
+    single_block: str = "call"  # the same with exactly one call
+    between: str | None = None  # between two blocks; None: there is only one
+
+
+_SYNTAX = {
+    ToolFormat.HERMES: _CallSyntax(
+        "<tool_call>", '\n{"name": "', '", "arguments": ', "}\n", "</tool_call>", between='"\\n" '
+    ),
+    ToolFormat.LLAMA: _CallSyntax(None, '{"name": "', '", "parameters": ', "}"),
+    ToolFormat.MISTRAL: _CallSyntax(
+        "[TOOL_CALLS]", '{"name": "', '", "arguments": ', "}",
+        block='" "? "[" call (", " call)* "]"', single_block='" "? "[" call "]"',
+    ),
+    ToolFormat.MISTRAL_ARGS: _CallSyntax("[TOOL_CALLS]", "", "[ARGS]", "", between=""),
+}  # fmt: skip
+
+
+def _grammar(
+    tool_format: ToolFormat,
+    functions: list[dict[str, Any]],
+    special: Mapping[str, int],
+    *,
+    free: bool,
+    single: bool,
+) -> Grammar:
+    """One call or more; with `free`, text before them or instead of them."""
+    syntax = _SYNTAX[tool_format]
+    rules = [f"call_{i}: {_call(syntax, function, special)}" for i, function in enumerate(functions)]
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+    start, more = _start(syntax, special, free=free, single=single)
+    return Grammar.lark("\n".join([f"start: {start}", *rules, *more]))
+
+
+def _start(
+    syntax: _CallSyntax, special: Mapping[str, int], *, free: bool, single: bool
+) -> tuple[str, list[str]]:
+    """The start rule, and the rules it refers to."""
+    block = syntax.single_block if single else syntax.block
+    again = syntax.between if not single else None
+    if syntax.opening is None:  # a call from the first character, or plain text
+        return (f"{block} | PLAIN", ["PLAIN: /([^\\s{](.|\\n)*)?/"]) if free else (block, [])
+    opening = _mark(syntax.opening, special)
+    if not free:
+        return f"{opening} {block}" + ("" if again is None else f" ({again}{opening} {block})*"), []
+    text = "TEXT: /(.|\\n)*/"
+    if syntax.opening in special:  # a special token, which text cannot contain
+        return f"TEXT ({opening} {block}" + (")?" if again is None else " TEXT)*"), [text]
+    opened = f"free[lazy]: TEXT {opening}"
+    return (f"TEXT | free {block}" if again is None else f"(free {block})* TEXT"), [text, opened]
+
+
+def _call(syntax: _CallSyntax, function: dict[str, Any], special: Mapping[str, int]) -> str:
+    name = _quoted(syntax.before_name + function["name"])
+    parts = [name, _mark(syntax.before_arguments, special), _schema(function)]
+    parts += [_quoted(syntax.after)] if syntax.after else []
+    parts += [_mark(syntax.closing, special)] if syntax.closing else []
+    return " ".join(parts)
+
+
+def _mark(text: str, special: Mapping[str, int]) -> str:
+    """A marker in a grammar: the special token of that name where there is one, else its characters."""
+    return f"<[{special[text]}]>" if text in special else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _schema(function: dict[str, Any]) -> str:
+    schema = dict(function.get("parameters") or _NO_PARAMETERS)
+    if "x-guidance" in schema:
+        raise _bad("tools", function["name"], "its schema has 'x-guidance', which is not part of JSON Schema")
+    if schema.get("type", "object") != "object":
+        raise _bad("tools", function["name"], "its parameters are an object: a JSON Schema of type object")
+    options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return "%json " + json.dumps({"type": "object"} | schema | options)
+
+
+__all__ = ["MAX_TOOLS", "RequestTools", "request_tools", "special_tokens"]

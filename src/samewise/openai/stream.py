@@ -1,0 +1,216 @@
+"""Answers → streams of server-sent events, and the encoding of JSON and events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from samewise.openai.parse import DeltaParser, ParsedRequest
+from samewise.openai.replies import (
+    Decode,
+    LogprobTable,
+    TokenBytes,
+    chat_logprobs,
+    echo,
+    finish_reason,
+    usage,
+    usage_of,
+)
+from samewise.outputs import Chunk, RequestOutput
+
+DONE = b"data: [DONE]\n\n"
+TEXT_PLACEHOLDER = "\0the text of a chunk\0"
+"""Stands for a chunk's text while the constant parts of its event are encoded."""
+
+# One encoder each: json.dumps() with these options would construct one per call.
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_ENCODE_ASCII = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+def encode_json(body: Any) -> bytes:
+    """JSON in UTF-8; where a text holds a lone surrogate, which UTF-8 cannot express, escaped."""
+    try:
+        return _ENCODE(body).encode()
+    except UnicodeEncodeError:
+        return _ENCODE_ASCII(body).encode()
+
+
+def encode_event(body: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode_json(body) + b"\n\n"
+
+
+def join_chunks(chunks: Sequence[tuple[int, Chunk]]) -> list[tuple[int, Chunk]]:
+    """(prompt index, chunk), the chunks of each choice joined: a slow client gets fewer, larger events."""
+    joined: dict[tuple[int, int], Chunk] = {}
+    for prompt_index, chunk in chunks:
+        before = joined.get((prompt_index, chunk.index))
+        joined[prompt_index, chunk.index] = chunk if before is None else before.then(chunk)
+    return [(prompt_index, chunk) for (prompt_index, _), chunk in joined.items()]
+
+
+class StreamWriter:
+    """Writes the chunks of one response as events. Used by one task.
+
+    `output` returns what is known of a chunk's prompt. It is called once per choice, at its first chunk.
+    """
+
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        *,
+        model: str,
+        created: int,
+        id: str,  # noqa: A002 - the field's name
+        fingerprint: str,
+        decode: Decode | None = None,
+        token_bytes: TokenBytes | None = None,
+    ) -> None:
+        self._parsed, self._decode, self._token_bytes = parsed, decode, token_bytes
+        self._head: dict[str, Any] = {
+            "id": id,
+            "object": "chat.completion.chunk" if parsed.chat else "text_completion",
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._begun: set[int] = set()  # choices that had their first chunk
+        self._held: list[tuple[int, Chunk]] = []
+        self._tables: dict[int, LogprobTable] = {}
+        self._parsers: dict[int, DeltaParser] = {}
+        self._called: set[int] = set()  # choices that called a tool
+        self._prompt = self._completion = self._cached = self._accepted = self._guessed = 0  # for usage
+        extras = parsed.return_token_ids or parsed.explain or parsed.continuous_usage
+        self._text_only = parsed.make_parser is None and parsed.params.logprobs is None and not extras
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice, where events differ in text alone
+
+    def encode(self, prompt_index: int, chunk: Chunk, output: Callable[[], RequestOutput]) -> bytes:
+        """`events`, encoded. Where events differ in their text alone, the constant parts are encoded once."""
+        index = prompt_index * self._parsed.params.n + chunk.index
+        if not self._text_only or chunk.finish_reason is not None or index not in self._begun:
+            return b"".join(map(encode_event, self.events(prompt_index, chunk, output)))
+        around = self._around_text.get(index)
+        if around is None:
+            (event,) = self._events(prompt_index, replace(chunk, text=TEXT_PLACEHOLDER), output)
+            before, _, after = encode_event(event).rpartition(encode_json(TEXT_PLACEHOLDER))
+            around = self._around_text[index] = (before, after)
+        return around[0] + encode_json(chunk.text) + around[1]
+
+    def events(
+        self, prompt_index: int, chunk: Chunk, output: Callable[[], RequestOutput]
+    ) -> list[dict[str, Any]]:
+        """The events of one chunk."""
+        if chunk.finish_reason == "abort":
+            return []  # not a reason that clients know; `refuse_aborted` reports it
+        if self._must_wait(prompt_index, chunk):
+            self._held.append((prompt_index, chunk))
+            return []
+        events = self._events(prompt_index, chunk, output)
+        if not self._held:
+            return events
+        ready = [held for held in self._held if not self._must_wait(*held)]
+        self._held = [held for held in self._held if self._must_wait(*held)]
+        for _, held in ready:
+            events += self._events(prompt_index, held, output)
+        return events
+
+    def last_events(
+        self, outputs: Sequence[RequestOutput], receipts: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
+        """The events after the last chunk."""
+        last: dict[str, Any] = {}
+        if self._parsed.include_usage:
+            last["usage"] = usage(outputs)
+        if receipts is not None:
+            last["receipt"] = receipts[0] if len(receipts) == 1 else list(receipts)
+        return [self._head | {"choices": []} | last] if last else []
+
+    def _must_wait(self, prompt_index: int, chunk: Chunk) -> bool:
+        """An echoed prompt's log-probabilities arrive with its first choice; the other choices follow it."""
+        waits = self._parsed.echo and self._parsed.params.logprobs is not None and chunk.index > 0
+        return waits and prompt_index * self._parsed.params.n not in self._begun
+
+    def _events(
+        self, prompt_index: int, chunk: Chunk, output: Callable[[], RequestOutput]
+    ) -> list[dict[str, Any]]:
+        parsed, index = self._parsed, prompt_index * self._parsed.params.n + chunk.index
+        opening = output() if index not in self._begun else None
+        self._begun.add(index)
+        self._count(chunk, opening)
+        choice: dict[str, Any] = {"index": index}
+        events = []
+        if parsed.chat:
+            if opening is not None:
+                events.append(self._event(self._role(index, opening)))
+            *before, last = self._deltas(index, chunk, opening)
+            events += [
+                self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+                for delta in before
+            ]
+            choice["delta"] = last
+            choice["logprobs"] = chat_logprobs(parsed, chunk.token_ids, chunk.logprobs, self._token_bytes)
+        else:
+            echoed = echo(parsed, opening, self._decode) if opening is not None else ""
+            choice["text"] = echoed + chunk.text
+            choice["logprobs"] = self._table(index, chunk, opening)
+            if opening is not None and parsed.return_token_ids:
+                choice["prompt_token_ids"] = opening.prompt_token_ids
+        choice["finish_reason"] = finish_reason(chunk.finish_reason, called=index in self._called)
+        if chunk.finish_reason:
+            choice |= {"stop_reason": chunk.stop_reason, "seed": chunk.seed}
+        if parsed.return_token_ids:
+            choice["token_ids"] = chunk.token_ids
+        if parsed.explain:
+            choice["samewise"] = {"guessed": chunk.num_guessed, "accepted": chunk.num_accepted}
+        return [*events, self._event(choice)]
+
+    def _count(self, chunk: Chunk, opening: RequestOutput | None) -> None:
+        self._completion += len(chunk.token_ids)
+        self._accepted += chunk.num_accepted
+        self._guessed += chunk.num_guessed
+        if opening is not None and chunk.index == 0:
+            self._prompt += len(opening.prompt_token_ids)
+            self._cached += opening.num_cached_tokens
+
+    def _deltas(self, index: int, chunk: Chunk, opening: RequestOutput | None) -> list[dict[str, Any]]:
+        """What a chunk adds to a chat's message; at least one delta."""
+        if self._parsed.make_parser is None:
+            return [{"content": chunk.text} if chunk.text or not chunk.finish_reason else {}]
+        if opening is not None:
+            self._parsers[index] = self._parsed.make_parser(opening, chunk.index)
+        parser = self._parsers[index]
+        deltas = parser.push(chunk.text) + (parser.flush() if chunk.finish_reason else [])
+        if any("tool_calls" in delta for delta in deltas):
+            self._called.add(index)
+        return deltas or [{}]
+
+    def _role(self, index: int, opening: RequestOutput) -> dict[str, Any]:
+        """The first event of a chat's choice."""
+        choice: dict[str, Any] = {"index": index, "delta": {"role": "assistant", "content": ""}}
+        if self._parsed.return_token_ids:
+            choice["prompt_token_ids"] = opening.prompt_token_ids
+        return choice | {"logprobs": None, "finish_reason": None}
+
+    def _table(self, index: int, chunk: Chunk, opening: RequestOutput | None) -> dict[str, list[Any]] | None:
+        if self._parsed.params.logprobs is None:
+            return None
+        table = self._tables.setdefault(index, LogprobTable(self._parsed))
+        if opening is not None:
+            table.add_prompt(opening, self._decode)
+        table.add(chunk.token_ids, chunk.logprobs or [])
+        return table.take()
+
+    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+        event = self._head | {"choices": [choice]}
+        if self._parsed.continuous_usage:
+            event["usage"] = usage_of(
+                self._prompt, self._completion, self._cached, self._accepted, self._guessed
+            )
+        elif self._parsed.include_usage:
+            event["usage"] = None
+        return event
+
+
+__all__ = ["DONE", "StreamWriter", "encode_event", "encode_json", "join_chunks"]
