@@ -1,4 +1,4 @@
-"""Contract: equal facts, equal name; and what an engine writes into it."""
+"""Contract: equal facts give equal ids; and which facts an engine writes into it."""
 
 import pytest
 from hypothesis import assume, given, settings
@@ -12,7 +12,7 @@ FACTS = st.dictionaries(st.text(min_size=1, max_size=6), st.text(max_size=6), ma
 
 @settings(deadline=None)
 @given(FACTS, st.randoms(use_true_random=False))
-def test_order_does_not_matter(facts: dict[str, str], random: object) -> None:
+def test_the_id_does_not_depend_on_the_order_of_facts(facts: dict[str, str], random: object) -> None:
     items = list(facts.items())
     random.shuffle(items)  # type: ignore[attr-defined]
     one, other = Contract.of(facts), Contract.of(dict(items))
@@ -23,14 +23,14 @@ def test_order_does_not_matter(facts: dict[str, str], random: object) -> None:
 
 @settings(deadline=None)
 @given(FACTS, FACTS)
-def test_any_other_fact_is_another_name(one: dict[str, str], two: dict[str, str]) -> None:
+def test_ids_are_equal_exactly_when_facts_are(one: dict[str, str], two: dict[str, str]) -> None:
     one, two = ({k: v for k, v in facts.items() if k != "engine"} for facts in (one, two))
     assert (Contract.of(one).id == Contract.of(two).id) == (one == two)
 
 
 @settings(deadline=None)
 @given(FACTS, st.text(min_size=1, max_size=6), st.text(max_size=6))
-def test_changing_one_fact_shows_in_name_and_differences(
+def test_changing_one_fact_shows_in_the_id_and_in_differences(
     facts: dict[str, str], name: str, value: str
 ) -> None:
     assume(name != "engine" and facts.get(name) != value)
@@ -39,13 +39,13 @@ def test_changing_one_fact_shows_in_name_and_differences(
     assert one.differences(other) == [(name, facts.get(name, "(absent)"), value)]
 
 
-def test_a_fact_that_is_missing_differs_from_one_that_is_empty() -> None:
+def test_a_missing_fact_differs_from_an_empty_one() -> None:
     one, other = Contract.of({}), Contract.of({"rope": ""})
     assert one.id != other.id
-    assert one.differences(other), "two names, and nothing to show for it"
+    assert one.differences(other), "two ids without a difference"
 
 
-def test_differences_read_both_ways() -> None:
+def test_differences_are_mirrored_when_the_sides_are_swapped() -> None:
     one = Contract.of({"dtype": "float32", "torch": "2.11", "cpu": "x"})
     other = Contract.of({"dtype": "bfloat16", "torch": "2.11", "gpu": "y"})
     assert one.differences(other) == [
@@ -56,32 +56,32 @@ def test_differences_read_both_ways() -> None:
     assert other.differences(one) == [(name, b, a) for name, a, b in one.differences(other)]
 
 
-def test_the_engine_version_is_a_fact_nobody_else_may_set() -> None:
+def test_the_engine_version_cannot_be_overridden_by_a_fact() -> None:
     assert dict(Contract.of({"engine": "mine"}).facts)["engine"] == ENGINE_VERSION
 
 
-def test_a_name_is_short_plain_and_fixed() -> None:
-    found = Contract.of({"weights": "абв", "dtype": "float32"}).id
-    assert found.isascii()
-    assert found.startswith("sw-")
-    assert len(found) == 23
-    assert found == Contract.of({"dtype": "float32", "weights": "абв"}).id
+def test_an_id_is_short_and_ascii() -> None:
+    contract_id = Contract.of({"weights": "абв", "dtype": "float32"}).id
+    assert contract_id.isascii()
+    assert contract_id.startswith("sw-")
+    assert len(contract_id) == 23
+    assert contract_id == Contract.of({"dtype": "float32", "weights": "абв"}).id
 
 
 @pytest.fixture(scope="module")
-def plain() -> Contract:
+def default_contract() -> Contract:
     return tiny_engine().contract
 
 
-def test_the_same_engine_twice_has_one_contract(plain: Contract) -> None:
-    assert tiny_engine().contract == plain
+def test_equal_engines_have_equal_contracts(default_contract: Contract) -> None:
+    assert tiny_engine().contract == default_contract
 
 
-def test_what_cannot_change_a_bit_is_no_part_of_it(plain: Contract) -> None:
+def test_settings_that_cannot_change_a_bit_are_no_facts(default_contract: Contract) -> None:
     other = tiny_engine(
         max_num_seqs=3, kv_memory=2**20, enable_prefix_caching=False, max_queued=4, seed=0, max_model_len=100
     ).contract
-    assert plain.differences(other) == []
+    assert default_contract.differences(other) == []
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,16 @@ def test_what_cannot_change_a_bit_is_no_part_of_it(plain: Contract) -> None:
         ({"family": "qwen2"}, "architecture"),
     ],
 )
-def test_what_can_change_a_bit_changes_it(change: dict[str, object], fact: str, plain: Contract) -> None:
+def test_settings_that_can_change_a_bit_change_the_contract(
+    change: dict[str, object], fact: str, default_contract: Contract
+) -> None:
     other = tiny_engine(**change).contract  # type: ignore[arg-type]
-    assert other.id != plain.id
-    assert fact in [name for name, _, _ in plain.differences(other)]
+    assert other.id != default_contract.id
+    assert fact in [name for name, _, _ in default_contract.differences(other)]
 
 
-def test_it_certifies_itself(plain: Contract) -> None:
-    facts = dict(plain.facts)
+def test_an_engines_contract_names_weights_libraries_and_probe_digest(default_contract: Contract) -> None:
+    facts = dict(default_contract.facts)
     assert len(facts["probe"]) == 64
     assert {"weights", "dtype", "torch", "transformers", "cpu", "frame rows", "page"} <= facts.keys()
     assert all(isinstance(value, str) for value in facts.values())

@@ -1,8 +1,7 @@
-"""The contract: a name for everything the bits depend on. Host only.
+"""The contract: the facts that an engine's bits depend on, and one id for them. Host only.
 
-Two engines with one contract have given the same bits to the same probe, and give the same bits to
-the same request. It is printed at start, returned with every answer, and compared field by field when
-two of them differ.
+Two engines with equal contracts have given the same bits for the probe's text, and give the same bits for the
+same request. The id is printed at start and returned with every answer.
 """
 
 from __future__ import annotations
@@ -14,24 +13,23 @@ from hashlib import sha256
 ENGINE_VERSION = "3"
 """Raised whenever this package's own arithmetic changes: noise, sampling rule, frame layout, sums of rows."""
 
-
 ABSENT = "(absent)"
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """Facts, sorted by name, and the short name that stands for all of them."""
+    """Facts, sorted by name."""
 
     facts: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, facts: dict[str, str]) -> Contract:
-        """A contract over these facts and this engine's version."""
+        """The contract of these facts and this engine's version."""
         return cls(tuple(sorted((facts | {"engine": ENGINE_VERSION}).items())))
 
     @property
     def id(self) -> str:
-        """Short name: equal iff all facts are equal."""
+        """A short digest: equal if and only if all facts are equal."""
         text = json.dumps(self.facts, ensure_ascii=True, separators=(",", ":"))
         return "sw-" + sha256(text.encode()).hexdigest()[:20]
 

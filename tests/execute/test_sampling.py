@@ -1,4 +1,4 @@
-"""Sampler: the rule of choice, against slow and obvious references; and the frame rule, bit for bit."""
+"""Sampler: the sampling rule against slow references, and the frame rule bit for bit."""
 
 import math
 import random
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samewise.execute import filters
+from samewise.execute.logit_edits import LogitEditor
 from samewise.execute.sampling import Sampler, SamplerOutput
 from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels import noise
@@ -23,41 +24,46 @@ CPU = torch.device("cpu")
 
 
 def block_sampler(vocab: int) -> Sampler:
-    """The block path, run on CPU: what other devices do."""
+    """The sampler as on CUDA, which samples a block of rows at once, run on CPU."""
     return Sampler(vocab, CPU, by_row=False)
 
 
-def draw(
-    row: int = 0, *, prompt: Sequence[int] = (), output: Sequence[int] = (), position: int = 9, **how: Any
+def make_row(
+    row: int = 0,
+    *,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    position: int = 9,
+    **sampling: Any,
 ) -> SamplingRow:
-    return SamplingRow(row, Sampling(**how), prompt, output, position)
+    return SamplingRow(row, Sampling(**sampling), prompt, output, position)
 
 
-def logits_of(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def pick_one(logits: torch.Tensor, one: SamplingRow) -> int:
-    """Both paths must agree wherever their last bits do not matter; returns the CPU's answer."""
-    by_row = Sampler(logits.shape[1], CPU).sample(logits, [one]).tokens
-    by_block = block_sampler(logits.shape[1]).sample(logits, [one]).tokens
+def sample_one(logits: torch.Tensor, row: SamplingRow) -> int:
+    """The row's token, after checking that sampling by row and by block agree."""
+    by_row = Sampler(logits.shape[1], CPU).sample(logits, [row]).tokens
+    by_block = block_sampler(logits.shape[1]).sample(logits, [row]).tokens
     assert torch.equal(by_row, by_block)
-    return int(by_row[one.row])
+    return int(by_row[row.row])
 
 
-# ── the rule of choice ───────────────────────────────────────────────────────────────────────────
+# ── the sampling rule ────────────────────────────────────────────────────────────────────────────
 
 
-def frequencies(sampling: dict[str, Any], logits: torch.Tensor, num: int = 2000) -> list[int]:
-    """How often each token is chosen, over positions, seeds and indices."""
+def count_tokens(sampling: dict[str, Any], logits: torch.Tensor, num: int = 2000) -> list[int]:
+    """How often each token is sampled, over positions, seeds and indices."""
     sampler, vocab = Sampler(logits.shape[-1], CPU), logits.shape[-1]
-    rows = logits.expand(num, vocab).contiguous()
-    draws = [
+    block = logits.expand(num, vocab).contiguous()
+    rows = [
         SamplingRow(row, Sampling(seed=row % 5 * 1000 - 7, index=row % 3, **sampling), (), (), row)
         for row in range(num)
     ]
-    chosen = Counter(sampler.sample(rows, draws).tokens.tolist())
-    return [chosen[token] for token in range(vocab)]
+    counts = Counter(sampler.sample(block, rows).tokens.tolist())
+    return [counts[token] for token in range(vocab)]
 
 
 PROBABILITIES = torch.tensor([0.4, 0.05, 0.25, 0.15, 0.1, 0.05])
@@ -70,7 +76,7 @@ PROBABILITIES = torch.tensor([0.4, 0.05, 0.25, 0.15, 0.1, 0.05])
         ({"temperature": 0.5}, [0, 1, 2, 3, 4, 5]),
         ({"temperature": 3.0}, [0, 1, 2, 3, 4, 5]),
         ({"temperature": 1.0, "top_k": 3}, [0, 2, 3]),
-        ({"temperature": 1.0, "top_k": 5}, [0, 1, 2, 3, 4, 5]),  # two share the fifth place
+        ({"temperature": 1.0, "top_k": 5}, [0, 1, 2, 3, 4, 5]),  # ids 1 and 5 tie for the fifth place
         ({"temperature": 1.0, "top_p": 0.64}, [0, 2]),
         ({"temperature": 1.0, "top_p": 0.7}, [0, 2, 3]),
         ({"temperature": 1.0, "top_p": 0.92}, [0, 1, 2, 3, 4, 5]),
@@ -83,52 +89,52 @@ PROBABILITIES = torch.tensor([0.4, 0.05, 0.25, 0.15, 0.1, 0.05])
     ],
     ids=str,
 )
-def test_tokens_follow_the_distribution_asked_for(sampling: dict[str, Any], kept: list[int]) -> None:
+def test_tokens_follow_the_requested_distribution(sampling: dict[str, Any], kept: list[int]) -> None:
     """Chi-square below its 0.01% point for five degrees of freedom or fewer."""
-    counts = frequencies(sampling, PROBABILITIES.log())
-    wanted = np.array([float(PROBABILITIES[t]) ** (1 / sampling["temperature"]) for t in kept])
-    wanted *= sum(counts) / wanted.sum()
+    counts = count_tokens(sampling, PROBABILITIES.log())
+    expected = np.array([float(PROBABILITIES[t]) ** (1 / sampling["temperature"]) for t in kept])
+    expected *= sum(counts) / expected.sum()
     assert sum(counts) == sum(counts[token] for token in kept)
-    assert sum((counts[t] - w) ** 2 / w for t, w in zip(kept, wanted, strict=True)) < 25.7
+    assert sum((counts[t] - e) ** 2 / e for t, e in zip(kept, expected, strict=True)) < 25.7
 
 
-def test_choices_at_neighbouring_positions_are_independent() -> None:
+def test_tokens_at_neighbouring_positions_are_independent() -> None:
     logits = torch.zeros(4000, 4)
-    draws = [draw(p, temperature=1.0, position=p) for p in range(4000)]
-    tokens = Sampler(4, CPU).sample(logits, draws).tokens.tolist()
+    rows = [make_row(p, temperature=1.0, position=p) for p in range(4000)]
+    tokens = Sampler(4, CPU).sample(logits, rows).tokens.tolist()
     pairs = Counter(pairwise(tokens))
     assert sum((pairs[a, b] - 250) ** 2 / 250 for a in range(4) for b in range(4)) < 15 + 5 * math.sqrt(30)
 
 
-def test_the_rule_is_argmax_of_scaled_logits_plus_noise() -> None:
-    logits = logits_of(1, 1003)
+def test_the_token_is_the_argmax_of_scaled_logits_plus_noise() -> None:
+    logits = random_logits(1, 1003)
     for position in range(20):
         gumbel = noise.gumbel(torch.tensor([noise.key(5, 2, position)]), 1003)[0].double()
-        wanted = int((logits[0].double() / 0.8 + gumbel).argmax())
-        assert pick_one(logits, draw(temperature=0.8, seed=5, index=2, position=position)) == wanted
+        expected = int((logits[0].double() / 0.8 + gumbel).argmax())
+        assert sample_one(logits, make_row(temperature=0.8, seed=5, index=2, position=position)) == expected
 
 
-def test_noise_follows_the_token_not_its_rank() -> None:
-    """Logits of other tokens changing places do not move a token's noise: the winner stays the winner."""
+def test_noise_is_keyed_by_token_id_not_by_rank() -> None:
+    """Lowering other tokens changes their ranks, but no token's noise: the same token wins."""
     logits = torch.zeros(1, 50)
-    winner = pick_one(logits, draw(temperature=1.0))
+    winner = sample_one(logits, make_row(temperature=1.0))
     others = [token for token in range(50) if token != winner]
     for k in range(10):
         lower = logits.clone()
         lower[0, random.Random(k).sample(others, 30)] -= 5.0
-        assert pick_one(lower, draw(temperature=1.0)) == winner
+        assert sample_one(lower, make_row(temperature=1.0)) == winner
 
 
-def test_choices_of_one_request_differ() -> None:
+def test_the_n_choices_of_one_request_differ() -> None:
     logits = torch.zeros(1, 1000)
-    assert len({pick_one(logits, draw(temperature=1.0, index=index)) for index in range(8)}) == 8
+    assert len({sample_one(logits, make_row(temperature=1.0, index=index)) for index in range(8)}) == 8
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-5, 1e-30, 1e30])
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
-def test_no_temperature_overflows(temperature: float, scale: float) -> None:
-    logits = logits_of(1, 100) * scale
-    token = pick_one(logits, draw(temperature=temperature, top_p=0.9, top_k=7, min_p=0.01))
+def test_no_temperature_overflows_or_underflows(temperature: float, scale: float) -> None:
+    logits = random_logits(1, 100) * scale
+    token = sample_one(logits, make_row(temperature=temperature, top_p=0.9, top_k=7, min_p=0.01))
     assert token in logits[0].topk(7).indices
     if temperature < 1e-4:
         assert token == int(logits.argmax())
@@ -136,13 +142,13 @@ def test_no_temperature_overflows(temperature: float, scale: float) -> None:
 
 @pytest.mark.parametrize("vocab", [5, 64, 1003, 50257])
 def test_ties_go_to_the_lowest_id(vocab: int) -> None:
-    spread = [vocab - 1, vocab // 2, vocab // 3 + 1]
+    tied = [vocab - 1, vocab // 2, vocab // 3 + 1]
     logits = torch.full((3, vocab), -1.0)
-    logits[:, spread] = 2.0
+    logits[:, tied] = 2.0
     for sampler in (Sampler(vocab, CPU), block_sampler(vocab)):
-        assert sampler.sample(logits, []).tokens.tolist() == [min(spread)] * 3
+        assert sampler.sample(logits, []).tokens.tolist() == [min(tied)] * 3
         assert sampler.sample(torch.zeros(2, vocab), []).tokens.tolist() == [0, 0]
-        biased = draw(1, logit_bias=((0, -1.0),))
+        biased = make_row(1, logit_bias=((0, -1.0),))
         assert sampler.sample(torch.zeros(2, vocab), [biased]).tokens.tolist() == [0, 1]
 
 
@@ -150,7 +156,7 @@ def test_ties_go_to_the_lowest_id(vocab: int) -> None:
 
 
 def kept_by_reference(logits: list[float], sampling: Sampling) -> set[int]:
-    """Filters in double precision, token by token."""
+    """The filters, computed in double precision token by token."""
     top = max(logits)
     scaled = {t: (x - top) / sampling.temperature for t, x in enumerate(logits)}
     if sampling.min_p > 0:
@@ -175,21 +181,21 @@ def kept_by_reference(logits: list[float], sampling: Sampling) -> set[int]:
     st.sampled_from([1.0, 0.99, 0.873, 0.5, 0.1]),
     st.sampled_from([0.0, 0.0, 0.013, 0.3]),
 )
-def test_filters_keep_what_the_reference_keeps(
+def test_filters_keep_the_tokens_that_the_reference_keeps(
     raw: list[int], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """Both ways, ties included: half-integer logits tie often, and no mass lands on a boundary."""
+    """By row and by block. Half-integer logits tie often, and no mass lands on a boundary of top_p."""
     logits = [x / 2 for x in raw]
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    wanted = kept_by_reference(logits, sampling)
+    expected = kept_by_reference(logits, sampling)
     row = torch.tensor(logits)
     gap = (row.amax() - row) / temperature
     by_row = set((gap <= filters.max_gap(gap, sampling)).nonzero()[:, 0].tolist())
     rows = torch.stack([torch.full_like(row, 3.0), row])
-    barred = block_sampler(len(raw))._filtered(rows, [SamplingRow(1, sampling, (), (), 0)])
-    assert by_row == wanted
-    assert set(barred[1].isfinite().nonzero()[:, 0].tolist()) == wanted
-    assert torch.equal(barred[0], rows[0])
+    filtered = block_sampler(len(raw))._filtered(rows, [SamplingRow(1, sampling, (), (), 0)])
+    assert by_row == expected
+    assert set(filtered[1].isfinite().nonzero()[:, 0].tolist()) == expected
+    assert torch.equal(filtered[0], rows[0])
 
 
 def test_equal_logits_stay_or_go_together() -> None:
@@ -197,7 +203,7 @@ def test_equal_logits_stay_or_go_together() -> None:
     gap = torch.zeros(300)
     assert filters.max_gap(gap, Sampling(temperature=1.0, top_k=1)) == 0.0
     assert filters.max_gap(gap, Sampling(temperature=1.0, top_p=0.01)) == 0.0
-    sampled = {pick_one(logits, draw(temperature=1.0, top_k=2, position=p)) for p in range(100)}
+    sampled = {sample_one(logits, make_row(temperature=1.0, top_k=2, position=p)) for p in range(100)}
     assert len(sampled) > 50
 
 
@@ -207,29 +213,29 @@ def test_masses_of_a_large_flat_vocabulary_do_not_overflow() -> None:
     assert int(total) / 2 ** filters.mass_bits(torch.zeros(300_000)) == 300_000
 
 
-# ── processing ───────────────────────────────────────────────────────────────────────────────────
+# ── logit edits ──────────────────────────────────────────────────────────────────────────────────
 
 
-def processed_by_reference(logits: list[float], one: SamplingRow) -> list[float]:
-    """Penalties, bias and bars, token by token."""
-    how, past = one.sampling, [*one.prompt, *one.output]
-    found = []
+def edited_by_reference(logits: list[float], row: SamplingRow) -> list[float]:
+    """Penalties, bias and bans, token by token."""
+    how, past = row.sampling, [*row.prompt, *row.output]
+    edited = []
     for token, logit in enumerate(logits):
         x = logit
         if token in past:
             x = x / how.repetition_penalty if x > 0 else x * how.repetition_penalty
-        x -= how.frequency_penalty * list(one.output).count(token)
-        x -= how.presence_penalty * (token in one.output)
+        x -= how.frequency_penalty * list(row.output).count(token)
+        x -= how.presence_penalty * (token in row.output)
         x += dict(how.logit_bias).get(token, 0.0)
         if how.allowed_token_ids is not None and token not in how.allowed_token_ids:
             x = -math.inf
         for word in how.bad_words:
             if word[-1] == token and past[len(past) - len(word) + 1 :] == list(word[:-1]):
                 x = -math.inf
-        if len(one.output) < how.min_tokens and token in how.stop_ids:
+        if len(row.output) < how.min_tokens and token in how.stop_ids:
             x = -math.inf
-        found.append(x)
-    return found
+        edited.append(x)
+    return edited
 
 
 tokens = st.integers(0, 11)
@@ -255,72 +261,74 @@ penalties = st.sampled_from([0.0, 0.0, 0.5, -1.5, 2.0])
         stop_ids=st.frozensets(tokens, max_size=2),
     ),
 )
-def test_processing_agrees_with_the_reference(
+def test_edits_agree_with_the_reference(
     logits: list[float], prompt: list[int], output: list[int], sampling: Sampling
 ) -> None:
-    one = SamplingRow(1, sampling, prompt, output, 5)
-    wanted = torch.tensor(processed_by_reference(logits, one))
+    row = SamplingRow(1, sampling, prompt, output, 5)
+    expected = torch.tensor(edited_by_reference(logits, row))
     block = torch.tensor([[0.0] * 12, logits])
-    found = Sampler(12, CPU)._editor.apply(block, [one])
-    torch.testing.assert_close(found[1], wanted, rtol=1e-5, atol=1e-5)
-    assert torch.equal(found[0], block[0])
+    edited = LogitEditor(12, CPU, unpack_on_host=True).apply(block, [row])
+    torch.testing.assert_close(edited[1], expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(edited[0], block[0])
 
 
 def test_a_bad_word_may_begin_in_the_prompt() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]])
-    barred = {"bad_words": ((0, 1, 2),)}
-    assert pick_one(logits, draw(prompt=[0], output=[1], **barred)) == 1
-    assert pick_one(logits, draw(prompt=[1], output=[0], **barred)) == 2
-    assert pick_one(logits, draw(prompt=[], output=[1], **barred)) == 2
+    banned = {"bad_words": ((0, 1, 2),)}
+    assert sample_one(logits, make_row(prompt=[0], output=[1], **banned)) == 1
+    assert sample_one(logits, make_row(prompt=[1], output=[0], **banned)) == 2
+    assert sample_one(logits, make_row(prompt=[], output=[1], **banned)) == 2
 
 
-def test_stops_are_barred_until_min_tokens() -> None:
+def test_stop_ids_are_banned_until_min_tokens() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     how = {"min_tokens": 2, "stop_ids": frozenset({2})}
-    assert [pick_one(logits, draw(output=[0] * num, **how)) for num in range(4)] == [1, 1, 2, 2]
+    assert [sample_one(logits, make_row(output=[0] * num, **how)) for num in range(4)] == [1, 1, 2, 2]
 
 
-def test_when_everything_is_barred_the_last_bars_give_way() -> None:
+def test_when_every_token_is_banned_the_last_bans_are_dropped() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0]])
     stops = {"min_tokens": 9, "stop_ids": frozenset({0, 1})}
-    assert pick_one(logits, draw(allowed_token_ids=(1,), **stops)) == 1
-    assert pick_one(logits, draw(allowed_token_ids=(1, 2), bad_words=((2,),), **stops)) == 1
-    assert pick_one(logits, draw(allowed_token_ids=(2,), bad_words=((2,),))) == 2
-    assert pick_one(logits, draw(bad_words=((0,), (1,), (2,)))) == 0
-    assert pick_one(logits, draw(bad_words=((2,),), **stops)) == 0
+    assert sample_one(logits, make_row(allowed_token_ids=(1,), **stops)) == 1
+    assert sample_one(logits, make_row(allowed_token_ids=(1, 2), bad_words=((2,),), **stops)) == 1
+    assert sample_one(logits, make_row(allowed_token_ids=(2,), bad_words=((2,),))) == 2
+    assert sample_one(logits, make_row(bad_words=((0,), (1,), (2,)))) == 0
+    assert sample_one(logits, make_row(bad_words=((2,),), **stops)) == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_allowed_ids_hold_even_where_the_model_says_never(temperature: float) -> None:
+def test_allowed_ids_hold_even_where_their_logits_are_minus_infinity(temperature: float) -> None:
     logits = torch.tensor([[5.0, -math.inf, -math.inf, 4.0]])
-    assert pick_one(logits, draw(temperature=temperature, allowed_token_ids=(1, 2))) in (1, 2)
+    assert sample_one(logits, make_row(temperature=temperature, allowed_token_ids=(1, 2))) in (1, 2)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter mentions what a card does not
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Triton's interpreter warns of overflow, CUDA does not
 @pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf])
-def test_a_broken_model_crashes_nothing(value: float) -> None:
+def test_logits_that_are_not_finite_still_give_a_token(value: float) -> None:
     logits = torch.full((1, 20), value)
     for sampler in (Sampler(20, CPU), block_sampler(20)):
         for how in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1}):
-            assert 0 <= int(sampler.sample(logits, [draw(**how)]).tokens[0]) < 20
+            assert 0 <= int(sampler.sample(logits, [make_row(**how)]).tokens[0]) < 20
 
 
-def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
+def test_ids_beyond_the_vocabulary_are_ignored() -> None:
     how = {
         "repetition_penalty": 2.0,
         "min_tokens": 3,
         "stop_ids": frozenset({99}),
         "logit_bias": ((50, 1.0),),
     }
-    assert pick_one(torch.tensor([[1.0, 2.0]]), draw(prompt=[70, 1], output=[80], **how)) == 0
+    assert sample_one(torch.tensor([[1.0, 2.0]]), make_row(prompt=[70, 1], output=[80], **how)) == 0
 
 
-def test_the_logits_passed_in_are_left_alone() -> None:
-    logits = logits_of(3, 200)
+def test_the_logits_passed_in_are_not_changed() -> None:
+    logits = random_logits(3, 200)
     before = logits.clone()
-    every = draw(1, temperature=1.0, top_k=5, repetition_penalty=2.0, prompt=[1], allowed_token_ids=(1, 2, 3))
+    row = make_row(
+        1, temperature=1.0, top_k=5, repetition_penalty=2.0, prompt=[1], allowed_token_ids=(1, 2, 3)
+    )
     for sampler in (Sampler(200, CPU), block_sampler(200)):
-        sampler.sample(logits, [every])
+        sampler.sample(logits, [row])
         assert torch.equal(logits, before)
 
 
@@ -328,24 +336,24 @@ def test_the_logits_passed_in_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("vocab", [7, 1003, 50257])
-def test_logprobs_are_the_models_own(vocab: int) -> None:
-    logits = logits_of(4, vocab)
-    wanted = logits.double().log_softmax(-1)
+def test_logprobs_are_the_models_own_before_edits(vocab: int) -> None:
+    logits = random_logits(4, vocab)
+    expected = logits.double().log_softmax(-1)
     for sampler in (Sampler(vocab, CPU), block_sampler(vocab)):
-        picks = sampler.sample(logits, [draw(2, temperature=2.0, logit_bias=((1, 50.0),))])
-        own = wanted.gather(1, picks.tokens[:, None])[:, 0].float()
-        torch.testing.assert_close(picks.logprobs, own, rtol=1e-6, atol=2e-6)
-        assert picks.tokens[2] == 1
-        assert bool((picks.logprobs <= 0).all())
+        output = sampler.sample(logits, [make_row(2, temperature=2.0, logit_bias=((1, 50.0),))])
+        own = expected.gather(1, output.tokens[:, None])[:, 0].float()
+        torch.testing.assert_close(output.logprobs, own, rtol=1e-6, atol=2e-6)
+        assert output.tokens[2] == 1
+        assert bool((output.logprobs <= 0).all())
 
 
-def test_scores_have_the_bits_of_picks() -> None:
-    logits = logits_of(5, 1003)
+def test_scores_have_the_bits_of_sampled_logprobs() -> None:
+    logits = random_logits(5, 1003)
     for sampler in (Sampler(1003, CPU), block_sampler(1003)):
-        picks = sampler.sample(logits, [draw(3, temperature=3.0)])
+        output = sampler.sample(logits, [make_row(3, temperature=3.0)])
         rows = [4, 0, 3, 3]
-        scores = sampler.score(logits, rows, picks.tokens[rows].tolist())
-        assert torch.equal(scores, picks.logprobs[rows])
+        scores = sampler.score(logits, rows, output.tokens[rows].tolist())
+        assert torch.equal(scores, output.logprobs[rows])
         assert sampler.score(logits, [], []).shape == (0,)
 
 
@@ -354,24 +362,26 @@ def test_scores_have_the_bits_of_picks() -> None:
 def test_top_is_ordered_by_value_then_id(raw: list[int], num: int) -> None:
     logits = torch.tensor([[0.0] * 20, [float(x) for x in raw]])
     for sampler in (Sampler(20, CPU), block_sampler(20)):
-        (found, none) = sampler.top(logits, [1, 0], [num, 0])
+        (top, none) = sampler.top(logits, [1, 0], [num, 0])
         values = sampler.score(logits, [1] * 20, list(range(20))).tolist()
-        wanted = sorted(enumerate(values), key=lambda pair: (-pair[1], pair[0]))
-        assert list(found) == wanted[: 20 if num < 0 else num]
+        expected = sorted(enumerate(values), key=lambda pair: (-pair[1], pair[0]))
+        assert list(top) == expected[: 20 if num < 0 else num]
         assert none == ()
 
 
-def test_top_holds_the_bits_of_picks() -> None:
-    logits = logits_of(3, 1003)
+def test_top_has_the_bits_of_sampled_logprobs() -> None:
+    logits = random_logits(3, 1003)
     sampler = Sampler(1003, CPU)
-    picks = sampler.sample(logits, [])
+    output = sampler.sample(logits, [])
     tops = sampler.top(logits, [0, 1, 2], [1, 5, 2])
-    assert [top[0] for top in tops] == list(zip(picks.tokens.tolist(), picks.logprobs.tolist(), strict=True))
+    assert [top[0] for top in tops] == list(
+        zip(output.tokens.tolist(), output.logprobs.tolist(), strict=True)
+    )
 
 
 # ── the frame rule ───────────────────────────────────────────────────────────────────────────────
 
-KINDS: list[dict[str, Any]] = [
+SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0},
     {"temperature": 0.7, "top_p": 0.9},
@@ -387,71 +397,76 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def asked(row: int, k: int) -> SamplingRow:
-    prompt = [(k * 31 + i * 7) % 900 for i in range(40)]
-    return draw(row, prompt=prompt[:25], output=prompt[25:], position=40 + k, seed=k, **KINDS[k % len(KINDS)])
+def make_kth_row(row: int, k: int) -> SamplingRow:
+    """The k-th request's row, at this index of the block."""
+    tokens = [(k * 31 + i * 7) % 900 for i in range(40)]
+    return make_row(
+        row, prompt=tokens[:25], output=tokens[25:], position=40 + k, seed=k, **SAMPLINGS[k % len(SAMPLINGS)]
+    )
 
 
-def everything(sampler: Sampler, logits: torch.Tensor, draws: list[SamplingRow]) -> list[tuple[Any, ...]]:
-    """All a row can be asked, by row, as bits."""
-    picks: SamplerOutput = sampler.sample(logits, draws)
-    rows = list(range(logits.shape[0]))
-    scores = sampler.score(logits, rows, [1] * len(rows))
-    bits = torch.stack([picks.logprobs, scores]).view(torch.int32).T.tolist()
-    tops = sampler.top(logits, rows, [4] * len(rows))
-    return list(zip(picks.tokens.tolist(), bits, tops, strict=True))
+def results_by_row(sampler: Sampler, logits: torch.Tensor, rows: list[SamplingRow]) -> list[tuple[Any, ...]]:
+    """By row: its token, the bits of its log-probability and of a score, and its top log-probabilities."""
+    output: SamplerOutput = sampler.sample(logits, rows)
+    indices = list(range(logits.shape[0]))
+    scores = sampler.score(logits, indices, [1] * len(indices))
+    bits = torch.stack([output.logprobs, scores]).view(torch.int32).T.tolist()
+    tops = sampler.top(logits, indices, [4] * len(indices))
+    return list(zip(output.tokens.tolist(), bits, tops, strict=True))
 
 
 @pytest.mark.parametrize("vocab", [1003, 50257])
-def test_a_row_depends_on_nothing_but_itself(vocab: int) -> None:
-    logits, sampler = logits_of(len(KINDS) * 2, vocab), Sampler(vocab, CPU)
-    alone = [everything(sampler, logits[k : k + 1], [asked(0, k)])[0] for k in range(len(logits))]
+def test_a_rows_result_does_not_depend_on_other_rows_or_its_index(vocab: int) -> None:
+    logits, sampler = random_logits(len(SAMPLINGS) * 2, vocab), Sampler(vocab, CPU)
+    alone = [results_by_row(sampler, logits[k : k + 1], [make_kth_row(0, k)])[0] for k in range(len(logits))]
     for trial in range(3):
-        chance = random.Random(trial)
-        order = chance.sample(range(len(logits)), chance.randint(2, len(logits)))
-        found = everything(sampler, logits[order], [asked(row, k) for row, k in enumerate(order)])
-        assert found == [alone[k] for k in order]
+        rng = random.Random(trial)
+        order = rng.sample(range(len(logits)), rng.randint(2, len(logits)))
+        results = results_by_row(
+            sampler, logits[order], [make_kth_row(row, k) for row, k in enumerate(order)]
+        )
+        assert results == [alone[k] for k in order]
 
 
 def test_rows_of_a_wider_buffer_give_the_same_bits() -> None:
-    """Logits may be a slice of something padded: neither strides nor offsets show."""
-    wide = logits_of(4, 1100)
-    draws = [asked(row, row) for row in range(4)]
+    """Logits may be a slice of a padded buffer: strides and offsets do not change bits."""
+    wide = random_logits(4, 1100)
+    rows = [make_kth_row(row, row) for row in range(4)]
     sampler = Sampler(1003, CPU)
-    assert everything(sampler, wide[:, 5:1008], draws) == everything(
-        sampler, wide[:, 5:1008].contiguous(), draws
+    assert results_by_row(sampler, wide[:, 5:1008], rows) == results_by_row(
+        sampler, wide[:, 5:1008].contiguous(), rows
     )
 
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_on_a_device_a_row_depends_on_nothing_but_itself() -> None:
-    device, vocab, rows = torch.device("cuda"), 50257, 32
+def test_on_cuda_a_rows_result_does_not_depend_on_other_rows_or_its_index() -> None:
+    device, vocab, num_rows = torch.device("cuda"), 50257, 32
     sampler = Sampler(vocab, device)
-    logits, junk = logits_of(12, vocab).to(device), logits_of(rows, vocab, seed=1).to(device)
+    logits, other = random_logits(12, vocab).to(device), random_logits(num_rows, vocab, seed=1).to(device)
     seen: dict[int, tuple[Any, ...]] = {}
     for trial in range(8):
-        chance = random.Random(trial)
-        places = chance.sample(range(rows), chance.randint(1, 12))
-        who = chance.sample(range(12), len(places))
-        frame = junk.clone()
-        frame[places] = logits[who]
-        draws = [asked(place, k) for place, k in zip(places, who, strict=True)]
-        found = everything(sampler, frame, draws)
-        for place, k in zip(places, who, strict=True):
-            assert seen.setdefault(k, found[place]) == found[place]
+        rng = random.Random(trial)
+        indices = rng.sample(range(num_rows), rng.randint(1, 12))
+        requests = rng.sample(range(12), len(indices))
+        block = other.clone()
+        block[indices] = logits[requests]
+        rows = [make_kth_row(i, k) for i, k in zip(indices, requests, strict=True)]
+        results = results_by_row(sampler, block, rows)
+        for i, k in zip(indices, requests, strict=True):
+            assert seen.setdefault(k, results[i]) == results[i]
 
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_on_a_device_the_choice_is_the_cpus() -> None:
-    """Bits may differ; choices hardly can."""
-    device, vocab, rows = torch.device("cuda"), 1003, 64
+def test_on_cuda_tokens_are_those_of_the_cpu() -> None:
+    """Last bits may differ between devices; tokens only where two scores are that close."""
+    device, vocab, num_rows = torch.device("cuda"), 1003, 64
     sampler = Sampler(vocab, device)
-    logits = logits_of(rows, vocab)
-    draws = [asked(row, row) for row in range(rows)]
-    there, here = sampler.sample(logits.to(device), draws), Sampler(vocab, CPU).sample(logits, draws)
-    assert there.tokens.tolist() == here.tokens.tolist()
-    torch.testing.assert_close(there.logprobs.cpu(), here.logprobs, rtol=1e-6, atol=1e-5)
-    hashes = noise.bits(torch.tensor([noise.key(1, 2, 3)]).to(device), vocab)
-    assert torch.equal(hashes.cpu(), noise.bits(torch.tensor([noise.key(1, 2, 3)]), vocab))
+    logits = random_logits(num_rows, vocab)
+    rows = [make_kth_row(row, row) for row in range(num_rows)]
+    on_cuda, on_cpu = sampler.sample(logits.to(device), rows), Sampler(vocab, CPU).sample(logits, rows)
+    assert on_cuda.tokens.tolist() == on_cpu.tokens.tolist()
+    torch.testing.assert_close(on_cuda.logprobs.cpu(), on_cpu.logprobs, rtol=1e-6, atol=1e-5)
+    hashes = noise.token_hashes(torch.tensor([noise.key(1, 2, 3)]).to(device), vocab)
+    assert torch.equal(hashes.cpu(), noise.token_hashes(torch.tensor([noise.key(1, 2, 3)]), vocab))

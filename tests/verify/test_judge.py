@@ -1,4 +1,4 @@
-"""judge and trust against the sentence they are written from, one row at a time."""
+"""judge and trust against a reference that walks a span row by row."""
 
 from array import array
 
@@ -8,32 +8,32 @@ from hypothesis import strategies as st
 from samewise.types import Proposal, Sampling, Span, Truth, Verdict
 from samewise.verify.judge import judge, trust
 
-TOKENS = st.integers(0, 3)  # few, so that guesses are often right
+TOKENS = st.integers(0, 3)  # few ids, so that drafts are often right
 
 
-def a_span(start: int, inputs: tuple[int, ...], given: int) -> Span:
+def make_span(start: int, inputs: tuple[int, ...], given: int) -> Span:
     return Span(7, start, inputs, given, array("i"), Sampling(), list(inputs), len(inputs))
 
 
-def a_truth(tokens: tuple[int, ...], *, tops: bool = False) -> Truth:
+def make_truth(tokens: tuple[int, ...], *, tops: bool = False) -> Truth:
     logprobs = tuple(-0.5 - i for i in range(len(tokens)))
     alternatives = tuple(((token, lp),) for token, lp in zip(tokens, logprobs, strict=True)) if tops else ()
     return Truth(tokens, logprobs, alternatives, scores=(-9.0,), score_tops=((),))
 
 
-def naive(span: Span, truth: Truth) -> Verdict:
-    """Walk the rows: a given row commits KV; a row after a wrong guess is worth nothing."""
+def judge_by_rows(span: Span, truth: Truth) -> Verdict:
+    """Walk the rows: a given row commits KV; rows after a wrong drafted token are rejected."""
     tokens: list[int] = []
-    kv_len, accepted, good = span.start, 0, True
-    answers = dict(enumerate(truth.tokens, span.given - 1))
+    kv_len, accepted, matching = span.start, 0, True
+    token_after = dict(enumerate(truth.tokens, span.given - 1))  # by row
     for row, token in enumerate(span.inputs):
         if row >= span.given:
-            good = good and token == answers[row - 1]
-            accepted += good
-        if good:
+            matching = matching and token == token_after[row - 1]
+            accepted += matching
+        if matching:
             kv_len += 1
-            if row in answers:
-                tokens.append(answers[row])
+            if row in token_after:
+                tokens.append(token_after[row])
     num = len(tokens)
     return Verdict(
         span.seq_id,
@@ -50,75 +50,75 @@ def naive(span: Span, truth: Truth) -> Verdict:
 
 
 @st.composite
-def replays(draw: st.DrawFn) -> tuple[Span, Truth]:
+def verified_spans(draw: st.DrawFn) -> tuple[Span, Truth]:
     rows, start = draw(st.integers(1, 9)), draw(st.integers(0, 40))
     given = draw(st.integers(1, rows + 4))
     inputs = tuple(draw(st.lists(TOKENS, min_size=rows, max_size=rows)))
     num = max(0, rows - given + 1)
-    truth = a_truth(tuple(draw(st.lists(TOKENS, min_size=num, max_size=num))), tops=draw(st.booleans()))
-    return a_span(start, inputs, given), truth
+    truth = make_truth(tuple(draw(st.lists(TOKENS, min_size=num, max_size=num))), tops=draw(st.booleans()))
+    return make_span(start, inputs, given), truth
 
 
 @settings(deadline=None)
-@given(replays())
-def test_agrees_with_the_naive_walk(replay: tuple[Span, Truth]) -> None:
-    assert judge(*replay) == naive(*replay)
+@given(verified_spans())
+def test_judge_agrees_with_the_reference(verified: tuple[Span, Truth]) -> None:
+    assert judge(*verified) == judge_by_rows(*verified)
 
 
 @settings(deadline=None)
-@given(replays())
-def test_a_replay_past_the_prompt_always_commits_a_token(replay: tuple[Span, Truth]) -> None:
-    span, truth = replay
+@given(verified_spans())
+def test_a_span_past_the_prompt_always_commits_a_token(verified: tuple[Span, Truth]) -> None:
+    span, truth = verified
     verdict = judge(span, truth)
     assert bool(verdict.tokens) == (len(span.inputs) >= span.given)
     assert len(verdict.tokens) == len(verdict.logprobs)
     assert verdict.kv_len <= span.start + len(span.inputs)
-    # What is known afterwards always exceeds its KV by the one token whose logits come next.
+    # Afterwards the known tokens exceed the KV by one: the token whose logits come next.
     if verdict.tokens:
         assert verdict.kv_len == span.start + span.given + len(verdict.tokens) - 1
 
 
-def test_a_prompt_chunk_commits_kv_alone() -> None:
-    verdict = judge(a_span(16, (1, 2, 3), 9), a_truth(()))
+def test_a_prompt_chunk_commits_kv_and_no_token() -> None:
+    verdict = judge(make_span(16, (1, 2, 3), 9), make_truth(()))
     assert (verdict.tokens, verdict.kv_len, verdict.guessed, verdict.accepted) == ((), 19, 0, 0)
     assert verdict.scores == (-9.0,)
 
 
-def test_plain_decoding_is_one_row() -> None:
-    verdict = judge(a_span(30, (5,), 1), a_truth((8,)))
+def test_a_span_of_one_row_commits_one_token() -> None:
+    verdict = judge(make_span(30, (5,), 1), make_truth((8,)))
     assert (verdict.tokens, verdict.kv_len) == ((8,), 31)
 
 
-def test_the_last_chunk_of_a_prompt_gives_the_first_token() -> None:
-    verdict = judge(a_span(16, (1, 2, 3), 3), a_truth((8,)))
+def test_the_last_chunk_of_a_prompt_commits_the_first_token() -> None:
+    verdict = judge(make_span(16, (1, 2, 3), 3), make_truth((8,)))
     assert (verdict.tokens, verdict.kv_len) == ((8,), 19)
 
 
-def test_full_acceptance_brings_a_bonus_token() -> None:
-    verdict = judge(a_span(10, (5, 6, 7), 1), a_truth((6, 7, 8)))
+def test_full_acceptance_commits_a_bonus_token() -> None:
+    verdict = judge(make_span(10, (5, 6, 7), 1), make_truth((6, 7, 8)))
     assert (verdict.tokens, verdict.kv_len) == ((6, 7, 8), 13)
     assert (verdict.guessed, verdict.accepted) == (2, 2)
 
 
-def test_a_wrong_first_guess_costs_nothing_but_itself() -> None:
-    verdict = judge(a_span(10, (5, 6, 7), 1), a_truth((9, 7, 8)))
+def test_a_wrong_first_guess_is_replaced_by_the_target_models_token() -> None:
+    verdict = judge(make_span(10, (5, 6, 7), 1), make_truth((9, 7, 8)))
     assert (verdict.tokens, verdict.kv_len, verdict.accepted) == ((9,), 11, 0)
 
 
-def test_a_wrong_middle_guess_keeps_what_came_before() -> None:
-    verdict = judge(a_span(10, (5, 6, 7, 8), 1), a_truth((6, 9, 8, 1)))
+def test_a_wrong_middle_guess_keeps_the_guesses_before_it() -> None:
+    verdict = judge(make_span(10, (5, 6, 7, 8), 1), make_truth((6, 9, 8, 1)))
     assert (verdict.tokens, verdict.kv_len, verdict.accepted) == ((6, 9), 12, 1)
 
 
-def test_a_wrong_last_guess_is_replaced() -> None:
-    verdict = judge(a_span(10, (5, 6, 7), 1), a_truth((6, 9, 8)))
+def test_a_wrong_last_guess_is_replaced_by_the_target_models_token() -> None:
+    verdict = judge(make_span(10, (5, 6, 7), 1), make_truth((6, 9, 8)))
     assert (verdict.tokens, verdict.kv_len, verdict.accepted) == ((6, 9), 12, 1)
 
 
-def test_a_right_guess_after_a_wrong_one_does_not_count() -> None:
-    assert judge(a_span(0, (5, 6, 7), 1), a_truth((9, 7, 7))).tokens == (9,)
+def test_a_right_guess_after_a_wrong_one_is_rejected() -> None:
+    assert judge(make_span(0, (5, 6, 7), 1), make_truth((9, 7, 7))).tokens == (9,)
 
 
-def test_trust_takes_everything_and_says_so() -> None:
+def test_trust_commits_every_token_as_unverified() -> None:
     verdict = trust(Proposal(3, (4, 5), (-1.0, -2.0), (((4, -1.0),), ())), kv_len=20)
     assert verdict == Verdict(3, (4, 5), (-1.0, -2.0), (((4, -1.0),), ()), 22, 0, 0, verified=False)

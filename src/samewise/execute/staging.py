@@ -111,4 +111,4 @@ class StagingBuffer:
         return PassInputs(tokens.unsqueeze(0), source.unsqueeze(0), positions.unsqueeze(0), rows)
 
 
-__all__ = ["PassInputs", "StagingBuffer"]
+__all__ = ["FIELDS", "PassInputs", "StagingBuffer"]

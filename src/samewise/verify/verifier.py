@@ -130,7 +130,7 @@ class Verifier:
     def _sample(
         self, logits: torch.Tensor, rows: list[SamplingRow], keep: torch.Tensor | None = None
     ) -> None:
-        """Sample every row into the runner's `frame_outputs`, which the next frame may read its inputs from."""
+        """Sample every row into the runner's `frame_outputs`, where the next frame may read its inputs."""
         if logits.shape[0] == 0:
             return
         output = self._sampler.sample(logits, rows)
