@@ -1,12 +1,12 @@
-"""What one layer's attention costs on CUDA, against what it must cost at least. Last line: JSON.
+"""The time of one layer's attention on CUDA, against the ceiling. Last line: JSON.
 
-    python bench/attention.py                                   # every case, with the constants as they are
-    python bench/attention.py --tile 16 64 --stages 2 3 4       # every combination of these
+    python bench/attention.py                                   # every case, with the kernel's constants
+    python bench/attention.py --tile 16 64 --stages 2 3 4       # every combination of these constants
     python bench/attention.py --cases decode-8 prompt --split 256 512
 
 An 8B model's heads (32 query, 8 KV heads of 128, bfloat16). 32 calls, each with pages of its own as far as
-memory goes, are captured in a graph and timed as one. The ceiling is the time to read the K and V that the
-rows see once per sequence at the bandwidth a copy reaches, or to multiply at 800 TFLOP/s: the longer.
+memory allows, are captured in a graph and timed together. The ceiling is the longer of two times: to read the
+K and V that the rows see once per sequence at the bandwidth of a copy, or to multiply at 800 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import samewise  # noqa: F401  - settles the machine before torch works
 from samewise import machine
 
 machine.pin_environment()
@@ -29,10 +27,10 @@ import triton  # noqa: E402
 
 import samewise.kernels.attention.triton as kernels  # noqa: E402
 from samewise.kernels.attention.base import PAGE, Heads, LayerKV, Rows  # noqa: E402
-from shapes import commit  # noqa: E402
+from shapes import commit, copy_bandwidth, timed  # noqa: E402
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
-FLOPS = 800e12
+FLOPS = 800e12  # per second: what large bf16 products reach on an H200
 CONSTANTS = {
     "tile": "tile",
     "wide": "wide_tile",
@@ -63,7 +61,7 @@ class Case:
 
     @property
     def pages(self) -> int:
-        """Per sequence."""
+        """Pages of one sequence."""
         return -(-self.context // PAGE)
 
     def ceiling(self, bandwidth: float) -> float:
@@ -74,7 +72,7 @@ class Case:
         return 1e6 * max(read / bandwidth, 4 * HEADS * DIM * float(seen.sum()) / FLOPS)
 
 
-# Contexts that end within a block, as most do; chunks of prompts end where they are cut.
+# Contexts of decode steps end within a block, as most do; prompt chunks end at a block's end.
 CASES = [
     *(Case(f"decode-{n}-1k", n, 1, 1024 - 24) for n in (1, 8, 32, 64, 128, 256)),
     *(Case(f"decode-{n}-32k", n, 1, 32768 - 24) for n in (1, 8)),
@@ -85,28 +83,8 @@ CASES = [
 ]
 
 
-def timed(work, repeats: int) -> float:
-    """Median milliseconds."""
-    found = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found)
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a large device-to-device copy, counting both directions."""
-    a = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    return 2 * a.numel() / timed(lambda: b.copy_(a), 10) * 1e3
-
-
 class Pool:
-    """One stretch of memory full of noise, which every case cuts its pages from."""
+    """Memory filled with random numbers, from which every case takes its pages."""
 
     def __init__(self, share: float) -> None:
         free = torch.cuda.mem_get_info()[0]
@@ -115,25 +93,25 @@ class Pool:
             piece.normal_()
 
     def layers(self, num_pages: int) -> list[LayerKV]:
-        """As many layers of this many pages as fit, at most as many as a model has."""
+        """KV of this many pages for as many layers as fit, at most LAYERS."""
         shape = (num_pages, KV_HEADS, PAGE, DIM)
         size = num_pages * KV_HEADS * PAGE * DIM
         count = min(LAYERS, len(self.noise) // (2 * size))
         if not count:
             raise SystemExit(f"no room for {4 * size / 2**30:.1f} GiB of K and V")
-        cut = self.noise[: 2 * count * size].view(count, 2, *shape)
-        return [LayerKV(one[0], one[1]) for one in cut]
+        layers = self.noise[: 2 * count * size].view(count, 2, *shape)
+        return [LayerKV(layer[0], layer[1]) for layer in layers]
 
 
 def microseconds(case: Case, pool: Pool, share: float, repeats: int) -> float:
-    """One layer's attention, storing included."""
+    """Microseconds of one layer's attention, including the storing of K and V."""
     device = torch.device("cuda")
     kernel = kernels.TritonKernel.on(device)
     lengths, num_rows = case.lengths, case.sequences * case.rows
     used = case.sequences * case.pages
     plan = kernel.plan([Heads(HEADS, KV_HEADS, DIM, case.window)], torch.bfloat16, num_rows, case.context)
     plan = replace(plan, cut_threshold=share)
-    # Scattered pages, as they are after a while; page 0 is nobody's.
+    # Scattered pages, as after many requests; page 0 is the trash page.
     tables = 1 + np.random.default_rng(0).permutation(used).reshape(case.sequences, -1)
     owner = np.repeat(np.arange(case.sequences), case.rows)
     slots = tables[owner, (lengths - 1) // PAGE] * PAGE + (lengths - 1) % PAGE
@@ -164,16 +142,16 @@ def microseconds(case: Case, pool: Pool, share: float, repeats: int) -> float:
     with torch.cuda.graph(graph):
         model()
     graph.replay()
-    return timed(graph.replay, repeats) / LAYERS * 1e3
+    return timed(graph.replay, repeats, device) / LAYERS * 1e3
 
 
 def settings(args: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """Every combination of the constants asked for, and the share."""
-    given = {
+    """Every combination of the given constants and shares."""
+    values_of = {
         name: getattr(args, name) or [getattr(kernels.CONSTANTS, field)] for name, field in CONSTANTS.items()
     }
-    for values in itertools.product(*given.values(), args.share):
-        yield dict(zip([*given, "share"], values, strict=True))
+    for values in itertools.product(*values_of.values(), args.share):
+        yield dict(zip([*values_of, "share"], values, strict=True))
 
 
 def main() -> None:
@@ -183,22 +161,22 @@ def main() -> None:
     for name in CONSTANTS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, nargs="+")
     parser.add_argument("--share", type=float, nargs="+", default=[1.5], help="0: cut all; inf: none")
-    parser.add_argument("--cases", nargs="+", default=[""], help="beginnings of names")
+    parser.add_argument("--cases", nargs="+", default=[""], help="cases whose names begin so")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--memory", type=float, default=0.5, help="share of the free memory used for pages")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("bench/attention.py measures the CUDA kernel, and torch sees no CUDA device")
+        raise SystemExit("bench/attention.py measures the CUDA kernel, but torch sees no CUDA device")
     cases = [case for case in CASES if case.name.startswith(tuple(args.cases))]
     if not cases:
         raise SystemExit(f"no case begins with {args.cases}: there are {[case.name for case in CASES]}")
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     pool = Pool(args.memory)
-    tried = list(settings(args))
-    varied = [name for name in tried[0] if len({setting[name] for setting in tried}) > 1]
+    combinations = list(settings(args))
+    varied = [name for name in combinations[0] if len({setting[name] for setting in combinations}) > 1]
     results = []
-    for setting in tried:
+    for setting in combinations:
         values = {field: setting[name] for name, field in CONSTANTS.items()}
         kernels.CONSTANTS = replace(kernels.CONSTANTS, **values)
         print("  ".join(f"{name} {setting[name]}" for name in varied) or kernels.TritonKernel(1, 1).name)
@@ -212,15 +190,15 @@ def main() -> None:
             print(
                 f"  {case.name:24} {us:8.1f} us   ceiling {ceiling:8.1f}   {us / ceiling:5.2f}x", flush=True
             )
-            found = {"case": case.name, "us": round(us, 2), "ceiling_us": round(ceiling, 2)}
-            results.append({name: setting[name] for name in varied} | found)
+            figures = {"case": case.name, "us": round(us, 2), "ceiling_us": round(ceiling, 2)}
+            results.append({name: setting[name] for name in varied} | figures)
     conditions = {
         "commit": commit(),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "copy_tb_s": round(bandwidth / 1e12, 2),
-        "constants": {name: tried[0][name] for name in tried[0] if name not in varied},
+        "constants": {name: combinations[0][name] for name in combinations[0] if name not in varied},
     }
     print(json.dumps(conditions | {"results": results}))
 

@@ -1,10 +1,10 @@
-"""What a frame costs, against what it must cost at least. Last line: JSON.
+"""The time of a frame, against the ceiling. Last line: JSON.
 
-    python bench/frame.py                 # CPU, embedded model: frame time over its linears alone
-    python bench/frame.py --device cuda   # 8B shape, random weights made on the card: ms per frame
+    python bench/frame.py                 # CPU, embedded model: frame time over the time of its linears
+    python bench/frame.py --device cuda   # 8B shape, random weights made on the GPU: ms per frame
 
-The CPU ceiling is the time of the model's linears alone at the same row count. The CUDA ceiling is the
-time to read weights and KV once at the bandwidth a copy reaches on this card.
+The CPU ceiling is the time of the model's linears at the same number of rows. The CUDA ceiling is the time to
+read weights and KV once at the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ import torch  # noqa: E402
 
 from samewise.config import EngineConfig  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
-from samewise.execute.load import load, pick_kernel, pick_linear  # noqa: E402
+from samewise.execute.choices import pick_kernel, pick_linear  # noqa: E402
+from samewise.execute.load import load  # noqa: E402
 from samewise.execute.pack import pack_frame  # noqa: E402
 from samewise.execute.runner import Runner  # noqa: E402
 from samewise.kernels.attention.base import PAGE  # noqa: E402
 from samewise.model.linear import pack_linears  # noqa: E402
-from samewise.model.surgery import twin  # noqa: E402
+from samewise.model.surgery import copy_modules  # noqa: E402
+from samewise.testing import submit  # noqa: E402
 from samewise.types import Sampling, Span  # noqa: E402
 from shapes import commit, copy_bandwidth, random_on_card, shape_8b, timed  # noqa: E402
 
@@ -39,12 +41,12 @@ GREEDY = Sampling()
 
 def spans_of(sequences: int, rows_each: int, context: int, vocab: int, first_page: int = 1) -> list[Span]:
     """`sequences` spans of `rows_each` rows that end at `context`, each on pages of its own."""
-    per = -(-context // PAGE)
+    num_pages = -(-context // PAGE)
     spans = []
     for i in range(sequences):
         start = context - rows_each
         tokens = [(7 * i + 13 * j + 1) % vocab for j in range(rows_each)]
-        pages = array("i", range(first_page + i * per, first_page + (i + 1) * per))
+        pages = array("i", range(first_page + i * num_pages, first_page + (i + 1) * num_pages))
         spans.append(Span(i, start, tuple(tokens), rows_each, pages, GREEDY, tokens, rows_each))
     return spans
 
@@ -54,7 +56,7 @@ def spans_of(sequences: int, rows_each: int, context: int, vocab: int, first_pag
 
 @torch.inference_mode()
 def linears_alone(model: torch.nn.Module, rows: int):
-    """A function that runs every linear of the model once at this row count, and nothing else."""
+    """A function that runs every linear of the model once at this number of rows."""
     linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     inputs = {m.in_features: torch.randn(1, rows, m.in_features, dtype=m.weight.dtype) for m in linears}
 
@@ -72,14 +74,14 @@ def cpu(args: argparse.Namespace) -> dict:
     kernel = pick_kernel("auto", device)
     arch, results = loaded.arch, []
     linears = pick_linear(args.linear, device)
-    model = twin(loaded.model)
+    model = copy_modules(loaded.model)
     if linears == "native":
         print("weights kept as", dict(pack_linears(model)))
     context = args.context
     for rows in args.rows:
         runners = {
             mode: Runner(
-                twin(model), arch, kernel, num_pages=17 * -(-context // PAGE) + 2, sizes=(rows,),
+                copy_modules(model), arch, kernel, num_pages=17 * -(-context // PAGE) + 2, sizes=(rows,),
                 max_rows=rows, max_model_len=context, dtype=next(loaded.model.parameters()).dtype,
                 device=device, compile=mode == "compiled",
             )
@@ -88,7 +90,7 @@ def cpu(args: argparse.Namespace) -> dict:
         alone = linears_alone(model, rows)
         for sequences in [s for s in args.sequences if s <= rows]:
             spans = spans_of(sequences, rows // sequences, context, arch.vocab)
-            # Interleaved, so that a noisy neighbour disturbs all of them alike.
+            # Interleaved, so that a disturbance of the machine hits all of them alike.
             times: dict[str, list[float]] = {name: [] for name in ("linears", *runners)}
             for runner in runners.values():
                 runner.frame(pack_frame(spans, runner.staging(runner.frame_rows)))
@@ -127,16 +129,15 @@ def engine_8b(max_len: int) -> Engine:
 
 
 def frame_ms(engine: Engine, sequences: int, each: int, context: int, repeats: int = 40) -> float:
-    """Milliseconds a frame keeps the device busy, its choices and copies included.
+    """Milliseconds of a frame on the device, with sampling and copies; the median over several rounds.
 
-    Frames are launched one behind the other, as the engine does, so the host's share is hidden unless
-    it is the larger one. Median over several rounds.
+    Frames are launched back to back, as the engine does, so the host's work is hidden unless it takes longer.
     """
     spans = spans_of(sequences, each, context, engine.loaded.arch.vocab)
     verifier = engine.verifier
 
     def work() -> None:
-        for _ in range(10):  # the same spans each time, so the buffers may be filled before they are read
+        for _ in range(10):  # equal spans, so a buffer may be refilled before the device has read it
             verifier.run(spans)
 
     work()
@@ -177,14 +178,14 @@ def cuda(args: argparse.Namespace) -> dict:
 
 
 def host_time(engine: Engine, context: int, sequences: int = 128, steps: int = 64) -> dict:
-    """What the host adds to a step, with this many sequences generating, at about this context."""
+    """The host's time per step with this many sequences decoding, at about this context."""
     began = time.perf_counter()
     for i in range(sequences):
         prompt = [(i * 31 + 7 * j) % 1000 + 1 for j in range(context - steps)]
-        engine.add(prompt, GREEDY, max_tokens=steps * 2 + 40)
+        submit(engine, prompt, GREEDY, max_tokens=steps * 2 + 40)
     while engine.scheduler.counters.output_tokens < sequences * 8:
         engine.step()
-    read = time.perf_counter() - began
+    prefill_seconds = time.perf_counter() - began
     before = engine.stats()
     began = time.perf_counter()
     for _ in range(steps):
@@ -198,10 +199,10 @@ def host_time(engine: Engine, context: int, sequences: int = 128, steps: int = 6
     device = frame_ms(engine, sequences, 1, context)
     return {
         "sequences": sequences,
-        "host_ms_per_step": spent / steps * 1e3,  # beside the device: the next frame is queued already
+        "host_ms_per_step": spent / steps * 1e3,  # while the device runs the next frame
         "step_ms": wall / steps * 1e3,
         "critical_ms_per_step": wall / steps * 1e3 - device,
-        "prompt_tok_s": sequences * (context - steps) / read,
+        "prompt_tok_s": sequences * (context - steps) / prefill_seconds,
     }
 
 
@@ -221,14 +222,14 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, nargs="+", default=[2048, 32768])
     args = parser.parse_args()
     args.context = args.context or (512 if args.device == "cpu" else 1024)
-    found = cpu(args) if args.device == "cpu" else cuda(args)
+    figures = cpu(args) if args.device == "cpu" else cuda(args)
     conditions = {
         "commit": commit(),
         "torch": torch.__version__,
         "device": args.device,
         "cpu": machine.cpu_facts().get("cpu", platform.processor()),
     }
-    print(json.dumps(conditions | found))
+    print(json.dumps(conditions | figures))
 
 
 if __name__ == "__main__":

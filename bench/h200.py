@@ -1,16 +1,15 @@
-"""Verified decoding on one card, beside unverified, the ceiling, and others. Last line: JSON.
+"""Verified decoding on one GPU, beside unverified decoding, the ceiling and peers. Last line: JSON.
 
-    python bench/h200.py                       # every length, load and mode
-    python bench/h200.py --quick               # prompts of 1K, some steps of each load
-    python bench/h200.py --rows 100000         # how many rows' bits depend on their company
-    python bench/h200.py --peers transformers  # beside them, in the same run
+    python bench/h200.py                       # all lengths, loads and modes
+    python bench/h200.py --quick               # prompts of 1K, 48 steps of each load: a few minutes
+    python bench/h200.py --rows 100000         # also count rows whose bits depend on the other rows
+    python bench/h200.py --peers transformers  # also measure a peer
     python bench/h200.py --draw bench-out/h200.json
-    python bench/h200.py --device cpu          # a tiny shape: tries the script, measures nothing
+    python bench/h200.py --device cpu          # a tiny shape, to test the script
 
-8B shape, random bf16 weights made on the card, no speculation, so one token per sequence and step. The
-ceiling is the time to read the weights and the live KV once at the bandwidth a copy reaches here. `--steps`
-times so many tokens of each sequence, in the middle of its output; 0 times all of it. More in
-docs/benchmarks.md.
+8B shape, random bf16 weights made on the GPU, no speculation: one token per sequence and step. The ceiling is
+the time to read the weights and the live KV once at the bandwidth of a copy. `--steps` times that many tokens
+of each sequence, in the middle of its output; 0 times the complete output. More in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from samewise.config import EngineConfig  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
 from samewise.kernels.attention.base import PAGE  # noqa: E402
 
-Found = dict[str, Any]
+Figures = dict[str, Any]
 
 LENGTHS = "1K/256,1K/1K,4K/256,8K/32"
 LIVE = "1,8,32,64,128,256"
-GROWN = 512  # tokens that early sequences may say while later prompts are still being read
-PEER_REQUESTS, PEER_OUTPUT = 64, 256
+EARLY_OUTPUT = 512  # tokens that early sequences may generate while later prompts are prefilled
+PEER_REQUESTS, PEER_OUTPUT = 64, 256  # requests at once, tokens of each output
 
 
 class Bench:
-    """One engine, every case on it; what was found so far is always on disk."""
+    """Every case on one engine. The figures so far are written to disk after each."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.console = args, Console(width=None if sys.stdout.isatty() else 150)
@@ -59,104 +58,108 @@ class Bench:
         self.dtype = torch.bfloat16 if cuda else torch.float32
         make = shapes.shape_8b if cuda else shapes.shape_tiny
         self.config = make(args.layers) if args.layers else make()
-        self.found: Found = shapes.conditions(self.device) | {
+        self.figures: Figures = shapes.conditions(self.device) | {
             "shape": f"{'8B' if cuda else 'tiny'}, {self.config.num_hidden_layers} layers",
             "dtype": str(self.dtype).removeprefix("torch."), "steps": args.steps, "repeats": args.repeats,
             "cases": [],
         }  # fmt: skip
         self._began = time.perf_counter()
 
-    def run(self) -> Found:
-        """All of it, in order of what one would miss first."""
+    def run(self) -> Figures:
+        """Measure everything, the most important first: a run may be cut short."""
         self._ceiling()
         engine = self._engine()
         if self.args.rows:
-            self._rows(engine)
+            self._compare_bits(engine)
         if self.args.cases:
-            self._warm(engine)
+            self._warm_up(engine)
             self._cases(engine)
             self._streaming(engine)
-        works = {name: self._work() for name in self.args.peers}
-        if works:
-            self._own_for_peers(engine)
+        if self.args.peers:
+            self._measure_own(engine)
         del engine
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        for name, work in works.items():
-            self._peer(name, work)
-        return self.found
+        for name in self.args.peers:
+            self._measure_peer(name)
+        return self.figures
 
     # ---- the ceiling
 
     def _ceiling(self) -> None:
         bandwidth = shapes.copy_bandwidth(self.device)
         weights = shapes.weight_bytes(self.config, self.dtype)
-        self.found |= {
+        self.figures |= {
             "copy_tb_s": bandwidth / 1e12, "weight_gb": weights / 1e9,
             "kv_bytes_per_token": shapes.kv_bytes(self.config, self.dtype),
         }  # fmt: skip
         self.console.print(
-            f"{self.found['shape']}, {self.found['dtype']}, {self.found['device']}: weights of "
-            f"{weights / 1e9:.2f} GB and {self.found['kv_bytes_per_token']} bytes of KV a token, at "
+            f"{self.figures['shape']}, {self.figures['dtype']}, {self.figures['device']}: weights of "
+            f"{weights / 1e9:.2f} GB and {self.figures['kv_bytes_per_token']} bytes of KV a token, at "
             f"{bandwidth / 1e12:.2f} TB/s of a copy. No step is shorter than:"
         )
         view = Table("prompt/output", *(f"{live} live" for live in self.args.live))
         for prompt, output in self.args.lengths:
             cases = [Case(prompt, output, live) for live in self.args.live]
             context = prompt + output / 2
-            view.add_row(cases[0].name, *(f"{self._least(case.live, context):.2f} ms" for case in cases))
+            view.add_row(cases[0].name, *(f"{self._ceiling_ms(case.live, context):.2f} ms" for case in cases))
         self.console.print(view)
 
-    def _least(self, live: int, context: float) -> float:
-        """Milliseconds to read the weights and the KV of the live sequences."""
-        read = self.found["weight_gb"] * 1e9 + live * context * self.found["kv_bytes_per_token"]
-        return float(read / self.found["copy_tb_s"] / 1e9)
+    def _ceiling_ms(self, live: int, context: float) -> float:
+        """Milliseconds to read the weights and the KV of the live sequences once."""
+        num_bytes = self.figures["weight_gb"] * 1e9 + live * context * self.figures["kv_bytes_per_token"]
+        return float(num_bytes / self.figures["copy_tb_s"] / 1e9)
 
     # ---- the engine
 
     def _engine(self) -> Engine:
         args = self.args
-        longest = max(prompt + output for prompt, output in args.lengths)
-        most = max([*args.live, args.stream_live + args.newcomers, PEER_REQUESTS if args.peers else 1])
+        max_len = max(prompt + output for prompt, output in args.lengths)
+        max_num_seqs = max(
+            [*args.live, args.stream_live + args.newcomers, PEER_REQUESTS if args.peers else 1]
+        )
         began = time.perf_counter()
         loaded = shapes.random_on(self.config, self.device, self.dtype)
         engine = Engine(
             loaded,
             EngineConfig(
-                model=f"random {self.found['shape']}", device=self.device.type, dtype=self.found["dtype"],
-                max_model_len=min(longest + 2 * GROWN, self.config.max_position_embeddings),
-                max_num_seqs=most, kv_memory=args.kv_memory, proposer="none", enable_prefix_caching=False,
+                model=f"random {self.figures['shape']}", device=self.device.type, dtype=self.figures["dtype"],
+                max_model_len=min(max_len + 2 * EARLY_OUTPUT, self.config.max_position_embeddings),
+                max_num_seqs=max_num_seqs, kv_memory=args.kv_memory, proposer="none",
+                enable_prefix_caching=False,
             ),
         )  # fmt: skip
-        self.found |= {
+        self.figures |= {
             "start_s": time.perf_counter() - began, "contract": engine.contract.id,
             "sizes": list(engine.runner.sizes), "frame_rows": engine.parts.frame_rows,
             "kv_tokens": engine.stats()["pages"] * PAGE,
         }  # fmt: skip
         self.console.print(
-            f"start-up {self.found['start_s']:.1f} s; frames of {shorten_sizes(self.found['sizes'])} rows, "
-            f"KV for {self.found['kv_tokens']} tokens; contract {engine.contract.id}"
+            f"start-up {self.figures['start_s']:.1f} s; "
+            f"frames of {shorten_sizes(self.figures['sizes'])} rows, "
+            f"KV for {self.figures['kv_tokens']} tokens; contract {engine.contract.id}"
         )
         return engine
 
-    def _warm(self, engine: Engine) -> None:
-        """Whatever is captured or compiled at first use is not timed."""
+    def _warm_up(self, engine: Engine) -> None:
+        """Run every load once untimed: graphs are captured and code is compiled at first use."""
         for live in self.args.live:
             for mode in self.args.modes:
                 measure(engine, Case(32, 8, live, mode), 8, seed=0)
 
-    # ---- what is measured
+    # ---- measurements
 
-    def _rows(self, engine: Engine) -> None:
+    def _compare_bits(self, engine: Engine) -> None:
         began = time.perf_counter()
-        seen = self.found["bits"] = bits.check(engine, self.args.rows)
+        counts = self.figures["bits"] = bits.check(engine, self.args.rows)
         self.console.print(
-            f"bits: {seen['rows']} rows compared (tokens, log-probabilities, logits) over "
-            f"{seen['frames']} frames of {len(seen['by_size'])} sizes: [bold]{seen['differing']} differ[/]; "
+            f"bits: {counts['rows']} rows compared (tokens, log-probabilities, logits) over "
+            f"{counts['frames']} frames of {len(counts['by_size'])} sizes: "
+            f"[bold]{counts['differing']} differ[/]; "
             f"{time.perf_counter() - began:.1f} s"
         )
-        rows = ", ".join(f"{size}: {one['rows']}" for size, one in seen["by_size"].items())
+        rows = ", ".join(f"{size}: {of_size['rows']}" for size, of_size in counts["by_size"].items())
         self.console.print(f"  rows by size of the frame: {rows}")
         self._save()
 
@@ -166,36 +169,36 @@ class Bench:
                 case = Case(prompt, output, live)
                 if not self._fits(case):
                     continue
-                self.found["cases"].append(self._case(engine, case))
+                self.figures["cases"].append(self._case(engine, case))
                 self._save()
-        self.console.print(case_table(self.found))
+        self.console.print(case_table(self.figures))
 
     def _fits(self, case: Case) -> bool:
-        needed = case.live * -(-(case.prompt + case.output + GROWN) // PAGE) * PAGE
+        needed = case.live * -(-(case.prompt + case.output + EARLY_OUTPUT) // PAGE) * PAGE
         late = self.args.budget and time.perf_counter() - self._began > self.args.budget
-        why = f"the budget of {self.args.budget} s is spent" if late else ""
-        if needed > self.found["kv_tokens"]:
-            why = f"needs KV for {needed} tokens, there is room for {self.found['kv_tokens']}"
-        if why:
-            self.console.print(f"  {case.name}, {case.live} live: left out, {why}")
-            self.found.setdefault("left_out", []).append([case.name, case.live, why])
-        return not why
+        reason = f"the budget of {self.args.budget} s is spent" if late else ""
+        if needed > self.figures["kv_tokens"]:
+            reason = f"needs KV for {needed} tokens, there is room for {self.figures['kv_tokens']}"
+        if reason:
+            self.console.print(f"  {case.name}, {case.live} live: left out, {reason}")
+            self.figures.setdefault("left_out", []).append([case.name, case.live, reason])
+        return not reason
 
-    def _case(self, engine: Engine, case: Case) -> Found:
-        """One length and load in every mode, in turns, so that a disturbance hits all alike."""
+    def _case(self, engine: Engine, case: Case) -> Figures:
+        """One length and load in every mode, in turns, so that a disturbance hits all modes alike."""
         modes = [mode for mode in self.args.modes if mode in ("verified", "unverified") or case.live > 1]
-        seen: dict[str, list[Found]] = {mode: [] for mode in modes}
+        runs: dict[str, list[Figures]] = {mode: [] for mode in modes}
         for repeat in range(self.args.repeats):
             for mode in modes:
-                one = Case(case.prompt, case.output, case.live, mode)
-                seen[mode].append(measure(engine, one, self.args.steps, seed=100 + repeat))
-        row: Found = {"lengths": case.name, "prompt": case.prompt, "output": case.output, "live": case.live}
-        row["modes"] = {mode: median_run(runs) for mode, runs in seen.items()}
+                in_mode = Case(case.prompt, case.output, case.live, mode)
+                runs[mode].append(measure(engine, in_mode, self.args.steps, seed=100 + repeat))
+        row: Figures = {"lengths": case.name, "prompt": case.prompt, "output": case.output, "live": case.live}
+        row["modes"] = {mode: median_run(of_mode) for mode, of_mode in runs.items()}
         first = row["modes"][modes[0]]
         row["context"] = first["context"]
-        row["ceiling_ms"] = self._least(case.live, row["context"])
+        row["ceiling_ms"] = self._ceiling_ms(case.live, row["context"])
         for mode in modes:
-            pairs = zip(seen.get("unverified", []), seen[mode], strict=False)
+            pairs = zip(runs.get("unverified", []), runs[mode], strict=False)
             ratios = [a["ms"] / b["ms"] for a, b in pairs if a["ms"] and b["ms"]]
             row["modes"][mode]["over_unverified"] = statistics.median(ratios) if ratios else None
         self.console.print("  " + case_line(row), highlight=False)
@@ -204,59 +207,61 @@ class Bench:
     def _streaming(self, engine: Engine) -> None:
         args = self.args
         prompt = min(args.lengths[0][0], engine.max_model_len // 2)
-        seen = self.found["streaming"] = streaming(engine, args.stream_live, args.newcomers, prompt)
+        gaps = self.figures["streaming"] = streaming(engine, args.stream_live, args.newcomers, prompt)
         self.console.print(
-            f"{seen['newcomers']} prompts of {prompt} come in while {seen['live']} sequences generate: "
-            f"read in {seen['seconds']:.3f} s ({seen['prompt_tok_s']:.0f} tokens/s, {seen['steps']} steps); "
-            f"between two tokens of a running sequence {seen['gap_ms']:.1f} ms (median), "
-            f"{seen['longest_gap_ms']:.1f} (longest), {seen['quiet_ms']:.1f} before"
+            f"{gaps['newcomers']} prompts of {prompt} arrive while {gaps['live']} sequences decode: "
+            f"prefilled in {gaps['seconds']:.3f} s ({gaps['prompt_tok_s']:.0f} tokens/s, "
+            f"{gaps['steps']} steps); "
+            f"between two tokens of a running sequence {gaps['gap_ms']:.1f} ms (median), "
+            f"{gaps['longest_gap_ms']:.1f} (longest), {gaps['quiet_ms']:.1f} before"
         )
         self._save()
 
-    # ---- others
+    # ---- peers
 
     def _work(self) -> peers.Work:
         prompt, output = self.args.lengths[0]
-        small = self.device.type == "cpu"
-        num = 4 if small else PEER_REQUESTS
+        num = 4 if self.device.type == "cpu" else PEER_REQUESTS
         return peers.Work(self.config, self.device, self.dtype, num, prompt, min(output, PEER_OUTPUT))
 
-    def _own_for_peers(self, engine: Engine) -> None:
+    def _measure_own(self, engine: Engine) -> None:
+        """The load of the peers, on this engine."""
         work = self._work()
         case = Case(work.prompt, work.output, work.num)
-        seen = self.found["own"] = measure(engine, case, 0, seed=7)
-        self.console.print(f"{work.num} requests, {case.name}, verified: {seen['tok_s']:.0f} tokens/s in all")
+        own = self.figures["own"] = measure(engine, case, 0, seed=7)
+        self.console.print(f"{work.num} requests, {case.name}, verified: {own['tok_s']:.0f} tokens/s in all")
 
-    def _peer(self, name: str, work: peers.Work) -> None:
-        seen = self.found.setdefault("peers", {})[name] = peers.measure(name, work)
-        if "absent" in seen:
-            self.console.print(f"[yellow]{seen['absent']}; left out[/]")
+    def _measure_peer(self, name: str) -> None:
+        work = self._work()
+        peer = self.figures.setdefault("peers", {})[name] = peers.measure(name, work)
+        if "absent" in peer:
+            self.console.print(f"[yellow]{peer['absent']}; left out[/]")
         else:
-            seen["verified_over"] = self.found["own"]["tok_s"] / seen["tok_s"]
+            peer["verified_over"] = self.figures["own"]["tok_s"] / peer["tok_s"]
             self.console.print(
-                f"{name}, the same {work.num} requests: {seen['tok_s']:.0f} tokens/s; verified here "
-                f"{seen['verified_over']:.2f} times that"
+                f"{name}, the same {work.num} requests: {peer['tok_s']:.0f} tokens/s; verified here "
+                f"{peer['verified_over']:.2f} times that"
             )
         self._save()
 
     def _save(self) -> None:
         self.args.out.mkdir(parents=True, exist_ok=True)
-        (self.args.out / "h200.json").write_text(json.dumps(self.found, indent=1))
+        (self.args.out / "h200.json").write_text(json.dumps(self.figures, indent=1))
 
 
 # ---- options
 
 
 def _lengths(text: str) -> list[tuple[int, int]]:
-    found = []
-    for one in text.split(","):
+    lengths = []
+    for pair in text.split(","):
         try:
             prompt, output = (int(part.removesuffix("K")) * (1024 if part.endswith("K") else 1)
-                              for part in one.strip().upper().split("/"))  # fmt: skip
+                              for part in pair.strip().upper().split("/"))  # fmt: skip
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{one!r}: give prompt/output, as in 1K/256") from None
-        found.append((prompt, output))
-    return found
+            raise argparse.ArgumentTypeError(f"{pair!r}: give prompt/output, as in 1K/256") from None
+        lengths.append((prompt, output))
+    return lengths
 
 
 def _numbers(text: str) -> list[int]:
@@ -265,11 +270,11 @@ def _numbers(text: str) -> list[int]:
 
 def _names(known: dict[str, Any]) -> Any:
     def names(text: str) -> list[str]:
-        found = [part for part in text.split(",") if part]
-        for name in found:
+        chosen = [part for part in text.split(",") if part]
+        for name in chosen:
             if name not in known:
                 raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(known)}")
-        return found
+        return chosen
 
     return names
 
@@ -278,8 +283,8 @@ def _memory(text: str) -> int | float | str:
     return float(text) if text.replace(".", "", 1).isdigit() and "." in text else text
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
+def arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -294,22 +299,22 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=2, help="of every case, modes in turn")
     parser.add_argument("--quick", action="store_true", help="1K/256 alone, 48 steps, once")
-    parser.add_argument("--rows", type=int, default=0, help="compare the bits of so many rows")
+    parser.add_argument("--rows", type=int, default=0, help="compare the bits of this many rows")
     parser.add_argument("--no-cases", dest="cases", action="store_false", help="only --rows and --peers")
     parser.add_argument("--peers", type=_names(peers.PEERS), default=[], help=",".join(peers.PEERS))
-    parser.add_argument("--stream-live", type=int, help="sequences that generate while others are read; 32")
-    parser.add_argument("--newcomers", type=int, help="prompts that come in meanwhile; 8")
+    parser.add_argument(
+        "--stream-live", type=int, help="sequences that decode while prompts are prefilled; 32"
+    )
+    parser.add_argument("--newcomers", type=int, help="prompts that arrive meanwhile; 8")
     parser.add_argument("--layers", type=int, help="fewer layers, to try things out")
     parser.add_argument("--kv-memory", type=_memory, default=None, help="bytes or share, as in EngineConfig")
     parser.add_argument("--budget", type=float, help="seconds after which no further case is begun")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
-    parser.add_argument(
-        "--draw", type=Path, metavar="JSON", help="draw what an earlier run wrote, and no more"
-    )
-    args = parser.parse_args(given)
+    parser.add_argument("--draw", type=Path, metavar="JSON", help="only draw the figures of an earlier run")
+    args = parser.parse_args()
     cuda = args.device == "cuda"
     if cuda and not args.draw and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device; --device cpu tries the script with a tiny shape")
+        parser.error("torch sees no CUDA device; --device cpu tests the script with a tiny shape")
     if args.quick:
         args.lengths, args.steps, args.repeats = args.lengths or _lengths("1K/256"), 48, 1
     args.lengths = args.lengths or _lengths(LENGTHS if cuda else "48/16")
@@ -323,15 +328,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     if args.draw:
-        found = json.loads(args.draw.read_text())
-        Console(width=150).print(case_table(found))
-        print(save_picture(found, args.draw.parent))
+        figures = json.loads(args.draw.read_text())
+        Console(width=150).print(case_table(figures))
+        print(save_picture(figures, args.draw.parent))
         return
-    bench = Bench(args)
-    found = bench.run()
-    if found["cases"]:
-        print(save_picture(found, args.out))
-    print(json.dumps(summary(found)))
+    figures = Bench(args).run()
+    if figures["cases"]:
+        print(save_picture(figures, args.out))
+    print(json.dumps(summary(figures)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the device did, from torch's profiler: kernels with their group, by the host's clock.
+"""The device's kernels from torch's profiler, each with its group, by the host's clock.
 
-On CUDA a frame ends with the copy of its answers to the host. So the last linear before such a copy is the
-head, and what stands between the two is the sampler; everything else goes by its name.
+On CUDA a frame ends with the copy of its tokens to the host. So the last linear before such a copy is the
+head, and the kernels between the two are the sampler's; all other kernels are grouped by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 MARK = "samewise: one clock for both"
 
-NAMES = {  # the first that matches
+GROUPS = {  # the first pattern that matches a kernel's name
     "copies": r"^mem(cpy|set)|aten::(copy_|_to_copy|to|clone|cat|index_put_?|fill_|zero_)$",
     "layers": r"samewise::layer",
     "attention": r"_attend|_store|attention|flash|sdpa",
@@ -27,7 +27,7 @@ NAMES = {  # the first that matches
 
 
 class Kernel(NamedTuple):
-    """One thing the device did, in seconds by the host's clock."""
+    """One kernel or operator, in seconds by the host's clock."""
 
     name: str
     begin: float
@@ -37,29 +37,29 @@ class Kernel(NamedTuple):
 
 @contextmanager
 def recorded(device: torch.device) -> Iterator[Callable[[], list[Kernel]]]:
-    """Profile the block; afterwards the function says what was seen."""
+    """Profile the block; the function returns the kernels after it has ended."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    found: list[Kernel] = []
+    kernels: list[Kernel] = []
     marked = 0.0
-    with profile(activities=activities, acc_events=True) as seen:
+    with profile(activities=activities, acc_events=True) as profiler:
         marked = time.perf_counter()
         with record_function(MARK):
             pass
-        yield lambda: found
+        yield lambda: kernels
         if cuda:
             torch.cuda.synchronize()
-    events = list(seen.events() or ())
+    events = list(profiler.events() or ())
     mark = next(event.time_range.start for event in events if event.name == MARK)
     shift = marked - mark * 1e-6
-    pick = _of_device if cuda else _of_host
-    found += _grouped([(n, b * 1e-6 + shift, e * 1e-6 + shift) for n, b, e in pick(events)], cuda=cuda)
+    times = (_of_device if cuda else _of_host)(events)
+    kernels += _grouped([(n, b * 1e-6 + shift, e * 1e-6 + shift) for n, b, e in times], cuda=cuda)
 
 
 def labelled(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function that the profiler sees under this name."""
+    """A decorator: the profiler sees calls of the function under this name."""
 
     def make(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -73,53 +73,55 @@ def labelled(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def _of_device(events: list[Any]) -> list[tuple[str, float, float]]:
     kind = torch.autograd.DeviceType.CUDA
-    found = [
+    times = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in events
         if event.device_type == kind and not event.name.startswith(("samewise: ", "ProfilerStep"))
     ]
-    return sorted(found, key=lambda kernel: kernel[1])
+    return sorted(times, key=lambda kernel: kernel[1])
 
 
 def _of_host(events: list[Any]) -> list[tuple[str, float, float]]:
-    """Operators without what they call: each moment belongs to one of them."""
-    found = []
+    """Times of operators without those they call."""
+    times = []
     for event in events:
         reached = event.time_range.start
         for child in sorted(event.cpu_children, key=lambda child: child.time_range.start):
-            found.append((event.name, reached, child.time_range.start))
+            times.append((event.name, reached, child.time_range.start))
             reached = child.time_range.end
-        found.append((event.name, reached, event.time_range.end))
-    return sorted(((n, b, e) for n, b, e in found if e > b and n != MARK), key=lambda kernel: kernel[1])
+        times.append((event.name, reached, event.time_range.end))
+    return sorted(((n, b, e) for n, b, e in times if e > b and n != MARK), key=lambda kernel: kernel[1])
 
 
 def _grouped(kernels: list[tuple[str, float, float]], *, cuda: bool) -> list[Kernel]:
-    found = [Kernel(name, begin, end, _group(name)) for name, begin, end in kernels]
-    return _with_heads(found) if cuda else found
+    grouped = [Kernel(name, begin, end, _group(name)) for name, begin, end in kernels]
+    return _with_heads(grouped) if cuda else grouped
 
 
 def _group(name: str) -> str:
-    return next((group for group, names in NAMES.items() if re.search(names, name, re.IGNORECASE)), "other")
+    return next(
+        (group for group, pattern in GROUPS.items() if re.search(pattern, name, re.IGNORECASE)), "other"
+    )
 
 
 def _with_heads(kernels: list[Kernel]) -> list[Kernel]:
-    """The last linear before answers go out is the head; from there on it is the sampler."""
-    found = list(kernels)
+    """Regroup the last linear before a copy to the host as head, and the kernels after it as sampler."""
+    result = list(kernels)
     head: int | None = None
     for i, kernel in enumerate(kernels):
         if kernel.group == "linears":
             head = i
         elif head is not None and "dtoh" in kernel.name.lower():
-            found[head] = found[head]._replace(group="head")
+            result[head] = result[head]._replace(group="head")
             for j in range(head + 1, i):
-                if found[j].group != "copies":
-                    found[j] = found[j]._replace(group="sampler")
+                if result[j].group != "copies":
+                    result[j] = result[j]._replace(group="sampler")
             head = None
-    return found
+    return result
 
 
-def groups(kernels: list[Kernel]) -> dict[str, float]:
-    """Seconds by group, the largest first, and what nobody used as `idle`. Overlaps count once."""
+def seconds_by_group(kernels: list[Kernel]) -> dict[str, float]:
+    """Seconds by group, the largest first, and `idle` seconds. Overlaps count for the first kernel."""
     spent: dict[str, float] = {}
     reached = kernels[0].begin
     idle = 0.0

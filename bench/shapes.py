@@ -1,7 +1,7 @@
-"""What the CUDA benchmarks share: a shape, random weights made where they are needed, the ceiling.
+"""Shared by the CUDA benchmarks: a model's shape, random weights made on the device, the ceiling.
 
-The 8B shape is that of Llama 3 8B. The tiny one is for trying a script out on any machine in seconds; its
-figures mean nothing.
+The 8B shape is that of Llama 3 8B. The tiny one tests a script on any machine in seconds; its figures mean
+nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from samewise import machine
 
-machine.pin_environment()  # before torch works
+machine.pin_environment()  # before torch is imported
 
 import torch  # noqa: E402
 
@@ -26,7 +26,7 @@ from samewise.model.load import wrap_modules  # noqa: E402
 
 
 def shape_8b(layers: int = 32) -> Any:
-    """The shape of an 8B model, with as many layers as asked for."""
+    """The shape of an 8B model, with this many layers."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -37,7 +37,7 @@ def shape_8b(layers: int = 32) -> Any:
 
 
 def shape_tiny(layers: int = 2) -> Any:
-    """A shape that runs anywhere in milliseconds."""
+    """A shape that runs on any machine in milliseconds."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -59,7 +59,7 @@ def random_on_card(config: Any) -> Loaded:
 
 
 def bare(config: Any, device: torch.device, dtype: torch.dtype, attention: str) -> Any:
-    """transformers' own model of the config's shape, the same random weights every time."""
+    """transformers' own model of the config's shape, with the same random weights every time."""
     from transformers import AutoModelForCausalLM
 
     with torch.device(device):
@@ -84,12 +84,12 @@ def copy_bandwidth(device: torch.device | None = None) -> float:
 def _copy_ms(size: int, device: torch.device) -> float:
     a = torch.empty(size, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
-    b.copy_(a)  # the first time pages are only being found
+    b.copy_(a)  # the first copy includes page faults
     return timed(lambda: b.copy_(a), 10 if device.type == "cuda" else 3, device)
 
 
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:
-    """What a pass reads of the weights: every linear, the head among them, once."""
+    """Bytes of weights that a pass reads: every linear once, including the head."""
     head_dim = config.hidden_size // config.num_attention_heads
     attention = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
     layer = config.hidden_size * (attention + 3 * config.intermediate_size)
@@ -98,14 +98,14 @@ def weight_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def kv_bytes(config: Any, dtype: torch.dtype) -> int:
-    """KV of one token over all layers."""
+    """Bytes of the KV of one token over all layers."""
     head_dim = config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
 
 
 def timed(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Median milliseconds."""
-    found = []
+    """Median milliseconds of a call."""
+    times = []
     for _ in range(repeats):
         if device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -113,19 +113,19 @@ def timed(work: Callable[[], object], repeats: int, device: torch.device) -> flo
             work()
             end.record()
             end.synchronize()
-            found.append(begin.elapsed_time(end))
+            times.append(begin.elapsed_time(end))
         else:
             began = time.perf_counter()
             work()
-            found.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(found)
+            times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times)
 
 
 # ---- conditions
 
 
 def conditions(device: torch.device) -> dict[str, Any]:
-    """What a figure was measured under."""
+    """The software and hardware that figures were measured with."""
     import transformers
 
     cuda = device.type == "cuda"
@@ -141,7 +141,7 @@ def conditions(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the source that is measured, where it is a checkout."""
+    """The commit of the measured source; `unknown` outside a checkout."""
     try:
         return subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True

@@ -1,12 +1,12 @@
-"""The benchmarks that are rerun on a card, end to end on a tiny shape: do they run, and would they notice?"""
+"""The scripts in bench/, end to end on a tiny shape: they run, and they notice what they look for."""
 
 import json
 import random
 import runpy
 import sys
-from types import SimpleNamespace
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,34 +15,34 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.fixture(autouse=True)
-def _at_hand(monkeypatch):
-    """Scripts find their neighbours as they do when run from a shell."""
+def _script_folder_on_path(monkeypatch):
+    """Scripts import each other as they do when run from a shell."""
     monkeypatch.syspath_prepend(str(BENCH))
 
 
 @pytest.fixture
 def script(monkeypatch, capsys, tmp_path):
-    """Run one of them; what its last line says."""
+    """Run a script; returns its last line if that is JSON, else all lines, which are also in `lines`."""
 
     def run(name, *options):
         monkeypatch.setattr(sys, "argv", [name, *options, "--out", str(tmp_path)])
         runpy.run_path(str(BENCH / name), run_name="__main__")
-        lines = capsys.readouterr().out.splitlines()
+        run.lines = lines = capsys.readouterr().out.splitlines()
         return json.loads(lines[-1]) if lines[-1].startswith("{") else lines
 
     return run
 
 
-def test_loads_and_bits(script, tmp_path):
-    found = script(
+def test_h200_measures_loads_and_compares_bits(script, tmp_path):
+    figures = script(
         "h200.py", "--device", "cpu", "--lengths", "24/8", "--live", "1,10", "--steps", "4",
         "--repeats", "1", "--rows", "1000",
     )  # fmt: skip
-    assert found["bits"]["rows"] >= 1000
-    assert found["bits"]["differing"] == 0
-    lone, many = found["cases"]
-    assert (lone["live"], many["live"]) == (1, 10)
-    assert list(lone["modes"]) == ["verified", "unverified"]
+    assert figures["bits"]["rows"] >= 1000
+    assert figures["bits"]["differing"] == 0
+    single, many = figures["cases"]
+    assert (single["live"], many["live"]) == (1, 10)
+    assert list(single["modes"]) == ["verified", "unverified"]
     assert list(many["modes"]) == ["verified", "unverified", "10%"]
     for mode in many["modes"].values():
         assert mode["ms"] > 0
@@ -52,45 +52,52 @@ def test_loads_and_bits(script, tmp_path):
     assert many["modes"]["verified"]["over_unverified"] > 0
     assert many["ceiling_ms"] > 0
     assert 24 < many["context"] < 24 + 16
-    assert found["streaming"]["longest_gap_ms"] >= found["streaming"]["gap_ms"] > 0
-    kept = json.loads((tmp_path / "h200.json").read_text())
-    assert set(kept["bits"]["by_size"]) <= {str(size) for size in kept["sizes"]}
+    assert figures["streaming"]["longest_gap_ms"] >= figures["streaming"]["gap_ms"] > 0
+    saved = json.loads((tmp_path / "h200.json").read_text())
+    assert set(saved["bits"]["by_size"]) <= {str(size) for size in saved["sizes"]}
     assert (tmp_path / "h200.png").exists()
 
 
-def test_what_was_found_can_be_drawn_later(script, tmp_path):
-    """With vLLM's numbers beside it where they are of the same shape and lengths, and only there."""
+def test_saved_figures_can_be_drawn_later(script, tmp_path):
+    """vLLM's figures are added only where they were measured at the same shape and lengths."""
     mode = {"ms": 6.0, "over_unverified": 0.97, "prompt_tok_s": 1e4, "tok_s": 1e3, "host_ms": 1.0,
             "device_waits": 0.03}  # fmt: skip
     row = {"lengths": "1K/256", "prompt": 1024, "output": 256, "live": 64, "ceiling_ms": 5.0}
-    found = {"shape": "8B, 32 layers", "device": "a card", "dtype": "bfloat16"}
-    found["cases"] = [row | {"modes": {"verified": mode}}]
-    kept, picture = tmp_path / "h200.json", tmp_path / "h200.png"
-    kept.write_text(json.dumps(found))
-    said = "\n".join(script("h200.py", "--draw", str(kept)))
-    assert "6.00 (0.970)" in said
-    assert "7.81" in said
-    assert "16.30" in said
-    assert "3.0%" in said
+    figures = {"shape": "8B, 32 layers", "device": "a GPU", "dtype": "bfloat16"}
+    figures["cases"] = [row | {"modes": {"verified": mode}}]
+    saved, picture = tmp_path / "h200.json", tmp_path / "h200.png"
+    saved.write_text(json.dumps(figures))
+    printed = "\n".join(script("h200.py", "--draw", str(saved)))
+    assert "6.00 (0.970)" in printed
+    assert "7.81" in printed
+    assert "16.30" in printed
+    assert "3.0%" in printed
     picture.unlink()
-    kept.write_text(json.dumps(found | {"shape": "8B, 2 layers"}))
-    assert "7.81" not in "\n".join(script("h200.py", "--draw", str(kept)))
+    saved.write_text(json.dumps(figures | {"shape": "8B, 2 layers"}))
+    assert "7.81" not in "\n".join(script("h200.py", "--draw", str(saved)))
     assert picture.exists()
 
 
-def test_a_whole_output_and_what_does_not_fit(script):
-    found = script(
+def test_h200_times_complete_outputs_and_leaves_out_what_does_not_fit(script):
+    figures = script(
         "h200.py", "--device", "cpu", "--lengths", "8/6", "--live", "2,8", "--steps", "0", "--repeats", "1",
         "--modes", "verified", "--stream-live", "1", "--newcomers", "1", "--kv-memory", "1MiB",
         "--layers", "1",
     )  # fmt: skip
-    assert found["shape"] == "tiny, 1 layers"
-    (case,) = found["cases"]
+    assert figures["shape"] == "tiny, 1 layers"
+    (case,) = figures["cases"]
     assert case["live"] == 2
     assert case["modes"]["verified"]["tok_s"] > 0
-    ((lengths, live, why),) = found["left_out"]
+    ((lengths, live, reason),) = figures["left_out"]
     assert (lengths, live) == ("8/6", 8)
-    assert "room for" in why
+    assert "room for" in reason
+
+
+def test_quick_h200_prints_the_table(script):
+    figures = script("h200.py", "--device", "cpu", "--quick", "--lengths", "24/8", "--live", "1,2")
+    assert [case["live"] for case in figures["cases"]] == [1, 2]
+    assert (figures["steps"], figures["repeats"]) == (48, 1)
+    assert any("milliseconds per decode step" in line for line in script.lines)
 
 
 def test_a_row_that_depends_on_its_frame_is_counted():
@@ -100,18 +107,20 @@ def test_a_row_that_depends_on_its_frame_is_counted():
 
     engine = tiny_engine(proposer="none", frame_rows=16, linear="torch", enable_prefix_caching=False)
 
-    def bent(frame):
+    def with_error(frame):
+        """A frame whose logits are off if it holds the first rows of two sequences."""
+
         def call(runner, batch):
             logits = frame(runner, batch)
-            crowded = int((batch.positions == 0).sum()) - int((batch.rows.lengths == 0).sum()) > 1
-            return logits + 1e-4 * torch.eye(*logits.shape) if crowded else logits
+            shared = int((batch.positions == 0).sum()) - int((batch.rows.lengths == 0).sum()) > 1
+            return logits + 1e-4 * torch.eye(*logits.shape) if shared else logits
 
         return call
 
     assert bits.check(engine, 500)["differing"] == 0
-    with loads.replaced(type(engine.runner), "frame", bent):
-        found = bits.check(engine, 500)
-    assert 0 < found["differing"] < found["rows"]
+    with loads.replaced(type(engine.runner), "frame", with_error):
+        counts = bits.check(engine, 500)
+    assert 0 < counts["differing"] < counts["rows"]
 
 
 def test_packings_hold_every_row_once():
@@ -122,24 +131,24 @@ def test_packings_hold_every_row_once():
     rng = random.Random(3)
     texts = [[rng.randrange(9) for _ in range(length)] for length in (40, 7, 61)]
     pages = [array("i", [1, 2, 3, 4])] * 3
-    seen, read = [], set()
+    seen, prefill = [], set()
     for spans in bits.packings(rng, texts, pages, (1, 2, 8, 32, 64)):
         assert 0 < sum(len(span.inputs) for span in spans) <= 64
         assert len({span.seq_id for span in spans}) == len(spans)
         if any(len(span.inputs) > 1 for span in spans):
-            read.add(all(span.given == len(span.inputs) for span in spans))
+            prefill.add(all(span.given == len(span.inputs) for span in spans))
         for span in spans:
             assert list(span.inputs) == texts[span.seq_id][span.start : span.start + len(span.inputs)]
             seen += [(span.seq_id, span.start + i) for i in range(len(span.inputs))]
     assert sorted(seen) == [(i, j) for i, text in enumerate(texts) for j in range(len(text))]
-    assert read == {True, False}
+    assert prefill == {True, False}
 
 
 @pytest.mark.parametrize(
     ("live", "mode", "num"),
     [(1, "verified", 1), (8, "10%", 1), (64, "10%", 6), (256, "10%", 26), (8, "unverified", 0)],
 )
-def test_a_share_is_spread_evenly(live, mode, num):
+def test_verified_sequences_are_spread_evenly(live, mode, num):
     import loads
 
     verified = loads.Case(8, 8, live, mode).verified()
@@ -149,16 +158,16 @@ def test_a_share_is_spread_evenly(live, mode, num):
     assert abs(halves[0] - halves[1]) <= 1
 
 
-def test_where_a_step_goes(script, tmp_path):
-    found = script(
+def test_step_reports_the_time_of_every_part(script, tmp_path):
+    figures = script(
         "step.py", "--device", "cpu", "--profile", "--live", "4", "--steps", "8", "--profile-steps", "3",
         "--verified", "50",
     )  # fmt: skip
-    parts = found["host_ms"]
+    parts = figures["host_ms"]
     assert {"admit", "spans", "pack", "frame", "judge", "commit", "deltas", "rest"} <= set(parts)
-    assert sum(parts.values()) == pytest.approx(found["step_ms"])
-    assert {"layers", "linears", "idle"} <= set(found["device_ms"])  # of linears the head alone
-    assert sum(found["device_ms"].values()) == pytest.approx(found["profiled_step_ms"])
+    assert sum(parts.values()) == pytest.approx(figures["step_ms"])
+    assert {"layers", "linears", "idle"} <= set(figures["device_ms"])  # linears: the head alone
+    assert sum(figures["device_ms"].values()) == pytest.approx(figures["profiled_step_ms"])
     lanes = json.loads((tmp_path / "step.json").read_text())["shown"]["lanes"]
     assert set(lanes) == {"host", "device"}
     picture = tmp_path / "step.png"
@@ -167,19 +176,19 @@ def test_where_a_step_goes(script, tmp_path):
     assert picture.exists()
 
 
-def test_nothing_stays_wrapped():
+def test_wrapped_methods_are_restored():
     import step
     from samewise.engine import Engine
     from samewise.testing import tiny_engine
 
     engine, before = tiny_engine(proposer="decode"), dict(vars(Engine))
-    with step.watching(engine):
+    with step.timed_parts(engine):
         assert vars(Engine)["step"] is not before["step"]
     assert dict(vars(Engine)) == before
 
 
-def test_kernels_by_group():
-    """As on a card: the last linear before answers go out is the head, then the sampler's kernels."""
+def test_kernels_are_grouped_by_name_and_place():
+    """As on a GPU: the last linear before a copy to the host is the head, followed by the sampler."""
     import kernels
 
     names = {
@@ -193,9 +202,9 @@ def test_kernels_by_group():
         "Memcpy DtoH (Device -> Pinned)": "copies",
     }
     raw = [(name, 2.0 * i, 2.0 * i + 1) for i, name in enumerate([*names, *names])]
-    found = kernels._grouped(raw, cuda=True)
-    assert [kernel.group for kernel in found] == [*names.values(), *names.values()]
-    spent = kernels.groups(found)
+    grouped = kernels._grouped(raw, cuda=True)
+    assert [kernel.group for kernel in grouped] == [*names.values(), *names.values()]
+    spent = kernels.seconds_by_group(grouped)
     assert spent["head"] == 2.0
     assert spent["sampler"] == 4.0
     assert spent["idle"] == len(raw) - 1
@@ -204,11 +213,13 @@ def test_kernels_by_group():
 def test_overlapping_kernels_count_once():
     import kernels
 
-    spent = kernels.groups([kernels.Kernel("a", 0, 4, "linears"), kernels.Kernel("b", 1, 5, "copies")])
+    spent = kernels.seconds_by_group(
+        [kernels.Kernel("a", 0, 4, "linears"), kernels.Kernel("b", 1, 5, "copies")]
+    )
     assert spent == {"linears": 4, "copies": 1, "idle": 0}
 
 
-def test_a_peer_that_is_not_there_is_said_to_be_absent(monkeypatch):
+def test_a_peer_that_is_not_installed_is_reported_absent(monkeypatch):
     import peers
 
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
@@ -218,8 +229,8 @@ def test_a_peer_that_is_not_there_is_said_to_be_absent(monkeypatch):
     assert "did not run" in peers.measure("transformers", work)["absent"]
 
 
-def test_the_device_waits_between_passes(monkeypatch):
-    """Events as a card would time them: before a pass, after its choices; what lies between is waiting."""
+def test_the_device_is_idle_between_passes(monkeypatch):
+    """Events as a GPU would time them: before a pass and after its sampling."""
     import loads
 
     class Runner:
@@ -253,18 +264,18 @@ def test_the_device_waits_between_passes(monkeypatch):
     engine.parts = SimpleNamespace(sampler=sampler)
     monkeypatch.setattr(loads, "_now", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    with loads.watched(engine) as device:
-        assert device.waits() is None
+    with loads.device_times(engine) as device:
+        assert device.idle_share() is None
         engine.verifier.run()  # 4
         clock["now"] += 2  # the host is late
         engine.verifier.run()  # 4
         runner.fast()
         sampler.sample()  # 3 in all, at once
-    assert device.waits() == pytest.approx(2 / 13)
+    assert device.idle_share() == pytest.approx(2 / 13)
 
 
-def test_a_model_with_an_mlp_for_each_topic_says_what_the_model_says():
-    """And what can be left out of it depends on the topic."""
+def test_a_model_with_an_mlp_for_each_topic_has_the_logits_of_the_model():
+    """Which of its sublayers can be skipped depends on the topic."""
     import topics
     from samewise.config import EngineConfig
     from samewise.engine import Engine
@@ -274,7 +285,7 @@ def test_a_model_with_an_mlp_for_each_topic_says_what_the_model_says():
 
     loaded, words = tiny(), [range(80), range(80, 160), range(160, 240)]
     rng = random.Random(0)
-    table = topics.evidence([[list(some)] for some in words], loaded.arch.vocab)
+    table = topics.evidence([[list(vocabulary)] for vocabulary in words], loaded.arch.vocab)
     config = EngineConfig(model="tiny", kv_memory=2**24, device="cpu", proposer="none")
     plain, many = Engine(loaded, config), Engine(topics.manifold(loaded, table), config)
     depth = len(loaded.arch.layers)
@@ -287,11 +298,13 @@ def test_a_model_with_an_mlp_for_each_topic_says_what_the_model_says():
             pack_frame([span], runner.staging(len(text))), runner.skip_path(runner.views(), skipped)
         )
 
-    for topic, some in enumerate(words):
-        text = [rng.choice(some) for _ in range(40)]
-        expected, whole = logits(plain, text, LayerSet()), logits(many, text, LayerSet())
-        torch.testing.assert_close(whole, expected, rtol=0.01, atol=0.1)
+    for topic, vocabulary in enumerate(words):
+        text = [rng.choice(vocabulary) for _ in range(40)]
+        expected, complete = logits(plain, text, LayerSet()), logits(many, text, LayerSet())
+        torch.testing.assert_close(complete, expected, rtol=0.01, atol=0.1)
         own = frozenset(range(1 + topic, 3 * depth, 3))
         others = frozenset(range(1, 3 * depth)) - own
-        apart = [float((logits(many, text, LayerSet(mlp=mlp)) - whole).abs().max()) for mlp in (others, own)]
-        assert apart[0] < 0.1 < 1.0 < apart[1]
+        errors = [
+            float((logits(many, text, LayerSet(mlp=mlp)) - complete).abs().max()) for mlp in (others, own)
+        ]
+        assert errors[0] < 0.1 < 1.0 < errors[1]
