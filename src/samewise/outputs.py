@@ -1,4 +1,4 @@
-"""What a user gets back. Names and shapes are vLLM's, so that a vLLM user changes one import.
+"""Results of requests. Names and shapes are vLLM's, so that code written for vLLM changes one import.
 
 Host only.
 """
@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 class Logprob:
     """A token's log-probability: the model's own, before any processing.
 
-    `rank` counts from 1 among the alternatives that were asked for; None for a chosen token that is
-    not among them.
+    `rank` counts from 1 among the requested alternatives; None for a chosen token that is not among them.
     """
 
     logprob: float
@@ -36,13 +35,13 @@ class CompletionOutput:
     seed: int
 
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the answer is complete."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened, in seconds of a monotonic clock, and what speculation did."""
+    """Times in seconds of a monotonic clock, and counts of drafted (`guessed`) tokens."""
 
     arrival_time: float
     first_token_time: float | None
@@ -50,22 +49,22 @@ class RequestMetrics:
     num_output_tokens: int
     num_accepted_tokens: int
     num_guessed_tokens: int = 0
-    num_frames: int = 0  # that its tokens came from
-    drafters: dict[str, tuple[int, int]] = field(default_factory=dict)  # tokens guessed and accepted, by whom
+    num_frames: int = 0  # that committed tokens of this request
+    drafters: dict[str, tuple[int, int]] = field(default_factory=dict)  # (guessed, accepted) by drafter
 
     @property
     def tokens_per_frame(self) -> float | None:
-        """Tokens of a frame that gave any; None for a request that opted out of verification."""
+        """Mean tokens of the frames that committed any; None for an unverified request."""
         return self.num_output_tokens / self.num_frames if self.num_frames else None
 
     @property
     def recomputed_share(self) -> float:
-        """Of the guesses, those that were rolled back."""
+        """The share of drafted tokens that was rolled back."""
         return self.num_rolled_back_tokens / max(1, self.num_guessed_tokens)
 
     @property
     def num_rolled_back_tokens(self) -> int:
-        """Guesses that were wrong, or stood behind one that was."""
+        """Drafted tokens that were wrong, or followed a wrong one."""
         return self.num_guessed_tokens - self.num_accepted_tokens
 
     @property
@@ -83,7 +82,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request's answers, and what was known of its prompt."""
+    """A request's answers and its prompt."""
 
     request_id: str
     prompt: str | None
@@ -98,7 +97,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What became final of one answer since the last chunk. A chunk is never taken back."""
+    """The part of one answer committed since the last chunk. A chunk is never taken back."""
 
     index: int
     text: str
@@ -112,14 +111,14 @@ class Chunk:
     seed: int = 0
 
     def then(self, later: Chunk) -> Chunk:
-        """This chunk and the one that follows it, as one."""
-        scored = self.logprobs is not None or later.logprobs is not None
+        """This chunk and the one that follows it, joined."""
+        has_logprobs = self.logprobs is not None or later.logprobs is not None
         return Chunk(
             self.index,
             self.text + later.text,
             self.token_ids + later.token_ids,
             self.token_logprobs + later.token_logprobs,
-            (self.logprobs or []) + (later.logprobs or []) if scored else None,
+            (self.logprobs or []) + (later.logprobs or []) if has_logprobs else None,
             later.finish_reason,
             later.stop_reason,
             self.num_accepted + later.num_accepted,
