@@ -1,43 +1,20 @@
-"""The native linear: one result per row, whatever its company, its threads or the form of its weights."""
+"""The native linear: a row's bits depend on no other row, on no number of threads and on no storage form."""
 
 import pytest
 import torch
 
+from cpp_reference import bits, linear_reference, random_tensor
 from samewise.errors import InvariantBroken
-from samewise.kernels import native
 from samewise.kernels.linear import packed as linear
+from samewise.kernels.native import build as native_build
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not native_build.compiler_available(), reason="no C++ compiler")
 
 SHAPES = [(1, 32), (3, 64), (47, 96), (50, 576), (192, 576), (300, 1536), (5, 33), (7, 16), (13, 100)]
 
 
-def bits(x):
-    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
-
-
-def random(*size, seed=0, dtype=torch.float32):
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def stated(x, weight, bias=None):
-    """The order linear.cpp states, one float32 operation at a time (fused multiply-add by float64)."""
-    rows, inputs = x.shape
-    padded = -(-inputs // 16) * 16
-    wide_x, wide_w = torch.zeros(rows, padded), torch.zeros(weight.shape[0], padded)
-    wide_x[:, :inputs], wide_w[:, :inputs] = x.float(), weight.float()
-    lanes = torch.zeros(rows, weight.shape[0], 16)
-    for k in range(0, padded, 16):
-        product = wide_x[:, None, k : k + 16].double() * wide_w[None, :, k : k + 16].double()
-        lanes = (product + lanes.double()).float()
-    for half in (8, 4, 2, 1):
-        lanes = lanes[..., :half] + lanes[..., half : 2 * half]
-    total = lanes[..., 0]
-    return (total if bias is None else total + bias.float()).to(x.dtype)
-
-
-def grid4(outputs, inputs, seed=0):
-    """Weights as a file of 4-bit blocks with a scale and a least value gives them."""
+def int4_weights(outputs, inputs, seed=0):
+    """Weights of a checkpoint in 4-bit blocks, each with a scale and a least value."""
     rng = torch.Generator().manual_seed(seed)
     levels = torch.randint(0, 16, (outputs, inputs // 32, 32), generator=rng)
     levels[..., 0], levels[..., 1] = 0, 15
@@ -46,7 +23,8 @@ def grid4(outputs, inputs, seed=0):
     return (levels * scale + least).view(outputs, inputs)
 
 
-def grid8(outputs, inputs, seed=0):
+def int8_weights(outputs, inputs, seed=0):
+    """Weights of a checkpoint in 8-bit blocks, each with a scale."""
     rng = torch.Generator().manual_seed(seed)
     levels = torch.randint(-127, 128, (outputs, inputs // 32, 32), generator=rng)
     levels[..., 3] = 127
@@ -56,23 +34,29 @@ def grid8(outputs, inputs, seed=0):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_its_bits_are_those_its_source_states(shape, dtype):
-    weight, bias = random(*shape, dtype=dtype), random(shape[0], seed=2, dtype=dtype)
-    packed = linear.plain(weight)
+def test_bits_are_those_the_source_states(shape, dtype):
+    weight, bias = random_tensor(*shape, dtype=dtype), random_tensor(shape[0], seed=2, dtype=dtype)
+    packed = linear.pack_as_is(weight)
     for rows in (1, 2, 3, 5, 8, 17):
-        x = random(rows, shape[1], seed=rows, dtype=dtype)
-        assert torch.equal(bits(linear.multiply(x, packed, bias)), bits(stated(x, weight, bias)))
-        assert torch.equal(bits(linear.multiply(x, packed, None)), bits(stated(x, weight)))
+        x = random_tensor(rows, shape[1], seed=rows, dtype=dtype)
+        assert torch.equal(bits(linear.multiply(x, packed, bias)), bits(linear_reference(x, weight, bias)))
+        assert torch.equal(bits(linear.multiply(x, packed, None)), bits(linear_reference(x, weight)))
 
 
 @pytest.mark.parametrize(
-    "make", [grid4, grid8, lambda n, k: random(n, k, dtype=torch.bfloat16).float(), random]
+    "make",
+    [
+        int4_weights,
+        int8_weights,
+        lambda n, k: random_tensor(n, k, dtype=torch.bfloat16).float(),
+        random_tensor,
+    ],
 )
 @pytest.mark.parametrize("shape", [(50, 576), (9, 64), (192, 1536)], ids=str)
-def test_rows_company_threads_and_form_do_not_matter(make, shape):
+def test_bits_do_not_depend_on_other_rows_threads_or_form(make, shape):
     weight = make(*shape)
-    exact, packed = linear.plain(weight), linear.pack(weight)
-    x = random(40, shape[1], seed=5) * 3
+    exact, packed = linear.pack_as_is(weight), linear.pack(weight)
+    x = random_tensor(40, shape[1], seed=5) * 3
     want = bits(linear.multiply(x, exact, None))
     before = torch.get_num_threads()
     try:
@@ -89,74 +73,74 @@ def test_rows_company_threads_and_form_do_not_matter(make, shape):
 @pytest.mark.parametrize(
     ("make", "form"),
     [
-        (grid4, "int4"),
-        (grid8, "int8"),
-        (lambda n, k: random(n, k, dtype=torch.bfloat16).float(), "bfloat16"),
-        (lambda n, k: (random(n, k) / 3).half().float(), "float16"),
-        (random, "float32"),
+        (int4_weights, "int4"),
+        (int8_weights, "int8"),
+        (lambda n, k: random_tensor(n, k, dtype=torch.bfloat16).float(), "bfloat16"),
+        (lambda n, k: (random_tensor(n, k) / 3).half().float(), "float16"),
+        (random_tensor, "float32"),
         (torch.zeros, "int4"),
-        (lambda n, k: -torch.zeros(n, k), "bfloat16"),  # the sign of zero is kept
-        (lambda n, k: grid4(n, k) + torch.where(torch.arange(k) == k - 1, 1e-6, 0.0), "float32"),
+        (lambda n, k: -torch.zeros(n, k), "bfloat16"),  # int4 would lose the sign of zero
+        (lambda n, k: int4_weights(n, k) + torch.where(torch.arange(k) == k - 1, 1e-6, 0.0), "float32"),
     ],
 )
-def test_the_smallest_exact_form_is_taken(make, form):
+def test_the_smallest_exact_form_is_chosen(make, form):
     packed = linear.pack(make(24, 64))
     assert packed.form == form
-    smaller = {"int4": 0.75, "int8": 1.125, "bfloat16": 2, "float16": 2, "float32": 4}[form]
-    assert packed.num_bytes == 24 * 64 * smaller
+    bytes_per_weight = {"int4": 0.75, "int8": 1.125, "bfloat16": 2, "float16": 2, "float32": 4}[form]
+    assert packed.num_bytes == 24 * 64 * bytes_per_weight
 
 
-def test_a_width_without_whole_groups_has_no_grid():
-    assert linear.pack(grid4(8, 64)[:, :48].contiguous()).form != "int4"
-    assert linear.quantise(random(8, 48), "int8") is None
+def test_inputs_that_are_no_multiple_of_the_group_are_not_put_on_a_grid():
+    assert linear.pack(int4_weights(8, 64)[:, :48].contiguous()).form != "int4"
+    assert linear.quantize(random_tensor(8, 48), "int8") is None
 
 
-def test_signed_four_bit_grids_are_found_too():
+def test_a_signed_four_bit_grid_is_stored_in_four_bits():
     levels = torch.randint(0, 16, (6, 64), generator=torch.Generator().manual_seed(1))
     levels[:, ::32] = 0
     assert linear.pack((levels - 8) * torch.tensor(0.0123).half().float()).form == "int4"
 
 
 @pytest.mark.parametrize(("form", "error"), [("int8", 0.01), ("int4", 0.15)])
-def test_quantised_weights_are_near(form, error):
-    weight, x = random(64, 256), random(3, 256, seed=1)
-    packed = linear.quantise(weight, form)
-    near = linear.multiply(x, packed, None)
+def test_quantized_weights_give_close_results(form, error):
+    weight, x = random_tensor(64, 256), random_tensor(3, 256, seed=1)
+    packed = linear.quantize(weight, form)
+    got = linear.multiply(x, packed, None)
     want = x @ weight.T
-    assert (near - want).norm() / want.norm() < error
+    assert (got - want).norm() / want.norm() < error
 
 
-def test_shapes_and_strides():
-    packed = linear.plain(random(8, 32))
-    x = random(2, 3, 32)
+def test_any_leading_shape_and_stride_is_accepted_and_other_widths_refused():
+    packed = linear.pack_as_is(random_tensor(8, 32))
+    x = random_tensor(2, 3, 32)
     assert linear.multiply(x, packed, None).shape == (2, 3, 8)
     assert torch.equal(
         linear.multiply(x.transpose(0, 1), packed, None), linear.multiply(x, packed, None).transpose(0, 1)
     )
     assert linear.multiply(x[:0], packed, None).shape == (0, 3, 8)
     with pytest.raises(InvariantBroken, match="32 inputs was given"):
-        linear.multiply(random(2, 31), packed, None)
+        linear.multiply(random_tensor(2, 31), packed, None)
 
 
-def test_a_compiled_layer_may_contain_it():
-    packed, bias = linear.pack(grid4(16, 64)), random(16)
+def test_a_compiled_layer_may_contain_the_linear():
+    packed, bias = linear.pack(int4_weights(16, 64)), random_tensor(16)
 
     def layer(x):
         return torch.ops.samewise.linear(x * 2, list(packed.tensors), bias, packed.form, 16) + 1
 
-    x = random(3, 64)
+    x = random_tensor(3, 64)
     with torch.no_grad():
         assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
 
 
 @pytest.mark.parametrize("flags", [("-O1", "-DSAMEWISE_PORTABLE"), ("-O3", "-DSAMEWISE_PORTABLE")])
-def test_vectors_and_optimisation_do_not_matter(tmp_path, monkeypatch, flags):
-    weights = [grid4(50, 64), grid8(50, 64), random(50, 64), random(50, 70)]
-    x = {width: random(5, width, seed=3) for width in (64, 70)}
+def test_bits_do_not_depend_on_vector_instructions_or_optimization(tmp_path, monkeypatch, flags):
+    weights = [int4_weights(50, 64), int8_weights(50, 64), random_tensor(50, 64), random_tensor(50, 70)]
+    x = {width: random_tensor(5, width, seed=3) for width in (64, 70)}
     want = [linear.multiply(x[w.shape[1]], linear.pack(w), None) for w in weights]
-    native.build(tmp_path / "other.so", flags)
-    other = native.load(tmp_path / "other.so")
-    monkeypatch.setattr(native, "library", lambda: other)
+    native_build.build(tmp_path / "other.so", flags)
+    other = native_build.load_library(tmp_path / "other.so")
+    monkeypatch.setattr(native_build, "library", lambda: other)
     linear._entries.cache_clear()
     try:
         got = [linear.multiply(x[w.shape[1]], linear.pack(w), None) for w in weights]

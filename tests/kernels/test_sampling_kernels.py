@@ -1,6 +1,6 @@
-"""The passes over blocks of logits on CUDA, under Triton's interpreter where there is no card.
+"""The sampler's Triton kernels, under Triton's interpreter where there is no CUDA device.
 
-Whatever the number of rows, a row gets the same bits; and it gets what the CPU's way gives, but for rounding.
+A row's bits depend on no other row and on no number of rows; they agree with float64 up to rounding.
 """
 
 import math
@@ -14,91 +14,88 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
 from samewise.kernels import noise  # noqa: E402
-from samewise.kernels import sampling as scan  # noqa: E402
+from samewise.kernels.sampling import CHUNK, row_stats, sample_tokens  # noqa: E402
 
 DEVICES = ["cpu"] if not CUDA else []
 DEVICES += [pytest.param("cuda", marks=pytest.mark.gpu)]
-BITS = 40
+FRACTION_BITS = 40
 
 
-def block(rows: int, vocab: int, device: str, seed: int = 0) -> torch.Tensor:
+def random_logits(rows: int, vocab: int, device: str, seed: int = 0) -> torch.Tensor:
     return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 4).to(device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("vocab", [5, 300, scan.CHUNK, scan.CHUNK + 1, 3 * scan.CHUNK - 7])
+@pytest.mark.parametrize("vocab", [5, 300, CHUNK, CHUNK + 1, 3 * CHUNK - 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_measures_as_float64_does(device, vocab, dtype):
-    logits = block(6, vocab, device).to(dtype)
-    found, wide = scan.measure(logits, BITS), logits.double()
-    top = wide.max(-1).values
-    assert found.tokens.tolist() == wide.argmax(-1).tolist()
-    assert found.top.tolist() == top.tolist()
-    expected = (wide.logsumexp(-1) - top).float()
-    torch.testing.assert_close(found.log_sum, expected, atol=2e-6, rtol=2e-6)
+def test_row_stats_agree_with_float64(device, vocab, dtype):
+    logits = random_logits(6, vocab, device).to(dtype)
+    stats, exact = row_stats(logits, FRACTION_BITS), logits.double()
+    top = exact.max(-1).values
+    assert stats.tokens.tolist() == exact.argmax(-1).tolist()
+    assert stats.top.tolist() == top.tolist()
+    expected = (exact.logsumexp(-1) - top).float()
+    torch.testing.assert_close(stats.log_sum, expected, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_of_equals_the_lowest(device):
-    logits = block(4, 2 * scan.CHUNK + 9, device)
-    for row, places in enumerate(
-        [(7, 8), (3, scan.CHUNK + 1), (scan.CHUNK - 1, scan.CHUNK), (50, 2 * scan.CHUNK)]
-    ):
-        logits[row, list(places)] = logits[row].max() + 1
-        assert scan.measure(logits, BITS).tokens[row] == places[0]
+def test_of_equal_logits_the_lowest_token_id_is_the_argmax(device):
+    logits = random_logits(4, 2 * CHUNK + 9, device)
+    for row, tokens in enumerate([(7, 8), (3, CHUNK + 1), (CHUNK - 1, CHUNK), (50, 2 * CHUNK)]):
+        logits[row, list(tokens)] = logits[row].max() + 1
+        assert row_stats(logits, FRACTION_BITS).tokens[row] == tokens[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_ruled_out_weighs_nothing(device):
-    logits = torch.full((2, scan.CHUNK + 40), -math.inf, device=device)
+def test_logits_of_minus_infinity_have_no_weight(device):
+    logits = torch.full((2, CHUNK + 40), -math.inf, device=device)
     logits[0, 9] = 3.0
-    logits[1, [scan.CHUNK + 2, scan.CHUNK + 30]] = torch.tensor([1.0, 1.0], device=device)
-    found = scan.measure(logits, BITS)
-    assert found.tokens.tolist() == [9, scan.CHUNK + 2]
-    assert found.log_sum.tolist() == [0.0, pytest.approx(math.log(2), abs=1e-7)]
+    logits[1, [CHUNK + 2, CHUNK + 30]] = torch.tensor([1.0, 1.0], device=device)
+    stats = row_stats(logits, FRACTION_BITS)
+    assert stats.tokens.tolist() == [9, CHUNK + 2]
+    assert stats.log_sum.tolist() == [0.0, pytest.approx(math.log(2), abs=1e-7)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_neither_place_nor_company_nor_number_of_rows_shows(device):
-    logits = block(12, scan.CHUNK + 333, device)
+def test_bits_do_not_depend_on_row_index_other_rows_or_number_of_rows(device):
+    logits = random_logits(12, CHUNK + 333, device)
     temperatures = torch.tensor([[0.0], [1.0], [0.3]] * 4, device=device)
     keys = torch.tensor([noise.key(i, 0, 5) for i in range(12)], device=device)
-    whole, chosen = scan.measure(logits, BITS), scan.choose(logits, temperatures, keys)
+    stats, sampled = row_stats(logits, FRACTION_BITS), sample_tokens(logits, temperatures, keys)
     for rows in ([3], [11, 0], [5, 4, 3, 2, 1, 0], list(range(12))[::-1]):
-        some = scan.measure(logits[rows], BITS)
-        assert all(torch.equal(a, b[rows]) for a, b in zip(some, whole, strict=True))
-        assert torch.equal(scan.choose(logits[rows], temperatures[rows], keys[rows]), chosen[rows])
+        subset = row_stats(logits[rows], FRACTION_BITS)
+        assert all(torch.equal(a, b[rows]) for a, b in zip(subset, stats, strict=True))
+        assert torch.equal(sample_tokens(logits[rows], temperatures[rows], keys[rows]), sampled[rows])
     doubled = torch.cat([logits, logits])[:, : logits.shape[1]]
-    assert torch.equal(scan.measure(doubled, BITS).log_sum[12:], whole.log_sum)
+    assert torch.equal(row_stats(doubled, FRACTION_BITS).log_sum[12:], stats.log_sum)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_chooses_as_the_noise_says(device):
-    """Its logarithms are not the CPU's, so a choice may differ only where two scores are all but equal."""
-    logits = block(40, scan.CHUNK + 77, device)
+def test_sampled_tokens_maximize_logit_plus_noise(device):
+    """Logarithms differ from the CPU's in the last bits, so tokens may differ where two scores nearly tie."""
+    logits = random_logits(40, CHUNK + 77, device)
     temperatures = torch.linspace(0.0, 2.0, 40)[:, None].to(device)
     keys = torch.tensor([noise.key(3, i, 9) for i in range(40)])
-    found = scan.choose(logits, temperatures, keys.to(device)).cpu()
+    tokens = sample_tokens(logits, temperatures, keys.to(device)).cpu()
     gap = (logits.amax(-1, keepdim=True) - logits).cpu() / temperatures.cpu().clamp(min=1e-9)
     scores = noise.gumbel(keys, logits.shape[1]) - gap
     scores[0] = logits[0].cpu()
     best = scores.amax(-1)
-    torch.testing.assert_close(scores[torch.arange(40), found], best, atol=2e-5, rtol=1e-6)
-    assert (found == scores.argmax(-1)).float().mean() > 0.9
+    torch.testing.assert_close(scores[torch.arange(40), tokens], best, atol=2e-5, rtol=1e-6)
+    assert (tokens == scores.argmax(-1)).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_noise_is_gumbel(device):
-    """Over a flat row every id is as likely as any other."""
-    draws, vocab = 400, 50
-    keys = torch.tensor([noise.key(i, 1, 2) for i in range(draws)], device=device)
-    flat, warm = torch.zeros(draws, vocab, device=device), torch.ones(draws, 1, device=device)
-    counts = torch.bincount(scan.choose(flat, warm, keys).cpu(), minlength=vocab).double()
-    assert ((counts - draws / vocab) ** 2 / (draws / vocab)).sum() < 2 * vocab
+def test_equal_logits_are_sampled_equally_often(device):
+    num_rows, vocab = 400, 50
+    keys = torch.tensor([noise.key(i, 1, 2) for i in range(num_rows)], device=device)
+    logits, temperatures = torch.zeros(num_rows, vocab, device=device), torch.ones(num_rows, 1, device=device)
+    counts = torch.bincount(sample_tokens(logits, temperatures, keys).cpu(), minlength=vocab).double()
+    assert ((counts - num_rows / vocab) ** 2 / (num_rows / vocab)).sum() < 2 * vocab
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_strided_block_is_read_as_it_lies(device):
-    wide = block(8, 900, device)
-    part = wide[:, :517]
-    assert torch.equal(scan.measure(part, BITS).log_sum, scan.measure(part.contiguous(), BITS).log_sum)
+def test_strided_logits_give_the_bits_of_contiguous_ones(device):
+    part = random_logits(8, 900, device)[:, :517]
+    strided, contiguous = row_stats(part, FRACTION_BITS), row_stats(part.contiguous(), FRACTION_BITS)
+    assert torch.equal(strided.log_sum, contiguous.log_sum)

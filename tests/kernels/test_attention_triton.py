@@ -1,0 +1,175 @@
+"""Attention in Triton: tiles, leaks and tracing, on a CUDA device or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import (
+    CUDA,
+    QKV,
+    TOLERANCE,
+    Case,
+    PagedLayer,
+    Row,
+    bits,
+    dense_attention,
+    random_sequences,
+    rows_run_alone,
+    torch_kernel,
+    triton_kernel,
+)
+
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"]
+EIGHT_B = Case(group=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16, lengths=(2100, 1030, 300), tail=300)
+"""The heads of an 8B model: too slow for the interpreter, as are groups and windows of several tiles."""
+
+TILED = [  # on a CUDA device, number 7 is EIGHT_B
+    Case(group=1, kv_heads=1, head_dim=16, lengths=(90,), tail=20),
+    Case(group=2, kv_heads=1, head_dim=16, lengths=(70, 9), tail=12, window=10, dtype=torch.bfloat16),
+    Case(group=3, kv_heads=1, head_dim=64, lengths=(130,), tail=9, dtype=torch.bfloat16),
+    Case(group=4, kv_heads=2, head_dim=80, lengths=(131,), tail=6, window=70, dtype=torch.float16),
+    Case(group=7, kv_heads=1, head_dim=16, lengths=(70,), tail=5, window=30, dtype=torch.bfloat16),
+    Case(group=8, kv_heads=1, head_dim=128, lengths=(66,), tail=4, dtype=torch.bfloat16),
+    Case(
+        group=20, kv_heads=1, head_dim=16, lengths=(20,), tail=3
+    ),  # more heads than the smallest tile has rows
+]
+if CUDA:
+    TILED += [EIGHT_B, replace(EIGHT_B, window=500), replace(EIGHT_B, group=7, kv_heads=4, window=1)]
+    TILED += [replace(EIGHT_B, kv_heads=2, head_dim=256)]  # the widest head that fits a program on an H200
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("case", "wide_from"),
+    [(case, rows) for i, case in enumerate(TILED) for rows in (2, 9, 10**6) if rows == 9 or i in (1, 3, 7)],
+)
+def test_bits_do_not_depend_on_tiles(
+    case: Case, wide_from: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same rows in one pass, in random spans, and one by one, in narrow and in wide tiles."""
+    import samewise.kernels.attention.triton as module
+
+    constants = replace(module.CONSTANTS, wide_from=wide_from)
+    monkeypatch.setattr(module, "CONSTANTS", constants if CUDA else replace(constants, split=64, block=32))
+    sequences, all_rows = random_sequences(case, torch.device(device)), case.rows()
+    results: dict[Row, torch.Tensor] = {}
+    for seed in range(6 if CUDA else 1):
+        rng = np.random.default_rng([seed, wide_from])
+        fill = (float("nan"), float("inf"))[seed % 2]
+        layer = PagedLayer(triton_kernel(rng), case, sequences, rng, fill)
+        for sequence, length in enumerate(case.lengths):
+            layer.write_kv(sequence, np.arange(case.first(sequence), length))
+        single_rows = [all_rows[i] for i in rng.permutation(len(all_rows))[: 20 if CUDA else 2]]
+        for rows in (all_rows, random_spans(all_rows, rng), *([row] for row in single_rows)):
+            for row, out in zip(rows, layer.run(rows, case.window), strict=True):
+                expected = torch.zeros_like(out) if row is None else results.setdefault(row, out)
+                assert torch.equal(bits(out), bits(expected)), row
+        for row in single_rows:
+            expected = dense_attention(case, sequences[row[0]], row[1])
+            assert float((results[row].double() - expected).abs().max()) < TOLERANCE[case.dtype]
+
+
+def random_spans(rows: list[Row], rng: np.random.Generator) -> list[Row]:
+    """The rows split at random, the spans in random order, padding after some of them."""
+    borders = np.flatnonzero(rng.random(len(rows)) < 0.2)
+    spans = [[int(i) for i in span] for span in np.split(np.arange(len(rows)), borders)]
+    shuffled: list[Row] = []
+    for i in rng.permutation(len(spans)):
+        shuffled += [*(rows[j] for j in spans[i]), *[None] * int(rng.integers(0, 2))]
+    return shuffled
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_non_finite_key_does_not_leak_to_rows_that_may_not_see_it(
+    window: int | None, poison: float, device: str
+) -> None:
+    """The rows share a tile with rows that see the key."""
+    case = Case(group=2, kv_heads=1, head_dim=16, lengths=(90,), tail=40, window=window)
+    if CUDA:
+        case = replace(EIGHT_B, lengths=(600,), tail=100, window=window)
+    (finite,) = random_sequences(case, torch.device(device))
+    poisoned_at = case.first(0) + 12
+    poisoned = QKV(*(x.clone() for x in finite))
+    poisoned.k[poisoned_at], poisoned.v[poisoned_at] = poison, poison
+    outs = []
+    for sequence in (finite, poisoned):
+        rng = np.random.default_rng(3)
+        layer = PagedLayer(triton_kernel(rng), case, [sequence], rng, fill=float("nan"))
+        with np.errstate(invalid="ignore"):  # the interpreter's arithmetic is numpy's
+            outs.append(layer.run([*case.rows(), None], window))
+    for row, out, poisoned_out in zip([*case.rows(), None], *outs, strict=True):
+        hidden = (
+            row is None or row[1] < poisoned_at or (window is not None and row[1] >= poisoned_at + window)
+        )
+        if hidden:
+            assert torch.equal(bits(out), bits(poisoned_out)), row
+        else:
+            assert poisoned_out.isnan().any(), row
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_another_split_size_gives_other_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is why the split size is part of the kernel's name."""
+    import samewise.kernels.attention.triton as module
+
+    case = Case(group=3, kv_heads=1, head_dim=64, lengths=(600,), tail=2)
+    default, _ = rows_run_alone(triton_kernel, case, torch.device(device))
+    monkeypatch.setattr(module, "CONSTANTS", replace(module.CONSTANTS, split=128))
+    other, _ = rows_run_alone.__wrapped__(triton_kernel, case, torch.device(device))
+    assert any(not torch.equal(bits(default[row]), bits(other[row])) for row in default)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_operator_is_traced_into_one_graph_and_writes_pages_in_place(device: str) -> None:
+    case = Case(group=2, kv_heads=1, head_dim=16, lengths=(20,), tail=2)
+    rng = np.random.default_rng(0)
+    sequences = random_sequences(case, torch.device(device))
+    layer = PagedLayer(triton_kernel(rng), case, sequences, rng, fill=0.0)
+    reference, pages = rows_run_alone(triton_kernel, case, layer.device)
+    kernel = layer.kernel
+
+    def call(*args: object, scale: float, window: int | None) -> torch.Tensor:
+        return kernel(*args, scale=scale, window=window)
+
+    class TracedKernel:
+        name = kernel.name
+        plan = staticmethod(kernel.plan)
+        __call__ = staticmethod(torch.compile(call, fullgraph=True, backend="aot_eager"))
+
+    layer.kernel = TracedKernel()
+    outs = layer.run([(0, 18), None, (0, 19)], window=None)
+    assert torch.equal(bits(outs[0]), bits(reference[0, 18]))
+    assert torch.equal(bits(outs[2]), bits(reference[0, 19]))
+    for before, after in zip(pages, layer.pages(), strict=True):
+        assert torch.equal(after[~before.isnan()], before[~before.isnan()])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_frame_writes_the_work_list_for_the_kernel(device: str) -> None:
+    """Two spans and padding through the runner's staging buffer, compared with the torch kernel."""
+    from array import array
+
+    from samewise.execute.pack import pack_frame
+    from samewise.execute.runner import Runner
+    from samewise.testing import tiny
+    from samewise.types import Sampling, Span
+
+    spans = []
+    for i, (rows, pages) in enumerate([(3, [4]), (18, [2, 5])]):
+        tokens = [7 * i + j + 1 for j in range(rows)]
+        spans.append(Span(i, 0, tuple(tokens), rows, array("i", pages), Sampling(), tokens, rows))
+    logits = []
+    for kernel, name in ((torch_kernel(None), "cpu"), (triton_kernel(np.random.default_rng(0)), device)):
+        loaded = tiny(num_hidden_layers=2)
+        runner = Runner(
+            loaded.model, loaded.arch, kernel, num_pages=8, sizes=(24,), max_rows=24, max_model_len=64,
+            dtype=torch.float32, device=torch.device(name), compile=False,
+        )  # fmt: skip
+        logits.append(runner.frame(pack_frame(spans, runner.staging(24)))[:21].cpu())
+    assert torch.allclose(*logits, atol=1e-3, rtol=1e-3)

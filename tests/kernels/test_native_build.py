@@ -1,0 +1,140 @@
+"""Building the C++ kernels: once per sources, CPU and compiler, and what happens where that fails."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from samewise.errors import MachineError
+from samewise.kernels.attention import native
+from samewise.kernels.attention.base import PAGE, Rows
+from samewise.kernels.native import build as native_build
+
+needs_compiler = pytest.mark.skipif(not native_build.compiler_available(), reason="no C++ compiler")
+
+
+def forget_library():
+    native._entry.cache_clear()
+    native_build.library.cache_clear()
+
+
+@pytest.fixture
+def empty_cache(monkeypatch, tmp_path):
+    """An empty cache folder, and no library loaded yet."""
+    monkeypatch.setenv("SAMEWISE_CACHE", str(tmp_path / "cache"))
+    forget_library()
+    yield tmp_path / "cache" / "native"
+    forget_library()
+
+
+def executable(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@needs_compiler
+def test_the_library_is_built_once_and_loaded_from_the_cache_afterwards(empty_cache, monkeypatch):
+    native.NativeKernel()
+    assert [p.name for p in empty_cache.iterdir()] == [native_build.library_path().name]
+    built = native_build.library_path().stat().st_mtime_ns
+    forget_library()
+    monkeypatch.setattr(native_build, "build", lambda *_: pytest.fail("built again"))
+    native.NativeKernel()
+    assert native_build.library_path().stat().st_mtime_ns == built
+
+
+@needs_compiler
+def test_another_cpu_or_compiler_has_another_library(empty_cache, monkeypatch, tmp_path):
+    here = native_build.library_path()
+    with monkeypatch.context() as patch:
+        patch.setattr(native_build, "_cpu", lambda: "another")
+        assert native_build.library_path() != here
+    monkeypatch.setenv("CXX", str(executable(tmp_path / "cxx", "#!/bin/sh\necho version 99\n")))
+    assert native_build.library_path() != here
+
+
+@needs_compiler
+def test_options_in_cxx_reach_the_compiler_and_have_a_library_of_their_own(monkeypatch):
+    """``CXX="c++ -DSAMEWISE_PORTABLE"`` is how the tests are run with the portable build."""
+    program, default = native_build.find_compiler()[0], native_build.library_path()
+    monkeypatch.setenv("CXX", f"{program} -DSAMEWISE_PORTABLE -DANOTHER")
+    assert native_build.find_compiler() == [program, "-DSAMEWISE_PORTABLE", "-DANOTHER"]
+    assert native_build.library_path() != default
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("SAMEWISE_CACHE", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert native_build._cache_dir() == Path("/a/native")
+    monkeypatch.delenv("SAMEWISE_CACHE")
+    assert native_build._cache_dir() == Path("/b/samewise/native")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert native_build._cache_dir() == Path.home() / ".cache/samewise/native"
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_not_needed(monkeypatch, tmp_path, empty_cache):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("SAMEWISE_CACHE", str(tmp_path / "file"))
+    kernel = native.NativeKernel()
+    q, k, v = torch.randn(3, 20, 2, 8)
+    positions = torch.arange(20, dtype=torch.int32)
+    pages, none = torch.tensor([1, 2], dtype=torch.int32), torch.empty(0)
+    rows = Rows(positions + 1, positions + PAGE, torch.zeros_like(positions), pages, none, none)
+    kv = kernel.allocate(3, 2, 8, torch.float32, torch.device("cpu"))
+    got = kernel(q, k, v, kv, rows, scale=0.125, window=None)
+    by_head = (x.transpose(0, 1).double() for x in (q, k, v))
+    expected = scaled_dot_product_attention(*by_head, is_causal=True, scale=0.125).transpose(0, 1)
+    assert (got - expected).abs().max() < 1e-5
+
+
+def test_a_missing_compiler_is_an_error_that_names_the_remedy(monkeypatch, empty_cache):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert not native_build.compiler_available()
+    with pytest.raises(MachineError, match=r'g\+\+.*attention="torch"'):
+        native.NativeKernel()
+    monkeypatch.setenv("CXX", "my-cxx")
+    with pytest.raises(MachineError, match="my-cxx"):
+        native.NativeKernel()
+
+
+def test_a_failing_compiler_is_quoted_in_the_error(monkeypatch, empty_cache, tmp_path):
+    broken = executable(tmp_path / "broken-cxx", "#!/bin/sh\necho internal error >&2\nexit 1\n")
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(MachineError) as caught:
+        native.NativeKernel()
+    for part in (str(broken), "-ffp-contract=off", "internal error", 'attention="torch"'):
+        assert part in str(caught.value)
+    assert not list(empty_cache.glob(".building-*"))
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_concurrent_processes_build_one_library_and_use_torchs_openmp(tmp_path):
+    script = (
+        "import torch, pathlib\n"
+        "from samewise.kernels.native import build as native_build\n"
+        "from samewise.kernels.attention import native\n"
+        "kernel = native.NativeKernel()\n"
+        "paths = pathlib.Path('/proc/self/maps').read_text().split()\n"
+        "names = ('libgomp', 'libomp', 'libiomp')\n"
+        "print(len({w for w in paths if pathlib.Path(w).name.startswith(names)}))\n"
+        "print(native_build.gomp_parallel() is not None)\n"
+    )
+    env = {**os.environ, "SAMEWISE_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [p.communicate()[0].split() for p in processes] == [["1", "True"]] * 2
+    assert [p.suffix for p in (tmp_path / "native").iterdir()] == [".so"]
