@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from samewise.engine import Engine
 from samewise.errors import BadParameter, CallerError
@@ -204,7 +205,7 @@ def _invalid(line: BatchLine, message: str) -> OutputLine:
     return {"id": "batch_req_" + _id(line), "custom_id": line.custom_id, "response": None, "error": error}
 
 
-def _response(line: BatchLine, status: int, body: OutputLine) -> OutputLine:
+def _response(line: BatchLine, status: int, body: Mapping[str, Any]) -> OutputLine:
     line_id = _id(line)
     response = {"status_code": status, "request_id": "req_" + line_id, "body": body}
     return {"id": "batch_req_" + line_id, "custom_id": line.custom_id, "response": response, "error": None}

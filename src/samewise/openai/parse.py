@@ -36,6 +36,7 @@ from samewise.params import SamplingParams
 
 B = TypeVar("B", bound=BaseModel)
 C = TypeVar("C")
+Checked = TypeVar("Checked", covariant=True)
 Prompt = str | Sequence[int]
 
 COMPLETION_MAX_TOKENS = 16
@@ -61,7 +62,7 @@ class DeltaParser(Protocol):
         ...
 
 
-class Intake(Protocol[C]):
+class Intake(Protocol[Checked]):
     """The part of `llm.intake.Intake` that is used here. (That module imports torch, this one must not.)"""
 
     tokenizer: Any
@@ -78,7 +79,7 @@ class Intake(Protocol[C]):
         """Token ids of a conversation."""
         ...
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> C:
+    def check(self, prompt: Prompt, params: SamplingParams) -> Checked:
         """A checked request."""
         ...
 
