@@ -82,7 +82,7 @@ class Fallback(Proposer):
         self._drafter: dict[int, str] = {}  # which member drafts for a sequence
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
-        """For each ask the first non-empty proposal; a draft under way goes only to the member that began it."""
+        """The first non-empty proposal for each ask; a draft stays with the member that began it."""
         proposals: list[Proposal] = []
         left = asks
         for member in self._members:

@@ -13,12 +13,17 @@ from samewise.draft.auto.auto import Auto
 from samewise.draft.base import Drafter, Fallback, NoDrafts, Proposer
 from samewise.draft.cost_model import FrameCosts
 from samewise.draft.decode import Decode
-from samewise.draft.model import READ_ROWS, DraftModel
+from samewise.draft.fast_passes import FastPasses
+from samewise.draft.model import DraftModel
 from samewise.draft.ngram import Ngram
 from samewise.draft.quantized import fp8_copy, packed_copy
+from samewise.draft.skip.active_set import ActiveSet
+from samewise.draft.skip.confidence import ConfidenceSampler
 from samewise.draft.skip.layer_set_store import LayerSetStore
-from samewise.draft.skip.pricing import Pricing
-from samewise.draft.skip.score_layer_set import Rehearsal
+from samewise.draft.skip.optimiser import LayerSetOptimiser
+from samewise.draft.skip.pacing import ConfidencePacing
+from samewise.draft.skip.pricing import PassPricing
+from samewise.draft.skip.score_layer_set import LayerSetScorer
 from samewise.draft.skip.search import Search
 from samewise.draft.skip.skip import Skip
 from samewise.draft.tuning import DEFAULTS, Tuning
@@ -39,7 +44,7 @@ MakeProposer = Callable[["ProposerParts"], Proposer]
 
 @dataclass(frozen=True, slots=True)
 class ProposerParts:
-    """What a proposer may be built from."""
+    """What a proposer may be built from. Made by the engine."""
 
     runner: Runner
     sampler: Sampler
@@ -50,19 +55,15 @@ class ProposerParts:
     loaded: Loaded | None = None
     max_model_len: int = 0
     load: Callable[[EngineConfig], Loaded] = load
-    ahead: bool = False
-    private: range = range(0)  # pages nobody else uses
+    ahead: bool = False  # frames are launched ahead where no drafts are made
+    chain: int = 1  # fast passes that are launched before the host waits for their tokens
+    scratch_pages: range = range(0)  # for the layer-set search alone
     counters: Counters = field(default_factory=Counters)  # the engine's own, for reading
     tuning: Tuning = DEFAULTS
 
-    @property
-    def chain(self) -> int:
-        """Fast passes to launch before waiting: some where the device runs beside the host."""
-        return 4 if self.runner.device.type == "cuda" else 1
 
-
-def _decode(parts: ProposerParts) -> Decode:
-    """Regular decoding, with cheaper weights where that is asked for or pays."""
+def make_decode(parts: ProposerParts) -> Decode:
+    """`decode`, through quantized weights where they are asked for or pay."""
     runner, copy = parts.runner, None
     quantize = pick_draft_quantizer(parts.config.draft_weights, runner.model, runner.device)
     if parts.config.draft_weights == "fp8":
@@ -72,88 +73,103 @@ def _decode(parts: ProposerParts) -> Decode:
     return Decode(runner, parts.sampler, copy=copy, chain=parts.chain)
 
 
-def _model(parts: ProposerParts) -> DraftModel:
-    """A draft model beside the model."""
+def make_model(parts: ProposerParts) -> DraftModel:
+    """`model`: load the draft model and give it a runner and pages of its own."""
     assert parts.loaded is not None
+    tuning, kv_memory = parts.tuning.model, parts.config.kv_memory
     config = replace(
         parts.config, model=parts.config.draft_model or "", revision=None, max_model_len=None,
-        kv_memory=parts.config.kv_memory if parts.config.kv_memory is not None else 0.1,
+        kv_memory=tuning.kv_share if kv_memory is None else kv_memory,
     )  # fmt: skip
     draft = parts.load(config)
     refuse_other_vocabulary(parts.loaded, draft, config.model)
-    device, runner = parts.runner.device, parts.runner
+    device = parts.runner.device
     model = copy_modules(draft.model.to(device))
-    longest_draft = min(parts.max_model_len, draft.arch.max_positions)
-    pin_rope(model, longest_draft)
+    max_len = min(parts.max_model_len, draft.arch.max_positions)
+    pin_rope(model, max_len)
     if pick_linear(config.linear, device) == "native":
         pack_linears(model)
-    num_pages = count_pages(config, draft.arch, longest_draft, device)
-    own = Runner(
-        model, draft.arch, runner.kernel, num_pages=num_pages, sizes=(READ_ROWS,),
-        max_rows=max(READ_ROWS, config.max_num_seqs), max_model_len=longest_draft,
+    num_pages = count_pages(config, draft.arch, max_len, device)
+    runner = Runner(
+        model, draft.arch, parts.runner.kernel, num_pages=num_pages, sizes=(tuning.read_rows,),
+        max_rows=max(tuning.read_rows, config.max_num_seqs), max_model_len=max_len,
         dtype=next(model.parameters()).dtype, device=device, compile=False,
     )  # fmt: skip
-    return DraftModel(own, parts.sampler, num_pages, longest_draft)
+    return DraftModel(runner, parts.sampler, num_pages, max_len, tuning)
 
 
-def _skip_if_possible(parts: ProposerParts) -> list[Drafter]:
-    """`skip`, where the model has layers to leave out and they can be told apart."""
+def make_skip(parts: ProposerParts, *, search: Search | None = None, standalone: bool = True) -> Skip:
+    """`skip`, with its search or another one. BadParameter where the model's layers cannot be skipped."""
+    config, runner, sampler, tuning = parts.config, parts.runner, parts.sampler, parts.tuning
+    on_cpu = runner.device.type == "cpu"
+    views = runner.views()
+    search = search or Search(views.num_layers, seed=config.seed % 2**32, tuning=tuning.search)
+    weights = [views.sublayer_bytes(layer) for layer in range(views.num_layers)]
+    all_linears = sum(m.weight.nbytes for m in runner.model.modules() if isinstance(m, FrameLinear))
+    other = max(0.0, all_linears - sum(attention + mlp for attention, mlp in weights))  # mostly the head
+    pricing = PassPricing(weights, other, runner.kv_bytes, parts.frames, config.draft_tokens, tuning)
+    active = ActiveSet(search, tuning)
+    confidence = ConfidenceSampler(sampler, on_cpu=on_cpu, tuning=tuning.skip)
+    optimiser = LayerSetOptimiser(
+        search, LayerSetScorer(runner, sampler, views, parts.scratch_pages, tuning.search), active, pricing,
+        LayerSetStore(config.workload), parts.frames, parts.counters, parts.clock,
+        frame_is_full_pass=runner.elastic or not on_cpu, tuning=tuning,
+    )  # fmt: skip
+    return Skip(
+        FastPasses(runner, sampler, chain=parts.chain, sample=confidence.sample),
+        confidence, active, optimiser, ConfidencePacing(active, pricing, parts.chain, tuning), pricing,
+        parts.clock, standalone=standalone,
+    )  # fmt: skip
+
+
+def make_auto(parts: ProposerParts, drafters: list[Drafter] | None = None) -> Auto:
+    """`auto`, with all drafters that could pay here, or with these."""
+    config, tuning = parts.config, parts.tuning
+    drafters = _auto_drafters(parts) if drafters is None else drafters
+    return Auto(
+        Ngram(tuning.ngram), drafters, parts.frames, parts.clock, max_tokens=config.draft_tokens,
+        ahead=parts.ahead, explain=config.explain, tuning=tuning,
+    )  # fmt: skip
+
+
+def _auto_drafters(parts: ProposerParts) -> list[Drafter]:
+    """A draft model if one is set, `decode` if its weights are quantized, `skip` if layers can be skipped."""
+    config, runner = parts.config, parts.runner
+    drafters: list[Drafter] = [make_model(parts)] if config.draft_model else []
+    quantized = config.draft_weights == "fp8"
+    if quantized or pick_draft_quantizer(config.draft_weights, runner.model, runner.device) is not None:
+        drafters.append(make_decode(parts))
     try:
-        made = _skip(parts, alone=False)
+        skip = make_skip(parts, standalone=False)
     except BadParameter as reason:
         log.info("auto goes without skip: %s", reason)
-        return []
-    return [made] if made.possible else []
-
-
-def _skip(parts: ProposerParts, *, alone: bool = True) -> Skip:
-    """The model itself, with a layer set that finds itself."""
-    config, runner = parts.config, parts.runner
-    views = runner.views()
-    search = Search(views.num_layers, seed=config.seed % 2**32, rounds=config.search_rounds)
-    rehearsal = Rehearsal(runner, parts.sampler, views, parts.private, window=config.search_window)
-    weights = [views.sublayer_bytes(layer) for layer in range(views.num_layers)]
-    linears = sum(m.weight.nbytes for m in runner.model.modules() if isinstance(m, FrameLinear))
-    rest = max(0.0, linears - sum(attention + mlp for attention, mlp in weights))  # the head, mostly
-    pricing = Pricing(weights, rest, runner.kv_bytes, parts.frames, config.draft_tokens)
-    made = Skip(
-        runner, parts.sampler, rehearsal, search, pricing, parts.frames, parts.counters, parts.clock,
-        store=LayerSetStore(config.workload), every=config.search_every, share=config.search_share, chain=parts.chain,
-        alone=alone,
-    )  # fmt: skip
-    return made
-
-
-def _auto(parts: ProposerParts) -> Auto:
-    """All that could pay here: suffix matches, and a draft model and cheaper decoding if there are."""
-    config, runner = parts.config, parts.runner
-    drafters: list[Drafter] = [_model(parts)] if config.draft_model else []
-    if (
-        config.draft_weights == "fp8"
-        or pick_draft_quantizer(config.draft_weights, runner.model, runner.device) is not None
-    ):
-        drafters.append(_decode(parts))
-    drafters += _skip_if_possible(parts)
-    return Auto(
-        Ngram(), drafters, parts.frames, parts.clock, most=config.draft_tokens, restful=parts.ahead,
-        explain=config.explain,
-    )  # fmt: skip
+        return drafters
+    return [*drafters, skip] if skip.possible else drafters
 
 
 MAKERS: dict[str, MakeProposer] = {
-    "auto": _auto,
-    "decode": _decode,
-    "model": _model,
-    "ngram": lambda _: Ngram(),
+    "auto": make_auto,
+    "decode": make_decode,
+    "model": make_model,
+    "ngram": lambda parts: Ngram(parts.tuning.ngram),
     "none": lambda _: NoDrafts(),
-    "skip": _skip,
+    "skip": make_skip,
 }
 
 
 def maker_of(config: EngineConfig) -> MakeProposer:
-    """How to build what a configuration names."""
+    """How to build the proposer, or the several proposers, that a configuration names."""
     makers = [MAKERS[name] for name in config.proposers]
     return makers[0] if len(makers) == 1 else lambda parts: Fallback([make(parts) for make in makers])
 
 
-__all__ = ["MAKERS", "MakeProposer", "ProposerParts", "maker_of"]
+__all__ = [
+    "MAKERS",
+    "MakeProposer",
+    "ProposerParts",
+    "make_auto",
+    "make_decode",
+    "make_model",
+    "make_skip",
+    "maker_of",
+]

@@ -1,4 +1,4 @@
-"""Measured costs and measured acceptance, folded from observations. Numbers in, numbers out; no clock.
+"""Measured costs and measured acceptance, as running estimates. Numbers in, numbers out; no clock.
 
 Host only.
 """
@@ -8,41 +8,39 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-FRESH = 0.2  # the weight of a new measurement of a cost
-EARLY = 4  # measurements of a size of which the least is believed
-ENOUGH = 3  # sizes of frames that make a line
-SPIKE = 4.0  # a measurement this many times what is known is believed only a little: somebody disturbed us
+from samewise.draft.tuning import DEFAULTS, CostModelTuning
 
 
 @dataclass(slots=True)
-class Curve:
-    """Seconds as a function of a size: straight lines between averages at the sizes seen."""
+class CostCurve:
+    """Seconds as a function of a size: a moving average per size seen, straight lines between them."""
 
+    tuning: CostModelTuning = DEFAULTS.cost_model
     _sizes: list[int] = field(default_factory=list)
     _seconds: dict[int, float] = field(default_factory=dict)
-    _seen: dict[int, int] = field(default_factory=dict)
+    _num_samples: dict[int, int] = field(default_factory=dict)
 
     def observe(self, size: int, seconds: float) -> None:
-        """One measurement."""
-        known = self._seconds.get(size)
-        seen = self._seen[size] = self._seen.get(size, 0) + 1
-        if known is None:
+        """Add one measurement."""
+        tuning, average = self.tuning, self._seconds.get(size)
+        num_samples = self._num_samples[size] = self._num_samples.get(size, 0) + 1
+        if average is None:
             insort(self._sizes, size)
             self._seconds[size] = seconds
-            return
-        if seen <= EARLY and seconds < known:  # the first times something may have been built or read
+        elif num_samples <= tuning.num_first_samples and seconds < average:
             self._seconds[size] = seconds
-            return
-        weight = FRESH if seconds < SPIKE * known else FRESH / 20
-        self._seconds[size] = known + weight * (seconds - known)
+        else:
+            outlier = seconds >= tuning.outlier_factor * average
+            weight = tuning.outlier_weight if outlier else tuning.sample_weight
+            self._seconds[size] = average + weight * (seconds - average)
 
     @property
     def known(self) -> bool:
-        """Whether anything was seen."""
+        """Whether there is any measurement."""
         return bool(self._sizes)
 
     def at(self, size: int) -> float:
-        """What to expect at a size; beyond those seen, as the nearest ones suggest."""
+        """The estimate for a size; beyond the largest size seen, the last slope goes on. 0.0 if unknown."""
         sizes, seconds = self._sizes, self._seconds
         if size in seconds:
             return seconds[size]
@@ -63,58 +61,62 @@ class Curve:
         return seconds[low] + share * (seconds[high] - seconds[low])
 
     def table(self) -> dict[int, float]:
-        """Size → seconds."""
+        """Size → seconds, for the sizes seen."""
         return {size: self._seconds[size] for size in self._sizes}
 
 
 @dataclass(slots=True)
 class FrameCosts:
-    """What a frame of some rows costs: so much for being a frame, and so much for every row it has.
+    """Seconds of a frame by its used rows: a line fitted to all measurements, base + seconds per row.
 
-    The line is fitted to all that was seen, so that no single disturbed measurement makes a row look dear.
-    Rows that only read a prompt are spared the head, and say too little of what a guess costs: they count
-    until enough else was seen.
+    A fitted line keeps one disturbed measurement from making a row look expensive. Frames that read prompts
+    skip the head for most rows, which makes a row look too cheap: they only count until enough frames of
+    other sizes were measured.
     """
 
     sizes: tuple[int, ...]
-    curve: Curve = field(default_factory=Curve)
-    _reading: Curve = field(default_factory=Curve)
+    tuning: CostModelTuning = DEFAULTS.cost_model
+    curve: CostCurve = field(init=False)
+    _prefill: CostCurve = field(init=False)
     _line: tuple[float, float] | None = None
 
+    def __post_init__(self) -> None:
+        self.curve, self._prefill = CostCurve(self.tuning), CostCurve(self.tuning)
+
     def size(self, rows: int) -> int:
-        """The rows a frame of this many used rows really has."""
+        """The rows that a frame of this many used rows is padded to."""
         return self.sizes[min(bisect_left(self.sizes, rows), len(self.sizes) - 1)]
 
-    def observe(self, rows: int, seconds: float, *, reading: bool = False) -> None:
-        """A frame of so many used rows took so long. `reading`: some of them only read a prompt."""
-        (self._reading if reading else self.curve).observe(self.size(rows), seconds)
+    def observe(self, rows: int, seconds: float, *, prefill: bool = False) -> None:
+        """Add one measurement. `prefill`: some of the rows only read a prompt."""
+        (self._prefill if prefill else self.curve).observe(self.size(rows), seconds)
         self._line = None
 
     def cost(self, rows: int) -> float:
-        """Seconds, also for more rows than one frame holds."""
+        """Seconds for this many used rows, in several frames if one does not hold them; 0.0 if unknown."""
         if self._line is None:
             self._line = self._fit()
-        base, each = self._line
-        most = self.sizes[-1]
-        whole, rest = divmod(rows, most)
-        found = whole * (base + each * most) + (base + each * self.size(rest) if rest else 0.0)
-        return max(found, 1e-9) if self.known else 0.0
+        base, per_row = self._line
+        largest = self.sizes[-1]
+        num_full, left = divmod(rows, largest)
+        seconds = num_full * (base + per_row * largest) + (base + per_row * self.size(left) if left else 0.0)
+        return max(seconds, 1e-9) if self.known else 0.0
 
     @property
     def known(self) -> bool:
-        """Whether anything was seen."""
-        return self.curve.known or self._reading.known
+        """Whether there is any measurement."""
+        return self.curve.known or self._prefill.known
 
     def padding(self, rows: int) -> int:
-        """Rows that so many used ones bring with them, and that nobody uses yet."""
-        rest = rows % self.sizes[-1]
-        return self.size(rest) - rest if rest else 0
+        """Padding rows in the frames of this many used rows."""
+        left = rows % self.sizes[-1]
+        return self.size(left) - left if left else 0
 
     def _fit(self) -> tuple[float, float]:
-        """Least squares of relative errors: small frames are the ones decisions are about."""
+        """Least squares of relative errors: decisions are about small frames."""
         points = list(self.curve.table().items())
-        if len(points) < min(ENOUGH, len(self.sizes)):
-            points += self._reading.table().items()
+        if len(points) < min(self.tuning.min_sizes_for_fit, len(self.sizes)):
+            points += self._prefill.table().items()
         if not points:
             return 0.0, 0.0
         weights = [1.0 / max(seconds, 1e-9) ** 2 for _, seconds in points]
@@ -128,21 +130,21 @@ class FrameCosts:
             sum(w * (size - x) * (seconds - y) for w, (size, seconds) in zip(weights, points, strict=True))
             / spread
         )
-        slope = min(max(slope, 0.0), y / max(x, 1.0))  # no row is free below a size, and none costs less
+        slope = min(max(slope, 0.0), y / max(x, 1.0))  # neither a negative row cost nor a negative base
         return y - slope * x, slope
 
 
 @dataclass(slots=True)
-class Rate:
-    """How often a guess is right, given that those before it were. Old trials fade."""
+class AcceptanceRate:
+    """How often a drafted token is accepted, given that those before it were. Old trials fade."""
 
     hits: float
     trials: float
-    memory: float = 200.0
+    memory: float = DEFAULTS.cost_model.rate_memory
 
-    def observe(self, guessed: int, accepted: int) -> None:
-        """A draft of so many guesses, of which the first so many were right."""
-        trials = accepted + (accepted < guessed)
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Add a draft; tokens after the first rejected one were not tried."""
+        trials = accepted + (accepted < drafted)
         self.hits += accepted
         self.trials += trials
         if self.trials > self.memory:
@@ -152,87 +154,79 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """Between 0 and 1."""
+        """Hits per trial."""
         return self.hits / self.trials
 
     @property
-    def careful(self) -> float:
-        """The same, as no handful of trials makes certain."""
+    def smoothed(self) -> float:
+        """With half a hit and half a miss added (Jeffreys' prior): never 0 or 1 after a few trials."""
         return (self.hits + 0.5) / (self.trials + 1.0)
 
 
-CALM = 2.0  # misses that luck must exceed to count
-
-
 @dataclass(slots=True)
-class Luck:
-    """How much more, or less, often one's guesses miss than those of others with the same chances."""
+class MissRatio:
+    """How many times as often one sequence's drafts miss as those of all sequences. Old misses fade."""
 
-    missed: float = CALM
-    expected: float = CALM
-    memory: float = 12.0
+    missed: float = DEFAULTS.cost_model.miss_prior
+    expected: float = DEFAULTS.cost_model.miss_prior
+    memory: float = DEFAULTS.cost_model.miss_memory
 
     def observe(self, chance: float, *, right: bool) -> None:
-        """A guess that others would have got right so often."""
+        """Add a token that is right with this chance over all sequences."""
         self.missed += not right
         self.expected += 1.0 - chance
         if self.expected > self.memory:
             self.missed *= self.memory / self.expected
             self.expected = self.memory
 
-    def chance(self, others: float) -> float:
-        """That a guess is right which others get right so often."""
-        return max(0.0, 1.0 - (1.0 - others) * self.missed / self.expected)
+    def chance(self, overall: float) -> float:
+        """The chance in this sequence of a token whose chance over all sequences is `overall`."""
+        return max(0.0, 1.0 - (1.0 - overall) * self.missed / self.expected)
 
 
-BINS = 12
+class Calibration:
+    """Confidence → chance of acceptance, by the acceptance of earlier tokens of like confidence.
 
-
-@dataclass(slots=True)
-class Trust:
-    """How often a guess of some confidence is right, by how often such guesses were.
-
-    Of a confidence that was hardly seen, what it claims and how often guesses are right at all count alike.
+    A bin with few trials leans on its confidence and on the acceptance of all tokens, half each. `rate`: an
+    acceptance that is known beforehand.
     """
 
-    _bins: list[Rate] = field(default_factory=lambda: [Rate(0.0, 0.0, memory=100.0) for _ in range(BINS)])
-    _all: Rate = field(default_factory=lambda: Rate(0.0, 0.0, memory=100.0))
-
-    @classmethod
-    def after(cls, rate: float) -> Trust:
-        """Where guesses are known to be right so often, and nothing of their confidence."""
-        return cls(_all=Rate(rate * BINS, BINS, memory=100.0))
+    def __init__(self, rate: float | None = None, tuning: CostModelTuning = DEFAULTS.cost_model) -> None:
+        memory, self._num_bins = tuning.calibration_memory, tuning.confidence_bins
+        self._bins = [AcceptanceRate(0.0, 0.0, memory) for _ in range(self._num_bins)]
+        self._all = AcceptanceRate(0.0, 0.0, memory)
+        if rate is not None:
+            self._all = AcceptanceRate(rate * self._num_bins, self._num_bins, memory)
 
     def observe(self, confidence: float, *, right: bool) -> None:
-        """One guess."""
-        self._bins[_bin(confidence)].observe(1, int(right))
+        """Add one token."""
+        self._bins[self._bin(confidence)].observe(1, int(right))
         self._all.observe(1, int(right))
 
     def chance(self, confidence: float) -> float:
-        """That a guess of this confidence is right."""
-        return self._chance(_bin(confidence))
+        """The chance that a token of this confidence is accepted."""
+        return self._chance(self._bin(confidence))
 
-    def least(self, chance: float) -> float:
-        """The lowest confidence from which on guesses are right that often; 1.0 where none is."""
-        below = [i for i in range(BINS) if self._chance(i) < chance]
-        return (below[-1] + 1) / BINS if below else 0.0
+    def min_confidence(self, chance: float) -> float:
+        """The lowest confidence from which on tokens have this chance; 1.0 if none has."""
+        below = [i for i in range(self._num_bins) if self._chance(i) < chance]
+        return (below[-1] + 1) / self._num_bins if below else 0.0
 
-    def _chance(self, place: int) -> float:
-        rate, claimed = self._bins[place], (place + 0.5) / BINS
-        known = self._all.trials / (self._all.trials + BINS)
-        before = claimed + 0.5 * known * (self._all.careful - claimed)
-        return (rate.hits + before) / (rate.trials + 1.0)
+    def _bin(self, confidence: float) -> int:
+        return min(self._num_bins - 1, max(0, int(confidence * self._num_bins)))
+
+    def _chance(self, i: int) -> float:
+        rate, confidence = self._bins[i], (i + 0.5) / self._num_bins
+        weight = self._all.trials / (self._all.trials + self._num_bins)
+        prior = confidence + 0.5 * weight * (self._all.smoothed - confidence)
+        return (rate.hits + prior) / (rate.trials + 1.0)
 
 
-def _bin(confidence: float) -> int:
-    return min(BINS - 1, max(0, int(confidence * BINS)))
-
-
-def expected(rate: float, guesses: int) -> float:
-    """Tokens a replay yields on average: the guesses before the first wrong one, and its own."""
+def expected_tokens(rate: float, drafted: int) -> float:
+    """Tokens that verifying a draft commits on average: those before the first wrong one, and one more."""
     if rate >= 1.0:
-        return guesses + 1.0
-    return float((1.0 - rate ** (guesses + 1)) / (1.0 - rate))
+        return drafted + 1.0
+    return float((1.0 - rate ** (drafted + 1)) / (1.0 - rate))
 
 
-__all__ = ["Curve", "FrameCosts", "Luck", "Rate", "Trust", "expected"]
+__all__ = ["AcceptanceRate", "Calibration", "CostCurve", "FrameCosts", "MissRatio", "expected_tokens"]

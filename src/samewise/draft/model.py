@@ -1,7 +1,7 @@
-"""A small model guesses for a large one: its own weights, its own runner, its own pages, the same vocabulary.
+"""The proposer `model`, SpecDec's drafter: a small model with weights, runner and KV pages of its own.
 
-It reads what the sequence says as the sequence goes on, a bounded number of rows at a time, so a long prompt
-delays nobody; until it has caught up with a sequence it has nothing to say about it.
+It has the target model's vocabulary. It reads each sequence in pieces, a bounded number of rows per pass, so
+a long prompt does not delay the engine's step; it drafts for a sequence once it has read it to the end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from samewise.draft.base import Drafter
+from samewise.draft.tuning import DEFAULTS, ModelTuning
 from samewise.execute.pack import pack_frame
 from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
@@ -20,112 +21,121 @@ from samewise.kernels.attention.base import PAGE
 from samewise.kv.pages import PagePool
 from samewise.types import Ask, Proposal, Span
 
-READ_ROWS = 64  # read in one pass, of all sequences together
-
 
 @dataclass(slots=True)
-class _Reader:
+class _Progress:
     """How far the draft model has read one sequence."""
 
-    read: list[int] = field(default_factory=list)  # tokens whose KV is there
-    sure: int = 0  # of those, known to be what the sequence says
+    tokens: list[int] = field(default_factory=list)  # whose KV is written, drafts included
+    num_committed: int = 0  # of these, known to be committed tokens of the sequence
     pages: array[int] = field(default_factory=lambda: array("i"))
 
 
 class DraftModel(Drafter):
-    """Guesses by regular decoding of a draft model, one pass per call."""
+    """Drafts by regular decoding of the draft model, one pass per call. Owns the draft model's pages."""
 
     name = "model"
 
-    def __init__(self, runner: Runner, sampler: Sampler, num_pages: int, max_len: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        num_pages: int,
+        max_len: int,
+        tuning: ModelTuning = DEFAULTS.model,
+    ) -> None:
         self._runner, self._sampler, self._max_len = runner, sampler, max_len
+        self._read_rows = tuning.read_rows
         self._pool = PagePool(num_pages)
-        self._readers: dict[int, _Reader] = {}
+        self._progress: dict[int, _Progress] = {}
 
     @torch.inference_mode()
     def propose(self, asks: list[Ask]) -> list[Proposal]:
-        """The next token of every sequence the draft model has read to its end in this pass."""
-        spans, done = self._plan(asks)
+        """The next token of every sequence that this pass reads to its end."""
+        spans, ended = self._plan(asks)
         if not spans:
             return []
-        rows = sum(len(span.inputs) for span in spans)
-        logits = self._runner.fast(pack_frame(spans, self._runner.fast_staging(rows)))
+        num_rows = sum(len(span.inputs) for span in spans)
+        logits = self._runner.fast(pack_frame(spans, self._runner.fast_staging(num_rows)))
         for span in spans:
-            self._readers[span.seq_id].read[span.start :] = span.inputs
-        if not done:
+            self._progress[span.seq_id].tokens[span.start :] = span.inputs
+        if not ended:
             return []
-        last = torch.tensor([row for _, row in done], device=logits.device)
-        picks = self._sampler.sample(logits[last].float(), rows_of_asks([ask for ask, _ in done]))
-        tokens: list[int] = picks.tokens.tolist()
+        last_rows = torch.tensor([row for _, row in ended], device=logits.device)
+        output = self._sampler.sample(logits[last_rows].float(), rows_of_asks([ask for ask, _ in ended]))
+        tokens: list[int] = output.tokens.tolist()
         return [
             Proposal(ask.seq_id, (token,), drafter=self.name, more=True)
-            for (ask, _), token in zip(done, tokens, strict=True)
+            for (ask, _), token in zip(ended, tokens, strict=True)
         ]
 
     def forget(self, seq_id: int) -> None:
-        """The sequence is gone, and so are its pages."""
-        reader = self._readers.pop(seq_id, None)
-        for page in reader.pages if reader is not None else ():
+        """Free the sequence's pages."""
+        progress = self._progress.pop(seq_id, None)
+        for page in progress.pages if progress is not None else ():
             self._pool.release(page)
             self._pool.free(page)
 
     def _plan(self, asks: list[Ask]) -> tuple[list[Span], list[tuple[Ask, int]]]:
-        """What to read in this pass, and for whom it ends at the last token (with that token's row)."""
+        """The spans of this pass, nearly read sequences first; and each ask read to its end, with its row."""
         spans: list[Span] = []
-        done: list[tuple[Ask, int]] = []
-        left = max(READ_ROWS, len(asks))
+        ended: list[tuple[Ask, int]] = []
+        rows_left = max(self._read_rows, len(asks))
         row = 0
-        lagging = [(ask, self._lag(ask)) for ask in asks]
-        for ask, lag in sorted(lagging, key=lambda pair: pair[1]):
-            reader = self._readers[ask.seq_id]
-            rows = min(lag, left)
-            start = len(ask.tokens) + len(ask.draft) - lag
-            if rows == 0 or not self._fit(reader, start + rows):
+        unread = [(ask, self._num_unread(ask)) for ask in asks]
+        for ask, num_unread in sorted(unread, key=lambda pair: pair[1]):
+            progress = self._progress[ask.seq_id]
+            num_rows = min(num_unread, rows_left)
+            start = len(ask.tokens) + len(ask.draft) - num_unread
+            if num_rows == 0 or not self._take_pages(progress, start + num_rows):
                 continue
-            text = [*ask.tokens[start:], *ask.draft[max(0, start - len(ask.tokens)) :]][:rows]
+            inputs = [*ask.tokens[start:], *ask.draft[max(0, start - len(ask.tokens)) :]][:num_rows]
             spans.append(
                 Span(
                     ask.seq_id,
                     start,
-                    tuple(text),
-                    rows,
-                    reader.pages,
+                    tuple(inputs),
+                    num_rows,
+                    progress.pages,
                     ask.sampling,
                     ask.tokens,
                     ask.prompt_len,
                 )
             )
-            row += rows
-            left -= rows
-            if rows == lag:
-                done.append((ask, row - 1))
-        return spans, done
+            row += num_rows
+            rows_left -= num_rows
+            if num_rows == num_unread:
+                ended.append((ask, row - 1))
+        return spans, ended
 
-    def _lag(self, ask: Ask) -> int:
-        """How many tokens of the sequence are still to be read; at least its last one."""
-        reader = self._readers.setdefault(ask.seq_id, _Reader())
-        read, tokens = reader.read, ask.tokens
-        known = min(len(read), len(tokens) + len(ask.draft) - 1)
-        same = min(reader.sure, known)
-        while same < known:
-            said = tokens[same] if same < len(tokens) else ask.draft[same - len(tokens)]
-            if read[same] != said:
+    def _num_unread(self, ask: Ask) -> int:
+        """Tokens of the sequence and its draft still to be read, at least the last one.
+
+        What was read before and turned out otherwise (a rejected draft) is dropped.
+        """
+        progress = self._progress.setdefault(ask.seq_id, _Progress())
+        read, tokens = progress.tokens, ask.tokens
+        max_same = min(len(read), len(tokens) + len(ask.draft) - 1)
+        num_same = min(progress.num_committed, max_same)
+        while num_same < max_same:
+            token = tokens[num_same] if num_same < len(tokens) else ask.draft[num_same - len(tokens)]
+            if read[num_same] != token:
                 break
-            same += 1
-        reader.sure = min(same, len(tokens))
-        del read[same:]
-        return len(tokens) + len(ask.draft) - same
+            num_same += 1
+        progress.num_committed = min(num_same, len(tokens))
+        del read[num_same:]
+        return len(tokens) + len(ask.draft) - num_same
 
-    def _fit(self, reader: _Reader, length: int) -> bool:
-        """Pages for so many tokens; without them the sequence does without guesses."""
+    def _take_pages(self, progress: _Progress, length: int) -> bool:
+        """Whether there are pages for so many tokens; if not, the sequence goes without drafts."""
         if length > self._max_len:
             return False
-        while len(reader.pages) * PAGE < length:
+        while len(progress.pages) * PAGE < length:
             page = self._pool.take()
             if page is None:
                 return False
-            reader.pages.append(page)
+            progress.pages.append(page)
         return True
 
 
-__all__ = ["READ_ROWS", "DraftModel"]
+__all__ = ["DraftModel"]

@@ -1,8 +1,8 @@
 """Every hand-set constant of drafting, with its unit, why it has this value, and how the value was found.
 
-None of them can change the output: they only decide when and how far drafts go. Users do not set them; tests and
-experiments pass a `Tuning` to `Engine`. Where no way of finding a value is named, it was set by hand and not
-measured against others. Host only.
+None of them can change the output: they only decide when and how far drafts go. Users do not set them; tests
+and experiments pass a `Tuning` to `Engine`. Where no way of finding a value is named, it was set by hand and
+not measured against others. Host only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CostModelTuning:
     miss_prior: float = 2.0
     # Expected misses over which MissRatio fades: one sequence's text changes quickly.
     miss_memory: float = 12.0
-    # Bins of confidence in a Calibration. Enough to tell 0.9 from 0.99, few enough to fill in some hundred drafts.
+    # Bins of confidence in a Calibration, and the trials that a rate known beforehand counts for.
     confidence_bins: int = 12
     # Trials over which each bin of a Calibration fades.
     calibration_memory: float = 100.0
@@ -53,6 +53,8 @@ class NgramTuning:
     min_own_match: int = 2
     # ... and in answers of other requests, which are less likely to repeat.
     min_shared_match: int = 3
+    # Last tokens by which an index is recognised as that of its sequence; else it is built again.
+    compared_tokens: int = 8
     # Drafted tokens per matched token, where `ngram` is used without `auto`.
     draft_per_match: int = 2
     # Tokens of earlier answers kept in all pools together: bounds host memory.
@@ -84,9 +86,9 @@ class AutoTuning:
     # Factor on the chance of each token further ahead than `far_per_match` times the match's length.
     far_factor: float = 0.75
     far_per_match: int = 2
-    # Acceptance of the next token after a match of 0, 1, 2, ... tokens, before anything was measured. Longer
-    # matches count as the last entry. Between the rates seen for 2 to 4 tokens: 0.13-0.25 in chat, code and maths,
-    # 0.86 in retrieval.
+    # Acceptance of the next token after a match of 0, 1, 2, ... tokens, before anything was measured; longer
+    # matches count as the last entry. Matches of 2 to 4 tokens were right in 13 to 25 % of cases in chat,
+    # code and maths, in 86 % in retrieval; the values lie between.
     match_prior: tuple[float, ...] = (
         0.2, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9,
     )  # fmt: skip
@@ -117,6 +119,11 @@ class AutoTuning:
     shared_token_worth: float = 0.5
 
 
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise BadParameter(f"{name}={value!r}: give a whole number from {low} to {high}", param=name)
+
+
 @dataclass(frozen=True, slots=True)
 class SearchTuning:
     """The layer-set search, SWIFT's phase 1 (skip/search.py, skip/optimiser.py)."""
@@ -138,13 +145,13 @@ class SearchTuning:
     # deviation of that belief. Checked with bench/search.py: 82 % of the possible gain after 40 rounds.
     prior_loss: float = 0.15
     prior_loss_std: float = 0.3
-    # With a hint (the share that a sublayer adds to the residual stream): loss = slope * share + loss floor, standard
-    # deviation = slope * share + deviation floor. Checked with bench/search.py, where hints are off by a factor of
-    # two: 84 % of the possible gain after 5 rounds.
+    # With a hint (the share that a sublayer adds to the residual stream): loss = slope * share + loss floor,
+    # standard deviation = slope * share + deviation floor. Checked with bench/search.py, where hints are off
+    # by a factor of two: 84 % of the possible gain after 5 rounds.
     hint_slope: float = 0.5
     hint_loss_floor: float = 0.001
     hint_std_floor: float = 0.004
-    # Variance of a score beyond that of its trials, on the scale of -log(agreement): losses only nearly add up.
+    # Variance of a score beyond that of its trials, in -log(agreement) squared: losses only nearly add up.
     model_variance: float = 0.01
     # Chance that an unguided candidate is the incumbent with one to `max_flips` sublayers changed; else it is
     # drawn at random.
@@ -210,6 +217,8 @@ class SkipTuning:
     min_first_tokens: float = 24.0
     # First tokens over which that acceptance fades.
     first_token_memory: float = 64.0
+    # First tokens after which a set counts as holding: sets dropped before it are not counted any more.
+    num_holding_tokens: float = 48.0
     # Share of the promised acceptance below which a set is dropped.
     broken_share: float = 0.5
     # Sets dropped in a row after which the search pauses.
@@ -245,11 +254,6 @@ class Tuning:
 
 
 DEFAULTS = Tuning()
-
-
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise BadParameter(f"{name}={value!r}: give a whole number from {low} to {high}", param=name)
 
 
 __all__ = [

@@ -1,12 +1,12 @@
-"""Whether to be asked at all, where the device runs beside the host.
+"""When to stop asking `auto` for drafts, where the device runs beside the host.
 
-A frame that waits for guesses starts after the one before it has landed; nobody's guesses are waited for when
-frames follow one another. So asking has a price, a large one where frames are short, and it is measured here:
-how long frames take that were asked for, and how long those that followed at once. While there is nothing to
-guess, it rests. Whoever listens meanwhile learns what guesses would be worth, and wakes it when they are
-worth their price.
+A frame that may hold drafts can only be launched after the frame before it has landed; without drafts, frames
+follow one another on the device. So asking has a price, a large one where frames are short. It is measured as
+the difference between frames that were asked for and frames that followed at once. When there was nothing to
+propose, asking pauses. Meanwhile the committed text is still matched, and asking resumes as soon as a match
+promises more than the price.
 
-Numbers in, numbers out; the clock is handed in.
+Numbers in, numbers out; the clock is an argument. Host only.
 """
 
 from __future__ import annotations
@@ -14,79 +14,80 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from samewise.draft.cost_model import Curve
-
-FRAMES = 96  # of a rest that nobody ends
-TWICE = 2.0  # prices of a guess: its frame waits for the one before, and the next one waits for its verdict
-AHEAD = 0.5  # worth of a token where several sequences live: who gets ahead of the others ends before them
+from samewise.draft.cost_model import CostCurve
+from samewise.draft.tuning import DEFAULTS, Tuning
 
 
-class Rest:
-    """FrameCosts that are asked for, frames that are not, and what either takes."""
+class IdlePolicy:
+    """Measures frames with and without asking, and keeps the length of the current pause."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._asked_for, self._following = Curve(), Curve()  # seconds from landing to landing, by sequences
-        self._last: tuple[float, int] | None = None  # when a frame landed, and of how many sequences
-        self._asked = self._guessed = False  # of the frame in flight
-        self._left = 0  # frames it still rests
-        self._apart = 0.0  # seconds of the frame in flight that were not spent on guessing
-        self._rests = self._calls = 0
+    def __init__(self, clock: Callable[[], float], tuning: Tuning = DEFAULTS) -> None:
+        self._clock, self._tuning = clock, tuning.auto
+        # Seconds from landing to landing, by number of sequences.
+        self._asked_frames, self._chained_frames = CostCurve(tuning.cost_model), CostCurve(tuning.cost_model)
+        self._last_landing: tuple[float, int] | None = None  # time, number of sequences
+        self._asked = self._drafted = False  # for the frame in flight
+        self._frames_left = 0  # of the pause
+        self._excluded = 0.0  # seconds since the last landing that were not spent on proposing
+        self._num_pauses = self._num_wakes = 0
 
     @property
-    def resting(self) -> bool:
-        """Whether nobody need ask."""
-        return self._left > 0
+    def pausing(self) -> bool:
+        """Whether asking is off."""
+        return self._frames_left > 0
 
-    def asked(self, *, guessed: bool) -> None:
-        """It was asked, and had guesses or not."""
-        self._asked, self._guessed = True, self._guessed or guessed
-        if not guessed:
-            self._left = FRAMES
-            self._rests += 1
+    def asked(self, *, drafted: bool) -> None:
+        """`propose` was called; without a draft a pause begins."""
+        self._asked, self._drafted = True, self._drafted or drafted
+        if not drafted:
+            self._frames_left = self._tuning.pause_frames
+            self._num_pauses += 1
 
-    def apart(self, seconds: float) -> None:
-        """So much of the time since it was asked went into something else than guesses."""
-        self._apart += seconds
+    def exclude(self, seconds: float) -> None:
+        """Time that is no part of the price of asking: a drafter's own work."""
+        self._excluded += seconds
 
-    def landed(self, live: int, *, mixed: bool = False) -> None:
-        """A frame of so many sequences landed. `mixed`: it read a prompt too, and tells nothing of others."""
-        now, last, asked = self._clock(), self._last, self._asked
-        plain, self._asked, self._guessed = not self._guessed, False, False
-        apart, self._apart = self._apart, 0.0
-        self._last, self._left = (now, live), max(0, self._left - 1)
-        if plain and live and last is not None and last[1] == live and not mixed:
-            (self._asked_for if asked else self._following).observe(live, now - last[0] - apart)
+    def landed(self, live: int, *, prefill: bool = False) -> None:
+        """A frame of so many sequences landed. One that also read a prompt is not measured."""
+        now, last, asked = self._clock(), self._last_landing, self._asked
+        plain, self._asked, self._drafted = not self._drafted, False, False
+        excluded, self._excluded = self._excluded, 0.0
+        self._last_landing, self._frames_left = (now, live), max(0, self._frames_left - 1)
+        if plain and live and last is not None and last[1] == live and not prefill:
+            curve = self._asked_frames if asked else self._chained_frames
+            curve.observe(live, now - last[0] - excluded)
 
-    def end(self) -> None:
-        """Ask again at the next chance."""
-        self._left = 0
+    def wake(self) -> None:
+        """End the pause."""
+        self._frames_left = 0
 
     def interrupted(self) -> None:
-        """Everybody left; the next frame may come much later."""
-        self._last = None
+        """No sequence is left: the time until the next frame says nothing."""
+        self._last_landing = None
 
     def price(self, live: int) -> float:
-        """Seconds that asking takes of a frame of so many sequences."""
-        if not (self._asked_for.known and self._following.known):
+        """Seconds that asking adds to a frame of so many sequences; 0.0 until both kinds were measured."""
+        if not (self._asked_frames.known and self._chained_frames.known):
             return 0.0
-        return max(0.0, self._asked_for.at(live) - self._following.at(live))
+        return max(0.0, self._asked_frames.at(live) - self._chained_frames.at(live))
 
-    def call(self, live: int, expected: float) -> None:
-        """So many right guesses can be expected if it is asked now."""
-        worth = expected * self._following.at(live) / max(live, 1) * (AHEAD if live > 1 else 1.0)
-        if expected > 0.0 and worth >= TWICE * self.price(live):
-            self._calls += self._left > 0
-            self._left = 0
+    def wake_if_worth(self, live: int, expected: float) -> None:
+        """End the pause if so many accepted tokens are worth more than asking."""
+        tuning = self._tuning
+        share = tuning.shared_token_worth if live > 1 else 1.0
+        worth = expected * self._chained_frames.at(live) / max(live, 1) * share
+        if expected > 0.0 and worth >= tuning.wake_factor * self.price(live):
+            self._num_wakes += self._frames_left > 0
+            self._frames_left = 0
 
     def stats(self, live: int) -> dict[str, Any]:
-        """How often it rested, how often it was called, and what asking takes of a frame."""
+        """Pauses, how many a match ended, and the price of asking."""
         return {
-            "resting": self.resting,
-            "rests": self._rests,
-            "calls": self._calls,
+            "resting": self.pausing,
+            "rests": self._num_pauses,
+            "calls": self._num_wakes,
             "price_seconds": self.price(live),
         }
 
 
-__all__ = ["FRAMES", "Rest"]
+__all__ = ["IdlePolicy"]

@@ -1,14 +1,12 @@
-"""What passes without some sublayers cost: measured where they were run, reckoned where they were not.
+"""Seconds of passes that skip sublayers: measured for the set in use, estimated for all others.
 
-A pass takes a fixed time, whatever is left out, and the rest in proportion to the bytes it reads: weights,
-and KV as long as it is now. Two measurements, of the whole and of a set, tell the two apart. The set in use
-needs no reckoning: every pass it drafts with is a measurement.
+A pass takes a fixed time whatever it skips, and the rest in proportion to the bytes it reads: weights, and
+the KV at its present length. Two measurements, of the full pass and of the set in use, tell the two parts
+apart.
 
-From prices follows how far drafts go. A pass takes nearly the same time however many sequences it is for, so
-that is decided for all of them together: those go on who, at the pace tokens come anyway, bring most over
-what their pass and their rows in the frame take.
-
-Host only; numbers in, numbers out.
+From these prices follows how far drafts go. A pass takes nearly the same time for any number of sequences, so
+that is decided for all together: the drafts that go on are those that, at the current throughput, bring most
+over what their pass and their rows in the frame take. Host only; numbers in, numbers out.
 """
 
 from __future__ import annotations
@@ -16,113 +14,130 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from samewise.draft.cost_model import Curve, FrameCosts, expected
+from samewise.draft.cost_model import CostCurve, FrameCosts, expected_tokens
 from samewise.draft.skip.search import Prices
+from samewise.draft.tuning import DEFAULTS, Tuning
 from samewise.types import LayerSet
 
-FRESH = 0.3  # the weight of a new measurement of the fixed share
-LOOKS = 32  # into how many parts of a crowd one looks for who should go on
 
-
-class Pricing:
-    """Prices of draft passes. `weights` are each layer's bytes (attention, MLP), `rest` those of all else."""
+class PassPricing:
+    """Prices of draft passes. `weights`: bytes of each layer's attention and MLP; `other`: of all else."""
 
     def __init__(
-        self, weights: list[tuple[float, float]], rest: float, kv_bytes: float, frames: FrameCosts, most: int
+        self,
+        weights: list[tuple[float, float]],
+        other: float,
+        kv_bytes: float,
+        frames: FrameCosts,
+        max_tokens: int,
+        tuning: Tuning = DEFAULTS,
     ) -> None:
-        self._weights, self._rest, self._kv_bytes = weights, rest, kv_bytes
-        self._frames, self._most = frames, most
-        self._whole = Curve()  # seconds of a pass with nothing left out, by number of sequences
-        self._fixed = 0.1  # the share of it that nothing can be left out of
-        self._live = 0  # sequences there were when that was last measured
+        self._weights, self._other, self._kv_bytes = weights, other, kv_bytes
+        self._frames, self._max_tokens, self._tuning = frames, max_tokens, tuning
+        self._full = CostCurve(tuning.cost_model)  # seconds of a full pass, by number of sequences
+        self._full_live = 0  # sequences there were when it was last measured
+        self._fixed_share = tuning.skip.fixed_share  # of a full pass, that no skipping saves
         self._context = 0.0  # bytes of KV that each attention reads now
-        self._own, self._passes = LayerSet(), Curve()  # the set in use, and the seconds of its passes
+        self._own_set = LayerSet()  # the set in use, and the seconds of its passes
+        self._own = CostCurve(tuning.cost_model)
 
     @property
     def known(self) -> bool:
-        """Whether a whole pass was ever timed."""
-        return self._whole.known
+        """Whether a full pass was ever timed."""
+        return self._full.known
 
-    def see(self, num_tokens: int) -> None:
-        """So many tokens of context are live, in all."""
+    def set_context(self, num_tokens: int) -> None:
+        """So many tokens of all live sequences have KV."""
         self._context = num_tokens * self._kv_bytes
 
-    def observe_whole(self, live: int, seconds: float) -> None:
-        """A pass with nothing left out takes so long, for the number of sequences there are now."""
-        self._whole.observe(live, max(seconds, 1e-9))
-        self._live = live
+    def observe_full_pass(self, live: int, seconds: float) -> None:
+        """A pass that skips nothing took so long, for so many sequences."""
+        self._full.observe(live, max(seconds, 1e-9))
+        self._full_live = live
 
-    def drafted(self, live: int, skipped: LayerSet, seconds: float) -> None:
-        """A pass that drafted without these took so long, whatever the host did for it included."""
-        if skipped != self._own:
-            self._own, self._passes = skipped, Curve()
-        self._passes.observe(live, seconds)
-        left, whole = self._left(skipped), self._whole.at(live)
-        if live == self._live and left < 1.0 and whole > 0:
-            fixed = (self._passes.at(live) / whole - left) / (1.0 - left)
-            self._fixed += FRESH * (min(0.9, max(0.0, fixed)) - self._fixed)
+    def observe_draft_pass(self, live: int, skipped: LayerSet, seconds: float) -> None:
+        """A pass that skips these took so long, host time included."""
+        if skipped != self._own_set:
+            self._own_set, self._own = skipped, CostCurve(self._tuning.cost_model)
+        self._own.observe(live, seconds)
+        share, full = self._byte_share(skipped), self._full.at(live)
+        if live == self._full_live and share < 1.0 and full > 0:
+            tuning = self._tuning.skip
+            fixed = (self._own.at(live) / full - share) / (1.0 - share)
+            fixed = min(tuning.max_fixed_share, max(0.0, fixed))
+            self._fixed_share += tuning.fixed_share_weight * (fixed - self._fixed_share)
 
-    def seconds(self, skipped: LayerSet, live: int) -> float:
-        """What a pass without these is expected to take."""
-        if skipped == self._own and self._passes.known:
-            return self._passes.at(live)
-        return self._whole.at(live) * (self._fixed + (1.0 - self._fixed) * self._left(skipped))
+    def pass_seconds(self, skipped: LayerSet, live: int) -> float:
+        """Expected seconds of a pass that skips these."""
+        if skipped == self._own_set and self._own.known:
+            return self._own.at(live)
+        fixed = self._fixed_share
+        return self._full.at(live) * (fixed + (1.0 - fixed) * self._byte_share(skipped))
 
     def prices(self, live: int) -> Prices:
-        """For the search: of a sublayer of each kind, of all else, and of frames."""
-        whole, layers = self._whole.at(live), len(self._weights)
-        each = whole * (1.0 - self._fixed) / self._total
-        attention = each * (sum(a for a, _ in self._weights) / layers + self._context)
-        mlp = each * sum(m for _, m in self._weights) / layers
-        frames = tuple(self._frames.cost(live * (k + 1)) for k in range(self._most + 1))
-        return Prices(live, self._fixed * whole + each * self._rest, attention, mlp, frames)
+        """For the search: seconds of a sublayer of each kind, of all else, and of frames."""
+        full, num_layers = self._full.at(live), len(self._weights)
+        per_byte = full * (1.0 - self._fixed_share) / self._total_bytes
+        attention = per_byte * (sum(a for a, _ in self._weights) / num_layers + self._context)
+        mlp = per_byte * sum(m for _, m in self._weights) / num_layers
+        frames = tuple(self._frames.cost(live * (k + 1)) for k in range(self._max_tokens + 1))
+        return Prices(live, self._fixed_share * full + per_byte * self._other, attention, mlp, frames)
 
-    def pace(self, skipped: LayerSet, live: int, chance: float) -> float:
-        """Tokens per second of drafts without these, at the best length: also none, where that is best."""
-        a_pass, frames = self.seconds(skipped, live), self._frames
+    def throughput(self, skipped: LayerSet, live: int, chance: float) -> float:
+        """Tokens per second of drafts that skip these, at the best length, which may be 0."""
+        a_pass, frames = self.pass_seconds(skipped, live), self._frames
         return max(
-            live * expected(chance, k) / max(k * a_pass + frames.cost(live * (k + 1)), 1e-9)
-            for k in range(self._most + 1)
+            live * expected_tokens(chance, k) / max(k * a_pass + frames.cost(live * (k + 1)), 1e-9)
+            for k in range(self._max_tokens + 1)
         )
 
-    def going_on(
-        self, skipped: LayerSet, reaches: Sequence[float], chance: float, rows: int, pace: float, ahead: int
+    def num_worth_another_pass(
+        self,
+        skipped: LayerSet,
+        reaches: Sequence[float],
+        chance: float,
+        rows: int,
+        throughput: float,
+        ahead: int,
     ) -> int:
-        """How many drafts, the likeliest first, should have `ahead` more guesses: those that bring most.
+        """How many drafts, the likeliest first, should go on by `ahead` tokens: those that bring most.
 
-        `reaches` are the chances that each is right so far, highest first, `chance` that of one guess more;
-        the frame has so many `rows` as it is, and time brings `pace` tokens a second elsewhere. Where more
-        guesses than that come with the next rows' padding, they are counted too.
+        `reaches`: each draft's chance to be right so far, highest first; `chance`: that of one more token;
+        `rows`: of the frame as it is; `throughput`: tokens that the same time brings elsewhere. Where the
+        next rows bring padding for further tokens, longer drafts are considered too.
         """
         frames, before = self._frames, self._frames.cost(rows)
-        sums, best, most = list(accumulate(reaches)), 0, 0.0
-        for num in range(len(sums), 0, -max(1, len(sums) // LOOKS)):
-            a_pass = self.seconds(skipped, num)
-            filled = 1 + frames.padding(rows + num) // num
-            for far in (ahead, min(self._most, max(ahead, filled))):
-                brought = sums[num - 1] * (expected(chance, far) - 1.0)
-                gain = brought - pace * (far * a_pass + frames.cost(rows + far * num) - before)
-                if gain > most:
-                    best, most = num, gain
-        return best
+        sums, best_num, best_gain = list(accumulate(reaches)), 0, 0.0
+        for num in range(len(sums), 0, -max(1, len(sums) // self._tuning.skip.max_batch_splits)):
+            a_pass = self.pass_seconds(skipped, num)
+            num_filled = 1 + frames.padding(rows + num) // num
+            for length in (ahead, min(self._max_tokens, max(ahead, num_filled))):
+                brought = sums[num - 1] * (expected_tokens(chance, length) - 1.0)
+                seconds = length * a_pass + frames.cost(rows + length * num) - before
+                gain = brought - throughput * seconds
+                if gain > best_gain:
+                    best_num, best_gain = num, gain
+        return best_num
 
-    def row(self, rows: int, more: int) -> float:
+    def row_seconds(self, rows: int, more: int) -> float:
         """Seconds of each of so many more rows in a frame."""
         return (self._frames.cost(rows + more) - self._frames.cost(rows)) / max(more, 1)
 
-    def copying(self, tokens: int) -> float:
-        """What copying the KV of so many tokens takes: it is read and written at the speed weights are."""
-        return 2.0 * tokens * self._kv_bytes * len(self._weights) * self._whole.at(1) / self._total
+    def copy_seconds(self, num_tokens: int) -> float:
+        """Seconds of copying the KV of so many tokens, at the speed at which weights are read."""
+        num_bytes = 2.0 * num_tokens * self._kv_bytes * len(self._weights)
+        return num_bytes * self._full.at(1) / self._total_bytes
 
     @property
-    def _total(self) -> float:
-        return self._rest + sum(a + m + self._context for a, m in self._weights)
+    def _total_bytes(self) -> float:
+        """Read by a full pass."""
+        return self._other + sum(a + m + self._context for a, m in self._weights)
 
-    def _left(self, skipped: LayerSet) -> float:
-        """The share of a whole pass's bytes that is left."""
-        out = sum(self._weights[i][0] + self._context for i in skipped.attention)
-        out += sum(self._weights[i][1] for i in skipped.mlp)
-        return max(1e-3, 1.0 - out / self._total)
+    def _byte_share(self, skipped: LayerSet) -> float:
+        """The share of a full pass's bytes that a pass without these reads."""
+        saved = sum(self._weights[i][0] + self._context for i in skipped.attention)
+        saved += sum(self._weights[i][1] for i in skipped.mlp)
+        return max(1e-3, 1.0 - saved / self._total_bytes)
 
 
-__all__ = ["Pricing"]
+__all__ = ["PassPricing"]
