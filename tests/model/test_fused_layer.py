@@ -287,7 +287,7 @@ def test_inputs_of_wrong_shape_dtype_or_slot_break_an_invariant():
     x, (cos, sin), rows = random_inputs(4)
     with pytest.raises(InvariantBroken, match="width 40"):
         run_layer(layer, x[..., :39], (cos, sin), rows)
-    with pytest.raises(InvariantBroken, match="was inputs"):
+    with pytest.raises(InvariantBroken, match="was given"):
         run_layer(layer, x, (cos[..., :6], sin[..., :6]), rows)
     with pytest.raises(InvariantBroken, match="slot"):
         run_layer(layer, x, (cos, sin), rows._replace(slots=rows.slots + 1000))

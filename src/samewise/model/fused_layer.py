@@ -166,7 +166,7 @@ class FusedForward:
             or not all(table.dtype == torch.int32 and table.is_contiguous() for table in rows[:4])
         ):
             shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, cos, sin, *rows[:4]))
-            raise InvariantBroken(f"a native layer of width {self._width} was given {shapes}")
+            raise InvariantBroken(f"a fused layer of width {self._width} was given {shapes}")
 
 
 def _norm(module: Any) -> _Norm:
