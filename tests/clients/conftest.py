@@ -1,10 +1,10 @@
-"""What the clients share: a checkpoint folder and a server over it."""
+"""Fixtures of all client tests: a checkpoint folder and a server over it."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from house import House, make_folder, opened
+from server_process import ServerProcess, make_folder, running_server
 
 
 @pytest.fixture(scope="session")
@@ -13,8 +13,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def house(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """One server for many tests: few pages, so that a crowd is preempted."""
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One server for many tests, with so few KV pages that concurrent requests are preempted."""
     log = tmp_path_factory.mktemp("log") / "log"
-    with opened(folder, log, "--kv-memory", "768KiB", "--max-num-seqs", "16") as made:
-        yield made
+    with running_server(folder, log, "--kv-memory", "768KiB", "--max-num-seqs", "16") as running:
+        yield running

@@ -1,9 +1,9 @@
-"""Runs lm-evaluation-harness in a process of its own: it brings its own warnings, loops and threads.
+"""Runs lm-evaluation-harness in a process of its own, because of its warnings, event loops and threads.
 
     python harness.py URL FOLDER TASKS OUT
 
-For every number of concurrent requests, and for prompts sent as token ids and as text, all samples of all
-tasks go to OUT as JSON: what was asked, and every log-probability and text that came back.
+For every number of concurrent requests, and for prompts as token ids and as text, writes all samples of all
+tasks to OUT as JSON: the arguments, and every log-probability and text of the replies.
 """
 
 import json
@@ -18,7 +18,7 @@ def evaluate(url: str, folder: str, tasks: str, concurrent: int, *, ids: bool) -
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    found = simple_evaluate(
+    results = simple_evaluate(
         model="local-completions",
         model_args={
             "model": "tiny", "base_url": f"{url}/v1/completions", "num_concurrent": concurrent,
@@ -30,10 +30,10 @@ def evaluate(url: str, folder: str, tasks: str, concurrent: int, *, ids: bool) -
         log_samples=True, bootstrap_iters=0, verbosity="WARNING",
     )  # fmt: skip
     samples = {
-        task: [{"args": one["arguments"], "said": one["resps"]} for one in listed]
-        for task, listed in sorted(found["samples"].items())
+        task: [{"args": one["arguments"], "replies": one["resps"]} for one in listed]
+        for task, listed in sorted(results["samples"].items())
     }
-    return {"samples": samples, "scores": {task: found["results"][task] for task in samples}}
+    return {"samples": samples, "scores": {task: results["results"][task] for task in samples}}
 
 
 def main() -> None:

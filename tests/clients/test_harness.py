@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: whatever the number of requests at once, every sample gets the same bits."""
+"""lm-evaluation-harness: every sample gets the same bits at any number of concurrent requests."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import QUIET_ENV, House
+from server_process import CLIENT_ENV, ServerProcess
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed; see make test-clients")
 
@@ -41,7 +41,7 @@ metric_list: [{metric: word_perplexity}]
 
 
 def write_tasks(path: Path) -> None:
-    """Three tasks over a small set made here: log-likelihoods, greedy text, sampled text."""
+    """Four tasks over a small generated set: choices, greedy text, sampled text, rolling log-likelihoods."""
     rng = random.Random(0)
     words = ["frame", "span", "row", "page", "truth", "guess", "replay", "bit", "crowd", "alone", "ß", "日本"]
     docs = [
@@ -54,23 +54,23 @@ def write_tasks(path: Path) -> None:
     ]
     data = path / "docs.jsonl"
     data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    for task, kind, rest in (
+    for task, kind, options in (
         ("same_choice", "multiple_choice", CHOICE),
         ("same_text", "generate_until", TEXT % ("0.0", "false")),
         ("same_sampled", "generate_until", TEXT % ("0.9", "true")),
         ("same_rolling", "loglikelihood_rolling", ROLLING),
     ):
-        (path / f"{task}.yaml").write_text(COMMON.format(task=task, data=data, kind=kind) + rest)
+        (path / f"{task}.yaml").write_text(COMMON.format(task=task, data=data, kind=kind) + options)
 
 
-def test_the_same_at_any_concurrency(house: House, folder: Path, tmp_path: Path) -> None:
+def test_samples_are_equal_at_any_concurrency(server: ServerProcess, folder: Path, tmp_path: Path) -> None:
     tasks, out = tmp_path / "tasks", tmp_path / "out.json"
     tasks.mkdir()
     write_tasks(tasks)
-    env = os.environ | QUIET_ENV | {"HF_HOME": str(tmp_path / "hf"), "OPENAI_API_KEY": "none"}
+    env = os.environ | CLIENT_ENV | {"HF_HOME": str(tmp_path / "hf"), "OPENAI_API_KEY": "none"}
     script = Path(__file__).parent / "harness.py"
     ran = subprocess.run(
-        [sys.executable, str(script), house.url, str(folder), str(tasks), str(out)],
+        [sys.executable, str(script), server.url, str(folder), str(tasks), str(out)],
         env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=420,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]
@@ -79,13 +79,13 @@ def test_the_same_at_any_concurrency(house: House, folder: Path, tmp_path: Path)
         (n, i) for i in (True, False) for n in (1, 4, 16)
     ]
     first = runs[0]
-    said = {task: [one["said"] for one in listed] for task, listed in first["samples"].items()}
-    assert sorted(said) == ["same_choice", "same_rolling", "same_sampled", "same_text"]
-    assert len(said["same_choice"]) == len(said["same_text"]) == NUM
-    assert len({json.dumps(one) for one in said["same_choice"]}) == NUM  # they are not all alike
-    assert any(text for one in said["same_text"] for text in one[0])
-    assert said["same_text"] != said["same_sampled"]
+    replies = {task: [one["replies"] for one in listed] for task, listed in first["samples"].items()}
+    assert sorted(replies) == ["same_choice", "same_rolling", "same_sampled", "same_text"]
+    assert len(replies["same_choice"]) == len(replies["same_text"]) == NUM
+    assert len({json.dumps(one) for one in replies["same_choice"]}) == NUM  # the documents differ
+    assert any(text for one in replies["same_text"] for text in one[0])
+    assert replies["same_text"] != replies["same_sampled"]
     for run in runs[1:]:
         assert run["samples"] == first["samples"], (run["concurrent"], run["ids"])
         assert run["scores"] == first["scores"]
-    house.quiet()
+    server.check_idle()

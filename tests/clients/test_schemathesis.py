@@ -1,4 +1,4 @@
-"""Schemathesis over the server's own OpenAPI document: whatever is sent, the server does not fail."""
+"""Schemathesis over the server's OpenAPI document: no request makes the server fail."""
 
 import collections
 import json
@@ -10,58 +10,60 @@ from typing import Any
 
 import httpx
 import pytest
-from house import NAME, QUIET_ENV, House
+from server_process import CLIENT_ENV, NAME, ServerProcess
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed; see make test-clients")
 
 CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance,status_code_conformance"
-ASKING = ("/v1/completions", "/v1/chat/completions")
+ANSWERING = ("/v1/completions", "/v1/chat/completions")
 
 
-def run(house: House, where: Path, document: str, *options: str) -> collections.Counter[tuple[str, int]]:
-    """Let it ask; how often each path gave each status."""
-    seen = len(house.log.read_text().splitlines())
+def run(
+    server: ServerProcess, folder: Path, document: str, *options: str
+) -> collections.Counter[tuple[str, int]]:
+    """Run it; returns the number of responses by path and status."""
+    seen = len(server.log.read_text().splitlines())
     command = [
-        *(sys.executable, "-m", "schemathesis.cli", "run", document, "--url", house.url),
+        *(sys.executable, "-m", "schemathesis.cli", "run", document, "--url", server.url),
         *("--checks", CHECKS, "--seed", "1", "--generation-database", "none", "--request-timeout", "60"),
         *("--continue-on-failure", "--no-shrink", "--no-color", "--warnings", "off", *options),
     ]
-    env = os.environ | QUIET_ENV
+    env = os.environ | CLIENT_ENV
     ran = subprocess.run(
-        command, env=env, cwd=where, capture_output=True, text=True, check=False, timeout=400
+        command, env=env, cwd=folder, capture_output=True, text=True, check=False, timeout=400
     )
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
-    house.quiet()
-    assert httpx.get(f"{house.url}/ready").status_code == 200
-    entries = [json.loads(line) for line in house.log.read_text().splitlines()[seen:]]
+    server.check_idle()
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+    entries = [json.loads(line) for line in server.log.read_text().splitlines()[seen:]]
     return collections.Counter((entry["path"], entry["status"]) for entry in entries if "path" in entry)
 
 
-def test_anything_at_all(house: House, tmp_path: Path) -> None:
-    """Bodies as the document describes them, and bodies as it does not."""
-    found = run(
-        house, tmp_path, f"{house.url}/openapi.json", "--max-examples", "24", "--phases", "coverage,fuzzing"
+def test_random_bodies_never_cause_a_server_error(server: ServerProcess, tmp_path: Path) -> None:
+    """Bodies that follow the document, and bodies that do not."""
+    counts = run(
+        server, tmp_path, f"{server.url}/openapi.json", "--max-examples", "24", "--phases", "coverage,fuzzing"
     )
-    assert max(status for _, status in found) < 500
-    for path in (*ASKING, "/tokenize", "/detokenize"):
-        assert found[path, 200] > 0, found
-        assert found[path, 400] > 0, found
+    assert max(status for _, status in counts) < 500
+    for path in (*ANSWERING, "/tokenize", "/detokenize"):
+        assert counts[path, 200] > 0, counts
+        assert counts[path, 400] > 0, counts
 
 
-def test_requests_that_make_sense(house: House, tmp_path: Path) -> None:
-    """The same document with its fields narrowed to what is likely to be answered, in any combination."""
+def test_likely_requests_are_answered(server: ServerProcess, tmp_path: Path) -> None:
+    """The document with its fields narrowed to values that are likely to be accepted, in any combination."""
     document = tmp_path / "narrow.json"
-    document.write_text(json.dumps(narrowed(httpx.get(f"{house.url}/openapi.json").json())))
-    found = run(
-        house, tmp_path, str(document), "--max-examples", "100", "--mode", "positive", "--phases", "fuzzing"
+    document.write_text(json.dumps(narrowed(httpx.get(f"{server.url}/openapi.json").json())))
+    counts = run(
+        server, tmp_path, str(document), "--max-examples", "100", "--mode", "positive", "--phases", "fuzzing"
     )
-    assert {status for path, status in found if path in ASKING} <= {200, 400}
-    for path in ASKING:
-        assert found[path, 200] > 40, found
+    assert {status for path, status in counts if path in ANSWERING} <= {200, 400}
+    for path in ANSWERING:
+        assert counts[path, 200] > 40, counts
 
 
 def narrowed(document: dict[str, Any]) -> dict[str, Any]:
-    """The document without its other paths, and with fields that a random value would only get refused."""
+    """The document with two paths, and with narrow types for fields whose random values would be refused."""
     token = {"type": "integer", "minimum": 0, "maximum": 255}
     word = {"type": "string", "minLength": 1, "maxLength": 6}
     schema = {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -85,7 +87,7 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
             "minItems": 1,
             "maxItems": 3,
         },
-        "max_tokens": {"enum": [0, 1, 2, 7, 24]},  # 7.0 is an integer to a schema, and refused here
+        "max_tokens": {"enum": [0, 1, 2, 7, 24]},
         "max_completion_tokens": {"type": "null"},
         "temperature": {"type": "number", "minimum": 0, "maximum": 3},
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
@@ -131,5 +133,5 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
         "type": "integer", "minimum": 0, "maximum": 20,
     }  # fmt: skip
     document["components"]["schemas"]["ChatBody"]["properties"]["logprobs"] = {"type": "boolean"}
-    document["paths"] = {path: document["paths"][path] for path in ASKING}
+    document["paths"] = {path: document["paths"][path] for path in ANSWERING}
     return document

@@ -1,7 +1,7 @@
-"""A real server over a tiny model, and a real browser.
+"""A server over a tiny model, and a browser.
 
-Debian's packages chromium and chromium-driver will do, or any Chrome with its driver; and selenium. Where
-there is no browser only this folder is skipped.
+Needs selenium and Chrome or Chromium with its driver (Debian: chromium, chromium-driver). Without a browser
+the tests of this folder are skipped.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-s
 
 
 class Slow(Jitter):
-    """Guesses that are sometimes wrong, at a pace one can watch."""
+    """Drafts that are sometimes wrong, slowed down so that the page shows intermediate states."""
 
     def propose(self, asks: list[Any]) -> list[Any]:
         time.sleep(0.004)
         return super().propose(asks)
 
 
-def talkative() -> Engine:
-    """A tiny random model that speaks in letters: every other token has a flat, losing logit."""
+def letters_engine() -> Engine:
+    """A tiny random model that generates letters: the weights of all other tokens are zero."""
     loaded = tiny()
     letters = [loaded.tokenizer.encode(c)[0] for c in "abcdefghiklmnoprstuvwy   ,.\n"]
     with torch.no_grad():
@@ -53,7 +53,7 @@ def talkative() -> Engine:
     return Engine(loaded, config, make_proposer=Slow)
 
 
-class Served:
+class ThreadedServer:
     """A server on a free port, in a thread."""
 
     def __init__(self, llm: AsyncLLM, settings: ServeSettings) -> None:
@@ -78,7 +78,7 @@ class Served:
         self.loop.close()
 
     def stop(self) -> None:
-        """As a server ends: nobody more is admitted, feeds end, then it goes."""
+        """Drain, let the feeds end, then stop."""
         asyncio.run_coroutine_threadsafe(self.worker.drain(5), self.loop).result(10)
         time.sleep(0.4)
         self.server.should_exit = True
@@ -112,32 +112,32 @@ def driver(tmp_path_factory: pytest.TempPathFactory, downloads: Path) -> Iterato
 
 @pytest.fixture(scope="session")
 def llm(driver: Any) -> Iterator[AsyncLLM]:
-    found = AsyncLLM("smollm2") if SHOTS else AsyncLLM.over(talkative())
+    found = AsyncLLM("smollm2") if SHOTS else AsyncLLM.over(letters_engine())
     yield found
     found.close()
 
 
 @pytest.fixture(scope="session")
-def serve(llm: AsyncLLM) -> Callable[[ServeSettings], Served]:
-    return lambda settings: Served(llm, settings)
+def serve(llm: AsyncLLM) -> Callable[[ServeSettings], ThreadedServer]:
+    return lambda settings: ThreadedServer(llm, settings)
 
 
 @pytest.fixture(scope="session")
-def url(serve: Callable[[ServeSettings], Served]) -> Iterator[str]:
-    served = serve(ServeSettings())
-    yield served.url
-    served.stop()
+def url(serve: Callable[[ServeSettings], ThreadedServer]) -> Iterator[str]:
+    server = serve(ServeSettings())
+    yield server.url
+    server.stop()
 
 
 @pytest.fixture
 def page(driver: Any, url: str) -> Iterator[Any]:
-    """The page, fresh; whatever it writes to the console is a failure."""
-    from hands import complaints, emulate, text, until
+    """The page, newly loaded; anything it writes to the console fails the test."""
+    from browser import console_messages, emulate, text, wait_until
 
     emulate(driver, scheme="light")
     driver.get("about:blank")
     driver.get_log("browser")
     driver.get(url)
-    until(lambda: text(driver, "#contract").startswith("sw-"))
+    wait_until(lambda: text(driver, "#contract").startswith("sw-"))
     yield driver
-    assert complaints(driver) == []
+    assert console_messages(driver) == []

@@ -1,4 +1,4 @@
-"""How the page looks, and to whom: the engine's panel, light and dark, narrow, names, quiet; its pictures."""
+"""The page's appearance: the engine panel, colour schemes, narrow windows, accessible names, pictures."""
 
 import os
 import time
@@ -8,21 +8,21 @@ import pytest
 
 pytest.importorskip("selenium", reason="selenium is not installed: the page is not tested")
 
-from hands import (
+from browser import (
+    ANNOUNCED,
     OPEN_ALL,
-    SAID,
     Driver,
     Key,
     all_of,
     ask,
-    ask_in_crowd,
+    ask_under_load,
     emulate,
+    focus_backwards,
     focused,
-    go_back_to,
     press,
-    shorten,
+    set_max_tokens,
     text,
-    until,
+    wait_until,
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -58,7 +58,7 @@ for (const e of document.querySelectorAll("body *")) {
 }
 return poor;
 """
-"""Texts that stand out too little from what is behind them: WCAG's 4.5, or 3 where they are large."""
+"""Texts whose contrast is below WCAG's 4.5, or 3 for large text."""
 
 COLOURS = """
 const c = document.getElementById("strip");
@@ -80,11 +80,13 @@ return style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
 """
 
 
-def test_frames_and_speed_are_shown_as_they_come(page: Driver) -> None:
+def test_frames_and_speed_are_shown_live(page: Driver) -> None:
     ask(page)
-    label = until(lambda: (found := all_of(page, "#strip")[0].accessible_name) != "No frames yet" and found)
+    label = wait_until(
+        lambda: (found := all_of(page, "#strip")[0].accessible_name) != "No frames yet" and found
+    )
     assert "rows used by prompts" in label
-    until(lambda: "slow" in text(page, "#proposers") or "jitter" in text(page, "#proposers"))
+    wait_until(lambda: "slow" in text(page, "#proposers") or "jitter" in text(page, "#proposers"))
     assert "%" in text(page, "#key")
     assert "tokens per frame" in text(page, "#yield")
     page.execute_script("document.getElementById('strip').focus()")
@@ -95,7 +97,7 @@ def test_frames_and_speed_are_shown_as_they_come(page: Driver) -> None:
     assert page.execute_script(COLOURS) > 3, "something is drawn"
 
 
-def test_the_timeline_is_shown_when_there_is_one(page: Driver) -> None:
+def test_the_timeline_is_shown_if_the_feed_has_one(page: Driver) -> None:
     assert not all_of(page, "#timeline-card")[0].is_displayed()
     empty, sets = {"attention": [], "mlp": []}, {"attention": [3], "mlp": [4]}
     page.execute_async_script(
@@ -121,11 +123,11 @@ def test_the_timeline_is_shown_when_there_is_one(page: Driver) -> None:
     assert len(all_of(page, "#track i")) == 3
 
 
-def test_light_and_dark_and_narrow(page: Driver) -> None:
-    """Everything an answer can show, in each of them: readable, and nothing wider than the window."""
+def test_the_page_is_readable_in_light_dark_and_narrow_windows(page: Driver) -> None:
+    """With everything an answer can show: sufficient contrast, and nothing wider than the window."""
     ask(page, "x" * 90)
     page.execute_script(OPEN_ALL)
-    ask_in_crowd(page)
+    ask_under_load(page)
     paper = "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
     for scheme in ("light", "dark"):
         emulate(page, scheme=scheme, motion="reduce")
@@ -143,7 +145,7 @@ def test_light_and_dark_and_narrow(page: Driver) -> None:
         )
         assert page.execute_script(wide) == [0, 0]
         assert not all_of(page, ".room")[0].is_displayed()
-        go_back_to(page, "Engine")
+        focus_backwards(page, "Engine")
         press(page, Key.SPACE)
         assert all_of(page, ".room")[0].is_displayed()
         assert not all_of(page, ".talk")[0].is_displayed()
@@ -154,13 +156,13 @@ def test_light_and_dark_and_narrow(page: Driver) -> None:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_everything_has_a_name_and_nothing_chatters(page: Driver) -> None:
+def test_elements_have_accessible_names_and_answers_are_announced_once(page: Driver) -> None:
     page.execute_script(COUNT_WORDS)
     ask(page)
     assert 1 <= page.execute_script("return window.said") <= 3, (
         "an answer is announced once, not token by token"
     )
-    assert "32 tokens" in page.execute_script(SAID)
+    assert "32 tokens" in page.execute_script(ANNOUNCED)
     page.execute_script(OPEN_ALL)
     nodes = page.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
     seen: dict[str, list[str]] = {}
@@ -177,23 +179,23 @@ def test_everything_has_a_name_and_nothing_chatters(page: Driver) -> None:
         "return [...document.querySelectorAll('[aria-live], [role=status], [role=log]')].map((e) => e.id)"
     )
     assert sorted(live) == ["frame-said", "said"]
-    # Focus can be seen wherever it goes.
+    # The focus is visible on every element.
     page.execute_script("document.querySelector('.skip').focus()")
     for _ in range(12):
         press(page, Key.TAB)
         assert page.execute_script(RING), focused(page).get_attribute("outerHTML")
 
 
-@pytest.mark.skipif(not SHOTS, reason="SAMEWISE_SHOTS=1 takes the pictures in docs/ anew")
+@pytest.mark.skipif(not SHOTS, reason="SAMEWISE_SHOTS=1 takes new pictures for docs/")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pictures(page: Driver, scheme: str) -> None:
+def test_the_pictures_of_the_docs(page: Driver, scheme: str) -> None:
     emulate(page, scheme=scheme)
     page.set_window_size(1360, 1080)
-    shorten(page, 120)
+    set_max_tokens(page, 120)
     press(page, QUESTION, Key.ENTER)
-    until(lambda: all_of(page, ".answer:not(.busy)"), 120)
+    wait_until(lambda: all_of(page, ".answer:not(.busy)"), 120)
     page.execute_script("document.querySelector('.again').click()")
-    until(lambda: all_of(page, ".compared[data-same]"), 120)
+    wait_until(lambda: all_of(page, ".compared[data-same]"), 120)
     page.execute_script("document.activeElement.blur()")
     time.sleep(0.5)
     page.save_screenshot(str(DOCS / f"page-{scheme}.png"))

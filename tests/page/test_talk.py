@@ -1,4 +1,4 @@
-"""Talking to the page: the keyboard, the marks, the crowd, receipts, errors, keys."""
+"""Conversations on the page: keyboard, marks, comparison under load, receipts, errors, keys."""
 
 import hashlib
 import json
@@ -13,22 +13,22 @@ import pytest
 
 pytest.importorskip("selenium", reason="selenium is not installed: the page is not tested")
 
-from hands import (
-    SAID,
+from browser import (
+    ANNOUNCED,
     By,
     Driver,
     Key,
     all_of,
-    answered,
     ask,
-    ask_in_crowd,
+    ask_under_load,
     emulate,
+    focus_backwards,
     focused,
-    go_back_to,
     press,
-    shorten,
+    set_max_tokens,
     text,
-    until,
+    wait_for_answers,
+    wait_until,
 )
 
 from samewise.serve.settings import Keys, ServeSettings
@@ -73,17 +73,17 @@ return [...rows].map((row) => [...row.cells].map((cell) => cell.textContent));
 """
 
 
-def test_a_question_by_keyboard_alone_and_again_in_a_crowd(page: Driver) -> None:
-    """Tokens arrive, what was guessed and rolled back is marked, and the crowd changes nothing."""
+def test_a_question_is_asked_by_keyboard_and_again_under_load(page: Driver) -> None:
+    """Drafted and rejected tokens are marked, and the answer under load is the same."""
     assert focused(page).get_attribute("id") == "question"
-    shorten(page, 40)
+    set_max_tokens(page, 40)
     page.execute_script(WATCH)
     press(page, "Why is the sky blue?", Key.ENTER)
-    answered(page)
-    assert len(set(page.execute_script("return window.lengths"))) > 5, "it is shown before it is whole"
+    wait_for_answers(page)
+    assert len(set(page.execute_script("return window.lengths"))) > 5, "the answer is shown while it arrives"
     assert text(page, ".question p") == "Why is the sky blue?"
     assert len(all_of(page, ".burst")) > 5
-    assert all_of(page, ".kept"), "accepted guesses are underlined"
+    assert all_of(page, ".kept"), "accepted drafts are underlined"
     marks = page.execute_script(
         "return [...document.querySelectorAll('.back')].map((one) => one.textContent)"
     )
@@ -96,16 +96,15 @@ def test_a_question_by_keyboard_alone_and_again_in_a_crowd(page: Driver) -> None
     guessed, accepted, back = counts["guessed"], counts["accepted"], counts["rolled back"]
     assert guessed == accepted + back
     assert back == sum(int(mark[1:]) for mark in marks) > 0
-    # Every row of the table adds up, too.
-    go_back_to(page, "Burst by burst")
+    focus_backwards(page, "Burst by burst")
     press(page, Key.ENTER)
     rows = page.execute_script(ROWS)
     assert len(rows) == len(all_of(page, ".burst"))
     assert sum(int(row[2].lstrip("✓ ")) for row in rows if row[2] != "–") == accepted
 
-    go_back_to(page, "Ask again in a crowd")
+    focus_backwards(page, "Ask again in a crowd")
     press(page, Key.ENTER)
-    compared = until(lambda: all_of(page, ".compared[data-same]"))[0]
+    compared = wait_until(lambda: all_of(page, ".compared[data-same]"))[0]
     assert compared.get_attribute("data-same") == "true"
     assert compared.find_element(By.CLASS_NAME, "verdict").text == (
         "✓ Same. 40 tokens and every bit of their log-probabilities."
@@ -114,15 +113,14 @@ def test_a_question_by_keyboard_alone_and_again_in_a_crowd(page: Driver) -> None
     assert digests[0] == digests[1] != digests[2] == digests[3]
     assert "8 others" in compared.text
     assert len(compared.find_elements(By.CSS_SELECTOR, ".cells .equal")) == 40
-    assert page.execute_script(SAID).startswith("✓ Same.")
-    assert focused(page).accessible_name == "Ask again in a crowd", "focus is where it was"
+    assert page.execute_script(ANNOUNCED).startswith("✓ Same.")
+    assert focused(page).accessible_name == "Ask again in a crowd", "the focus stays"
 
 
-def test_the_crowd_is_not_taken_at_its_word(page: Driver) -> None:
-    """A single bit that differs is found, and named; an unverified answer says what it is."""
+def test_a_single_differing_bit_is_reported(page: Driver) -> None:
     ask(page, tokens=12)
     page.execute_script(FLIP_A_BIT)
-    compared = ask_in_crowd(page)
+    compared = ask_under_load(page)
     assert compared.get_attribute("data-same") == "false"
     verdict = compared.find_element(By.CLASS_NAME, "verdict").text
     assert verdict.startswith("≠ Different from token 1 on (its log-probability).")
@@ -144,67 +142,69 @@ def test_a_receipt_can_be_downloaded(page: Driver, downloads: Path) -> None:
     ask(page, tokens=8)
     button = all_of(page, "button.receipt")[0]
     button.click()
-    file = until(lambda: list(downloads.glob("receipt-*.json")))[0]
-    receipt = until(lambda: json.loads(file.read_text(encoding="utf-8") or "null"))
+    file = wait_until(lambda: list(downloads.glob("receipt-*.json")))[0]
+    receipt = wait_until(lambda: json.loads(file.read_text(encoding="utf-8") or "null"))
     assert text(page, "#contract") in json.dumps(receipt)
 
 
-def test_escape_stops_an_answer_and_a_conversation_goes_on(page: Driver) -> None:
-    shorten(page, 440)
+def test_escape_stops_an_answer_and_the_conversation_continues(page: Driver) -> None:
+    set_max_tokens(page, 440)
     press(page, "<img src=x onerror=alert(1)> & more", Key.ENTER)
-    until(lambda: len(all_of(page, ".burst")) > 2)
+    wait_until(lambda: len(all_of(page, ".burst")) > 2)
     press(page, Key.ESCAPE)
-    answered(page)
+    wait_for_answers(page)
     assert "stopped" in text(page, ".tally")
-    assert not all_of(page, ".again")[0].is_enabled(), "a part of an answer cannot be compared"
-    assert text(page, ".question p") == "<img src=x onerror=alert(1)> & more", "a question is text"
-    shorten(page, 8)
+    assert not all_of(page, ".again")[0].is_enabled(), "an incomplete answer cannot be compared"
+    assert text(page, ".question p") == "<img src=x onerror=alert(1)> & more", "a question is shown as text"
+    set_max_tokens(page, 8)
     focused(page).send_keys("first", Key.SHIFT, Key.ENTER, Key.NULL, "second", Key.ENTER)
-    answered(page, 2)
+    wait_for_answers(page, 2)
     assert all_of(page, ".question p")[1].text == "first\nsecond"
     all_of(page, "#fresh")[0].click()
     assert all_of(page, "#welcome")
     assert not all_of(page, ".turn")
     all_of(page, ".example")[0].click()
-    answered(page)
+    wait_for_answers(page)
     assert text(page, ".question p") == "Why is the sky blue?"
 
 
-def test_an_error_is_told_in_the_servers_words(page: Driver) -> None:
-    shorten(page, 0)
+def test_an_error_is_shown_with_the_servers_message(page: Driver) -> None:
+    set_max_tokens(page, 0)
     press(page, "anything", Key.ENTER)
-    answered(page)
+    wait_for_answers(page)
     problem = text(page, ".problem")
-    if problem:  # the server takes 0 as a wish to read the prompt only, or refuses it
+    if problem:  # 0 is refused, or reads the prompt only
         assert "max_tokens" in problem
     page.execute_script("document.getElementById('question').value = 'x'.repeat(600)")
     press(page, Key.ENTER)
-    answered(page, 2)
+    wait_for_answers(page, 2)
     assert "max_model_len is 512" in text(page, ".problem")
-    page.get_log("browser")  # a refused request is written to the console by the browser itself
+    page.get_log("browser")  # the browser itself logs a refused request
 
 
-def test_a_key_is_asked_for_and_a_lost_server_is_told(
+def test_a_key_is_asked_for_and_a_lost_connection_is_shown(
     driver: Driver, serve: Callable[[ServeSettings], Any]
 ) -> None:
-    served = serve(ServeSettings(keys=Keys.of(["right-key"])))
+    server = serve(ServeSettings(keys=Keys.of(["right-key"])))
     try:
         emulate(driver, scheme="light")
-        driver.get(served.url)
-        until(lambda: focused(driver).accessible_name == "API key")
+        driver.get(server.url)
+        wait_until(lambda: focused(driver).accessible_name == "API key")
         press(driver, Key.ESCAPE)
-        time.sleep(0.1)  # it closes, and opens again: without a key there is nothing to do here
-        until(lambda: focused(driver).accessible_name == "API key")
+        time.sleep(0.1)  # it closes and opens again, since nothing works without a key
+        wait_until(lambda: focused(driver).accessible_name == "API key")
         press(driver, "wrong-key", Key.ENTER)
-        until(lambda: "refused" in text(driver, "#key-why"))
+        wait_until(lambda: "refused" in text(driver, "#key-why"))
         press(driver, "right-key", Key.ENTER)
-        until(lambda: text(driver, "#contract").startswith("sw-"))
-        until(lambda: text(driver, "#model"))
+        wait_until(lambda: text(driver, "#contract").startswith("sw-"))
+        wait_until(lambda: text(driver, "#model"))
         assert focused(driver).get_attribute("id") == "question"
         ask(driver, tokens=8)
         assert "8 tokens" in text(driver, ".tally")
         assert driver.execute_script("return localStorage.length") == 0
     finally:
-        served.stop()
-    until(lambda: driver.execute_script("return document.getElementById('status').dataset.state") == "lost")
-    driver.get_log("browser")  # the refusals and the loss stand there by the browser's own hand
+        server.stop()
+    wait_until(
+        lambda: driver.execute_script("return document.getElementById('status').dataset.state") == "lost"
+    )
+    driver.get_log("browser")  # the browser itself logs the refusals and the loss

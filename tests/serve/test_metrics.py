@@ -1,4 +1,4 @@
-"""What Prometheus is told, and a dashboard that asks for nothing else."""
+"""Metrics for Prometheus, and the Grafana dashboard that shows them."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from shop import COMPLETIONS, Shop, go, shop
+from served_app import COMPLETIONS, ServedApp, run, served_app
 
 from samewise.serve.metrics import COUNTERS, DRAFTERS, GAUGES, PREFIX
 
@@ -19,29 +19,29 @@ VLLM = (
 )  # fmt: skip
 
 
-async def samples(here: Shop) -> dict[str, dict[tuple[str, ...], float]]:
-    """name → label values, by label → value."""
-    response = await here.client.get("/metrics")
+async def samples(served: ServedApp) -> dict[str, dict[tuple[str, ...], float]]:
+    """name → label values in order of label → value."""
+    response = await served.client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
-    found: dict[str, dict[tuple[str, ...], float]] = {}
+    values: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(response.text):
         assert family.documentation
         for sample in family.samples:
             labels = tuple(value for _, value in sorted(sample.labels.items()))
-            found.setdefault(sample.name, {})[labels] = sample.value
-    return found
+            values.setdefault(sample.name, {})[labels] = sample.value
+    return values
 
 
-def test_metrics_count_what_happened() -> None:
+def test_metrics_count_requests_tokens_and_frames() -> None:
     async def work() -> None:
-        async with shop(proposer="ngram") as here:
-            before = await samples(here)
+        async with served_app(proposer="ngram") as served:
+            before = await samples(served)
             assert before["samewise:up"] == {("tiny-llama",): 1}
             assert before["samewise:generation_tokens_total"] == {("tiny-llama",): 0}
             for _ in range(2):
-                await here.complete("ab" * 40, max_tokens=50, n=2)
-            await here.client.post(COMPLETIONS, json={"prompt": "ab", "max_tokens": 5, "stream": True})
-            after = await samples(here)
+                await served.complete("ab" * 40, max_tokens=50, n=2)
+            await served.client.post(COMPLETIONS, json={"prompt": "ab", "max_tokens": 5, "stream": True})
+            after = await samples(served)
             assert {PREFIX + name for name in VLLM} <= set(after)
 
             def one(name: str) -> float:
@@ -62,42 +62,42 @@ def test_metrics_count_what_happened() -> None:
             assert one("rolled_back_tokens_total") == guessed - accepted
             assert one("probe_passed") == 1
             ((labels, value),) = after["samewise:contract_info"].items()
-            assert here.llm.contract.id in labels
+            assert served.llm.contract.id in labels
             assert value == 1
 
-    go(work())
+    run(work())
 
 
-def test_metrics_are_of_this_server_alone() -> None:
+def test_metrics_belong_to_one_server() -> None:
     async def work() -> None:
-        async with shop() as one, shop() as two:
+        async with served_app() as one, served_app() as two:
             await one.complete()
-            found = await samples(two)
-            assert found["samewise:generation_tokens_total"] == {("tiny-llama",): 0}
-            assert not any(name.startswith(("python_", "process_")) for name in found)
+            values = await samples(two)
+            assert values["samewise:generation_tokens_total"] == {("tiny-llama",): 0}
+            assert not any(name.startswith(("python_", "process_")) for name in values)
 
-    go(work())
+    run(work())
 
 
 @pytest.fixture(scope="module")
 def names() -> set[str]:
-    """Every name a server may say."""
+    """The names of all metrics of a server that answered a request."""
 
     async def work() -> set[str]:
-        async with shop(proposer="ngram") as here:
-            await here.complete("ab" * 20, max_tokens=30)
-            return set(await samples(here))
+        async with served_app(proposer="ngram") as served:
+            await served.complete("ab" * 20, max_tokens=30)
+            return set(await samples(served))
 
-    return go(work())
-
-
-def test_the_dashboard_asks_only_for_what_there_is(names: set[str]) -> None:
-    asked = set(re.findall(r"samewise:\w+", DASHBOARD.read_text(encoding="utf-8")))
-    assert asked
-    assert asked <= names, sorted(asked - names)
+    return run(work())
 
 
-def test_the_dashboard_shows_what_only_we_have() -> None:
+def test_the_dashboard_uses_existing_metrics_only(names: set[str]) -> None:
+    used = set(re.findall(r"samewise:\w+", DASHBOARD.read_text(encoding="utf-8")))
+    assert used
+    assert used <= names, sorted(used - names)
+
+
+def test_the_dashboard_shows_frames_drafts_and_the_contract() -> None:
     text = DASHBOARD.read_text(encoding="utf-8")
     for name in (
         "frame_padded_rows",
@@ -108,7 +108,7 @@ def test_the_dashboard_shows_what_only_we_have() -> None:
         assert PREFIX + name in text
 
 
-def test_the_dashboard_is_one() -> None:
+def test_the_dashboard_is_well_formed() -> None:
     board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
@@ -119,6 +119,6 @@ def test_the_dashboard_is_one() -> None:
         assert all(target["expr"] for target in panel["targets"])
 
 
-def test_every_statistic_that_is_named_is_there(names: set[str]) -> None:
+def test_every_declared_metric_is_exposed(names: set[str]) -> None:
     wanted = {PREFIX + name for name in GAUGES} | {f"{PREFIX}{name}_total" for name in COUNTERS | DRAFTERS}
     assert wanted <= names

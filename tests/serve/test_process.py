@@ -21,7 +21,7 @@ import pytest
 from samewise import AsyncLLM
 from samewise.cli import main as cli
 from samewise.errors import BadParameter, MachineError, UnknownModel
-from samewise.serve.logs import OURS
+from samewise.serve.logs import LOGGERS
 from samewise.serve.process import Listen, run
 from samewise.serve.settings import KEY_VARIABLE, Keys, ServeSettings, gather_keys
 from samewise.testing import Scripted, byte_tokenizer, paced, tiny_engine, tiny_model
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Process:
-    """A server of its own, and what it logs."""
+    """A server process and its log."""
 
     def __init__(self, *args: str) -> None:
         program = "from samewise.cli.main import main; main()"
@@ -52,12 +52,12 @@ class Process:
         )
         self.lines: list[str] = []
 
-    def wait_for(self, says: str) -> dict[str, Any]:
-        """The log line that says so."""
+    def wait_for(self, text: str) -> dict[str, Any]:
+        """The first log line that contains a text."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            if says in line:
+            if text in line:
                 entry: dict[str, Any] = json.loads(line)
                 return entry
         raise AssertionError("".join(self.lines))
@@ -75,17 +75,16 @@ class Process:
 
 @contextmanager
 def started(*args: str) -> Iterator[Process]:
-    made = Process(*args)
+    server = Process(*args)
     try:
-        yield made
+        yield server
     finally:
-        if made.process.poll() is None:
-            made.process.kill()
-            made.process.communicate()
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.communicate()
 
 
-def test_a_servers_life(folder: str, tmp_path: Path) -> None:
-    """It listens before it has loaded, answers, drains when told to end, and leaves with 0."""
+def test_a_server_listens_loads_answers_drains_and_exits_with_0(folder: str, tmp_path: Path) -> None:
     keys, path = tmp_path / "keys", tmp_path / "s"
     keys.write_text("# ours\nsecret-one\nsecret-two\n")
     options = ("--unix-socket", str(path), "--api-key-file", str(keys), "--served-model-name", "tiny")
@@ -96,9 +95,9 @@ def test_a_servers_life(folder: str, tmp_path: Path) -> None:
 
     with started(folder, *options, *QUICK) as server:
         server.wait_for("listening on")
-        with connect("secret-two") as client, connect("wrong") as stranger:
+        with connect("secret-two") as client, connect("wrong") as unauthorised:
             assert client.get("/health").status_code == 200
-            assert stranger.get("/v1/models").status_code == 401
+            assert unauthorised.get("/v1/models").status_code == 401
             early = client.post("/v1/completions", json=LONG)
             assert early.status_code in (200, 503)
             contract = server.wait_for("ready")["message"].split()[-1]
@@ -120,17 +119,17 @@ def test_a_servers_life(folder: str, tmp_path: Path) -> None:
     assert not any(word in "".join(server.lines) for word in ("hello", "secret"))
 
 
-# ---- the same in this process, which is quicker
+# ---- in this process, which is faster
 
 
 @pytest.fixture(autouse=True)
 def no_real_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is told to end while it loads leaves at once; this process is not to go with it."""
+    """A server that is stopped while loading calls os._exit, which would end the test process."""
 
-    def leave(code: int) -> None:
+    def raise_exit(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", raise_exit)
 
 
 def serve_here(
@@ -139,8 +138,8 @@ def serve_here(
     settings: ServeSettings | None = None,
     **tls: Path,
 ) -> tuple[int, T]:
-    """(exit code, what the client found): the server in this thread, the client in another."""
-    found: list[T] = []
+    """(exit code, the client's result): the server in this thread, the client in another."""
+    results: list[T] = []
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
@@ -151,7 +150,7 @@ def serve_here(
                 httpx.get(f"{url}/health", verify=False, timeout=30)
                 break
             time.sleep(0.01)
-        found.append(client(url))
+        results.append(client(url))
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -159,18 +158,18 @@ def serve_here(
         code = run(load, settings or ServeSettings(), Listen(port=port, **tls), version="0")
     finally:
         thread.join(30)
-    return code, found[0]
+    return code, results[0]
 
 
-def ready(url: str, **how: Any) -> None:
+def wait_until_ready(url: str, **options: Any) -> None:
     for _ in range(3000):
-        if httpx.get(f"{url}/ready", **how).status_code == 200:
+        if httpx.get(f"{url}/ready", **options).status_code == 200:
             return
         time.sleep(0.01)
-    raise AssertionError("it never was ready")
+    raise AssertionError("it was never ready")
 
 
-def told_to_end() -> None:
+def send_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -179,17 +178,15 @@ def tiny() -> AsyncLLM:
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_what_does_not_end_is_aborted(signals: int) -> None:
-    """After the timeout; or at once, when told twice."""
-
+def test_requests_are_aborted_after_the_timeout_or_a_second_signal(signals: int) -> None:
     def client(url: str) -> list[str]:
-        ready(url)
+        wait_until_ready(url)
         body = LONG | {"stream": True, "n": 16}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
             lines = stream.iter_lines()
             next(lines)
             for _ in range(signals):
-                told_to_end()
+                send_sigterm()
                 time.sleep(0.05)
             return [line for line in lines if line]
 
@@ -199,14 +196,14 @@ def test_what_does_not_end_is_aborted(signals: int) -> None:
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "draining"
 
 
-def test_a_server_dies_with_its_engine(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_server_exits_with_1_when_its_engine_stops(caplog: pytest.LogCaptureFixture) -> None:
     def broken(ask: Any) -> list[int]:
         if len(ask.tokens) > 20:
             raise ZeroDivisionError("a planted bug")
         return []
 
     def client(url: str) -> httpx.Response:
-        ready(url)
+        wait_until_ready(url)
         return httpx.post(f"{url}/v1/completions", json=LONG, timeout=30)
 
     code, response = serve_here(
@@ -217,7 +214,7 @@ def test_a_server_dies_with_its_engine(caplog: pytest.LogCaptureFixture) -> None
     assert "a planted bug" in caplog.text
 
 
-def test_a_model_that_is_not_there_ends_the_server() -> None:
+def test_an_unknown_model_ends_the_server() -> None:
     def load() -> AsyncLLM:
         return AsyncLLM("/nowhere/at/all")
 
@@ -225,16 +222,16 @@ def test_a_model_that_is_not_there_ends_the_server() -> None:
         serve_here(lambda _: None, load)
 
 
-def test_told_to_end_while_loading() -> None:
+def test_a_signal_while_loading_exits_with_0() -> None:
     gate = threading.Event()
-    with pytest.raises(SystemExit) as left:
-        serve_here(lambda _: told_to_end(), lambda: (gate.wait(20), tiny())[1])
+    with pytest.raises(SystemExit) as exited:
+        serve_here(lambda _: send_sigterm(), lambda: (gate.wait(20), tiny())[1])
     gate.set()
-    assert left.value.code == 0
+    assert exited.value.code == 0
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """One of our own making, and its key."""
+    """A self-signed certificate and its key."""
     pytest.importorskip("cryptography")
     import datetime as dt
     import ipaddress
@@ -262,31 +259,31 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     return folder / "cert.pem", folder / "key.pem"
 
 
-def test_tls(tmp_path: Path) -> None:
+def test_the_server_speaks_tls(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
-    with pytest.raises(BadParameter, match="will not do"):
-        Listen(certificate=cert)  # its key is elsewhere
+    with pytest.raises(BadParameter, match="cannot be used"):
+        Listen(certificate=cert)  # without its key
     trust = ssl.create_default_context(cafile=str(cert))
 
     def client(url: str) -> int:
         try:
-            ready(url, verify=trust)
+            wait_until_ready(url, verify=trust)
             return httpx.get(f"{url}/v1/models", verify=trust).status_code
         finally:
-            time.sleep(0.3)  # TLS says goodbye twice, and the loop must be there to hear it
-            told_to_end()
+            time.sleep(0.3)  # TLS closes with two messages, and the event loop must still run to receive them
+            send_sigterm()
 
     code, status = serve_here(client, tiny, certificate=cert, key=key)
     assert (code, status) == (0, 200)
 
 
-# ---- before anything is loaded
+# ---- options
 
 
 @pytest.fixture(autouse=True)
-def same_logs() -> Iterator[None]:
-    """The command line sets up logging for its process; this one goes on."""
-    loggers = [logging.getLogger(name) for name in OURS]
+def restored_loggers() -> Iterator[None]:
+    """Restore the loggers, which the command line configures for its process."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(log.handlers, log.propagate, log.level) for log in loggers]
     yield
     for log, (handlers, propagate, level) in zip(loggers, before, strict=True):
@@ -294,17 +291,17 @@ def same_logs() -> Iterator[None]:
         log.setLevel(level)
 
 
-def refused(*args: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def refusal(*args: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(sys, "argv", ["samewise", "serve", *args])
     monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         cli.main()
-    assert left.value.code == 2
+    assert exited.value.code == 2
     return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (("--proposer", "wizard"), "proposer='wizard'"),
         (("--log-level", "loud"), "log_level='loud'"),
@@ -320,28 +317,28 @@ def refused(*args: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         (("--host", "not an address"), "cannot listen on not an address"),
     ],
 )
-def test_mistakes_show_at_once(
+def test_invalid_options_are_refused_before_loading(
     args: tuple[str, ...],
-    says: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = refused(*args, "--log-level", "error", capsys=capsys, monkeypatch=monkeypatch) if (
+    error = refusal(*args, "--log-level", "error", capsys=capsys, monkeypatch=monkeypatch) if (
         "--log-level" not in args
-    ) else refused(*args, capsys=capsys, monkeypatch=monkeypatch)  # fmt: skip
-    assert says in told
+    ) else refusal(*args, capsys=capsys, monkeypatch=monkeypatch)  # fmt: skip
+    assert message in error
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = Listen(port=taken.getsockname()[1])
         with pytest.raises(MachineError, match="choose another"):
             listen.open()
 
 
-def test_unix_sockets_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_a_unix_socket_replaces_only_abandoned_sockets(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    path.write_text("a file of somebody's")
+    path.write_text("another program's file")
     with pytest.raises(MachineError, match="not a socket"):
         Listen(unix_socket=path).open()
     path.unlink()
@@ -349,12 +346,12 @@ def test_unix_sockets_of_others_are_left_alone(tmp_path: Path) -> None:
         assert Listen(unix_socket=path).address(first) == f"unix:{path}"
         with pytest.raises(MachineError, match="another server listens"):
             Listen(unix_socket=path).open()
-    Listen(unix_socket=path).open().close()  # left behind by a dead server: taken over
+    Listen(unix_socket=path).open().close()  # no server listens on it: replaced
     with pytest.raises(MachineError, match="cannot listen"):
         Listen(unix_socket=tmp_path / "no" / "s").open()
 
 
-def test_addresses() -> None:
+def test_the_address_is_a_url() -> None:
     with Listen(port=0).open() as listening:
         assert Listen(port=0).address(listening).startswith("http://127.0.0.1:")
 
@@ -362,17 +359,19 @@ def test_addresses() -> None:
 # ---- keys
 
 
-def test_keys_come_from_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_read_from_options_environment_and_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "env-1, env-2")
     file = tmp_path / "keys"
     file.write_text("# a comment\nfile-1\n\nfile-2\n")
     keys = gather_keys(["given"], file)
     names = ("given", "env-1", "env-2", "file-1", "file-2")
-    customers = {keys.customer(name) for name in names}
-    assert len(customers) == 5
-    assert None not in customers
-    assert keys.customer("other") is None
-    assert keys.customer("") is None
+    digests = {keys.match(name) for name in names}
+    assert len(digests) == 5
+    assert None not in digests
+    assert keys.match("other") is None
+    assert keys.match("") is None
     assert not any(name in repr(ServeSettings(keys=keys)) for name in names)
     file.write_text("# nothing\n")
     with pytest.raises(BadParameter, match="holds no key"):
@@ -381,8 +380,8 @@ def test_keys_come_from_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not gather_keys()
 
 
-def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the time of an answer would tell where in the list a key stands."""
+def test_every_digest_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the time of an answer would reveal a key's position in the list."""
     import hmac
 
     seen = []
@@ -391,5 +390,5 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = Keys.of(["a", "b", "c"])
     for given in ("a", "c", "x"):
         seen.clear()
-        keys.customer(given)
+        keys.match(given)
         assert len(seen) == 3

@@ -1,4 +1,4 @@
-"""The server's log: lines for people, or one JSON object a line. Host only."""
+"""The server's log: plain lines, or one JSON object a line."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import sys
 import time
 from typing import TextIO
 
-OURS = ("samewise", "uvicorn.error")
+LOGGERS = ("samewise", "uvicorn.error")
 
 
 class Lines(logging.Formatter):
-    """`12:00:00 info     message (facts)`."""
+    """`12:00:00 info    message seconds=… request_id=…`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and a traceback if there is one."""
+        """One line, followed by a traceback if there is one."""
         facts = getattr(record, "facts", {})
-        told = "".join(f" {name}={facts[name]}" for name in ("seconds", "request_id") if name in facts)
+        shown = "".join(f" {name}={facts[name]}" for name in ("seconds", "request_id") if name in facts)
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        line = f"{clock} {record.levelname.lower():8}{record.getMessage()}{told}"
+        line = f"{clock} {record.levelname.lower():8}{record.getMessage()}{shown}"
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the facts beside it."""
+    """One JSON object a line: time, level, logger, message, and the record's facts."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One object."""
@@ -41,18 +41,17 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(level: str, *, as_json: bool, stream: TextIO | None = None) -> None:
-    """Send our log, and what the web server has to say about trouble, to stderr."""
+    """Send the package's log, and uvicorn's warnings, to stderr."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if as_json else Lines())
-    for name in OURS:
+    for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
     if level != "debug":
-        logging.getLogger("uvicorn.error").setLevel(
-            logging.WARNING
-        )  # we say ourselves when it starts and ends
+        # The process logs its own start and end.
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
-__all__ = ["OURS", "JsonLines", "Lines", "set_up"]
+__all__ = ["LOGGERS", "JsonLines", "Lines", "set_up"]

@@ -1,7 +1,7 @@
-"""What every request passes: its name, its key, its line in the log, and a last resort for our own bugs.
+"""ASGI middleware: request ids, log lines, API keys, and a response for exceptions that are our bugs.
 
-Plain ASGI, so that nothing stands between a response and the client's going away. Logs hold no prompt,
-no key and no query string.
+Plain ASGI, so that a response sees its client disconnect directly. Log lines hold no prompt, key or query
+string.
 """
 
 from __future__ import annotations
@@ -16,94 +16,87 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from samewise.openai.errors import ApiError
-from samewise.serve.http import failure
+from samewise.serve.http import error_response
 from samewise.serve.settings import Keys
 
 log = logging.getLogger("samewise.serve")
 
-OPEN = ("/", "/docs", "/health", "/metrics", "/openapi.json", "/ready", "/version")
-OPEN_UNDER = "/samewise/page/"
-"""What needs no key; everything else does, whatever it is."""
+PUBLIC_PATHS = ("/", "/docs", "/health", "/metrics", "/openapi.json", "/ready", "/version")
+PUBLIC_PREFIX = "/samewise/page/"
+"""Paths that need no key. Every other path needs one, whether it exists or not."""
 
-QUIET = ("/health", "/ready", "/metrics")  # asked all day long
-GOOD_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
+POLLED_PATHS = ("/health", "/ready", "/metrics")
+"""Paths that monitoring requests every few seconds; logged at debug level."""
+
+CLIENT_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
+"""Request ids that are accepted from clients."""
 
 
-class Named:
+class RequestIdMiddleware:
     """Gives every request an id (the client's own, if it is a plain word) and a line in the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        name = given if GOOD_ID.fullmatch(given) else uuid4().hex
-        scope.setdefault("state", {})["request_id"] = name
+        request_id = given if CLIENT_ID.fullmatch(given) else uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
         began, status = time.monotonic(), 0
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = name
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
         try:
-            await self._app(scope, receive, named)
-        except Exception:  # our bug: the log gets all of it, the client that it happened
-            log.exception("request %s failed", name)
+            await self._app(scope, receive, send_with_id)
+        except Exception:  # our bug: the traceback goes to the log, the client learns only that it happened
+            log.exception("request %s failed", request_id)
             if status:
                 raise
-            await failure(ApiError.of(RuntimeError()))(scope, receive, named)
+            await error_response(RuntimeError())(scope, receive, send_with_id)
         finally:
-            level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
-            log.log(
-                level, "%s %s %s", scope["method"], _printable(scope["path"]), status or "-",
-                extra={"facts": self._facts(scope, name, status, began)},
-            )  # fmt: skip
-
-    @staticmethod
-    def _facts(scope: Scope, name: str, status: int, began: float) -> dict[str, Any]:
-        seconds = round(time.monotonic() - began, 4)
-        path = _printable(scope["path"])
-        return {
-            "method": scope["method"], "path": path, "status": status, "seconds": seconds, "request_id": name
-        }  # fmt: skip
+            level = logging.DEBUG if scope["path"] in POLLED_PATHS else logging.INFO
+            facts = _facts(scope, request_id, status, time.monotonic() - began)
+            log.log(level, "%s %s %s", facts["method"], facts["path"], status or "-", extra={"facts": facts})
 
 
-class Guard:
-    """Lets in who has a key, where there are keys; says which customer it is."""
+class AuthMiddleware:
+    """Refuses requests without a valid key, where there are keys. Puts the key's digest into the state."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on, or not."""
+        """Handle one request."""
         if scope["type"] == "http":
-            customer: bytes | None = b""
-            if self._keys and not _open(scope):
-                customer = self._keys.customer(_bearer(Headers(scope=scope)))
-            if customer is None:
+            digest: bytes | None = b""
+            if self._keys and not _is_public(scope):
+                digest = self._keys.match(_bearer(Headers(scope=scope)))
+            if digest is None:
                 refusal = ApiError(
                     "the API key is missing or not one of this server's; send 'Authorization: Bearer KEY'",
                     status=401, code="invalid_api_key",
                 )  # fmt: skip
-                response = failure(refusal)
+                response = error_response(refusal)
                 response.headers["WWW-Authenticate"] = "Bearer"
                 await response(scope, receive, send)
                 return
-            scope.setdefault("state", {})["customer"] = customer
+            scope.setdefault("state", {})["key_digest"] = digest
         await self._app(scope, receive, send)
 
 
-def _open(scope: Scope) -> bool:
-    """Whether anybody may ask this. Where we are mounted in another application counts for nothing."""
+def _is_public(scope: Scope) -> bool:
+    """Whether a path needs no key. A prefix at which the application is mounted is ignored."""
     path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
-    return path in OPEN or path.startswith(OPEN_UNDER)
+    return path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX)
 
 
 def _bearer(headers: Headers) -> str:
@@ -111,9 +104,13 @@ def _bearer(headers: Headers) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def _printable(path: str) -> str:
-    """A path as a log may hold it: plain characters, on one line, with an end; nothing a terminal obeys."""
-    return "".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in path[:200])
+def _facts(scope: Scope, request_id: str, status: int, seconds: float) -> dict[str, Any]:
+    """Fields of a JSON log line. The path is shortened, and escaped where a terminal might interpret it."""
+    path = "".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in scope["path"][:200])
+    return {
+        "method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 4),
+        "request_id": request_id,
+    }  # fmt: skip
 
 
-__all__ = ["Guard", "Named"]
+__all__ = ["PUBLIC_PATHS", "AuthMiddleware", "RequestIdMiddleware"]

@@ -1,6 +1,6 @@
-"""The server as a process: it listens first, then loads; drains when told to end; dies with its engine.
+"""The server as a process: it listens, loads the model, serves, drains on a signal, and ends with its engine.
 
-Exit codes: 0 when it was told to end, 1 when the engine died. What cannot start raises.
+Exit codes: 0 after a signal, 1 after the engine stopped by itself. A server that cannot start raises.
 """
 
 from __future__ import annotations
@@ -28,13 +28,21 @@ from samewise.serve.worker import State, Worker
 
 log = logging.getLogger("samewise.serve")
 
-LAST_WORDS = 5  # seconds that responses may take to be written once nothing more is computed
-WATCH = 0.1  # seconds between looks at whether the engine lives
+
+@dataclass(frozen=True, slots=True)
+class ProcessTimes:
+    """Waiting times in seconds, set by hand."""
+
+    flush: int = 5  # for responses to be written after the engine has finished them
+    poll: float = 0.1  # between checks whether the engine's thread is alive
+
+
+TIMES = ProcessTimes()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listen:
-    """Where to be reached: an address and port (0: any), or a Unix socket; under TLS with a certificate."""
+    """Where the server listens: address and port (0: any free one), or a Unix socket; with TLS or without."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -44,22 +52,24 @@ class Listen:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise BadParameter(f"port={self.port}: give 0 (any) to 65535")
+            raise BadParameter(f"port={self.port}: give 0 (any) to 65535", param="port")
         if self.key is not None and self.certificate is None:
-            raise BadParameter("ssl_keyfile needs ssl_certfile; give both, or neither")
-        for file in (self.certificate, self.key):
+            raise BadParameter("ssl_keyfile needs ssl_certfile; give both, or neither", param="ssl_keyfile")
+        for param, file in (("ssl_certfile", self.certificate), ("ssl_keyfile", self.key)):
             if file is not None and not file.is_file():
-                raise BadParameter(f"{str(file)!r} is not a file; give a PEM file")
+                raise BadParameter(f"{str(file)!r} is not a file; give a PEM file", param=param)
         if self.certificate is not None:
             try:
                 ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
                     self.certificate, self.key
                 )
             except (ssl.SSLError, OSError) as error:
-                raise BadParameter(f"ssl_certfile={str(self.certificate)!r} will not do: {error}") from error
+                raise BadParameter(
+                    f"ssl_certfile={str(self.certificate)!r} cannot be used: {error}", param="ssl_certfile"
+                ) from error
 
     def open(self) -> socket.socket:
-        """The listening socket, or MachineError saying what is in the way."""
+        """The listening socket; MachineError if it cannot be opened."""
         if self.unix_socket is not None:
             return _open_unix(self.unix_socket)
         try:
@@ -72,7 +82,7 @@ class Listen:
             ) from error
 
     def address(self, listening: socket.socket) -> str:
-        """How clients reach it."""
+        """The URL for clients."""
         if self.unix_socket is not None:
             return f"unix:{self.unix_socket}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -80,10 +90,10 @@ class Listen:
 
 
 def run(load: Callable[[], AsyncLLM], settings: ServeSettings, listen: Listen, *, version: str) -> int:
-    """Serve until told to end. Returns the exit code; raises what kept the model from loading."""
+    """Serve until a signal or the engine's end. Returns the exit code; raises what loading raises."""
     listening = listen.open()
     try:
-        with asyncio.Runner(loop_factory=_loops()) as runner:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_Process(load, settings, listen, listening, version).serve())
     finally:
         listening.close()
@@ -91,13 +101,13 @@ def run(load: Callable[[], AsyncLLM], settings: ServeSettings, listen: Listen, *
             listen.unix_socket.unlink(missing_ok=True)
 
 
-def _loops() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's event loops where it is installed; httptools uvicorn finds by itself."""
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop where it is installed, as uvicorn chooses it."""
     return uvicorn.Config("", log_config=None).get_loop_factory()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but for signals: those are ours, because we drain first and then exit with 0."""
+    """uvicorn without signal handlers: _Process drains first, and exits with 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -105,7 +115,7 @@ class _Server(uvicorn.Server):
 
 
 class _Process:
-    """The server's life."""
+    """Runs one server from start to exit."""
 
     def __init__(
         self,
@@ -126,31 +136,31 @@ class _Process:
                 lifespan="off",
                 ws="none",
                 server_header=False,
-                timeout_graceful_shutdown=LAST_WORDS,
+                timeout_graceful_shutdown=TIMES.flush,
                 ssl_certfile=listen.certificate,
                 ssl_keyfile=listen.key,
             )
         )
-        self._told = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._stop = asyncio.Event()  # set by the first signal: drain
+        self._stop_now = asyncio.Event()  # set by the second: abort what is still running
 
     async def serve(self) -> int:
-        """Listen, load, serve, drain."""
+        """Listen, load, serve, drain. Returns the exit code."""
         self._catch_signals()
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listening]))
         log.info("listening on %s; loading the model", self._listen.address(self._listening))
         try:
             loading = asyncio.ensure_future(self._worker.load())
-            if not await self._first(loading, serving):
+            if not await self._before_stop(loading, serving):
                 log.info("told to end while loading")
-                os._exit(0)  # the loading thread is in the middle of things and cannot be asked to stop
+                os._exit(0)  # the loading thread cannot be interrupted
             llm = loading.result()
             log.info("ready: %s, contract %s", llm.config.model, llm.contract)
-            died = asyncio.ensure_future(self._death())
-            if await self._first(died, serving):
+            stopped = asyncio.ensure_future(self._engine_stopped())
+            if await self._before_stop(stopped, serving):
                 log.error("the engine died; the server ends", exc_info=self._worker.failure)
                 return 1
-            died.cancel()
+            stopped.cancel()
             await self._drain()
             return 0
         finally:
@@ -159,41 +169,40 @@ class _Process:
             await self._worker.close()
             log.info("ended")
 
-    async def _first(self, event: asyncio.Future[Any], serving: asyncio.Future[None]) -> bool:
-        """Whether something happens before we are told to end."""
-        told = asyncio.ensure_future(self._told.wait())
-        await asyncio.wait((event, told, serving), return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+    async def _before_stop(self, event: asyncio.Future[Any], serving: asyncio.Future[None]) -> bool:
+        """Whether `event` happens before a signal or the end of uvicorn."""
+        stop = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((event, stop, serving), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
         return event.done()
 
-    async def _death(self) -> None:
+    async def _engine_stopped(self) -> None:
         while self._worker.state is not State.STOPPED:
-            await asyncio.sleep(WATCH)
+            await asyncio.sleep(TIMES.poll)
 
     async def _drain(self) -> None:
         draining = asyncio.ensure_future(self._worker.drain(self._settings.shutdown_timeout))
-        hurry = asyncio.ensure_future(self._hurry.wait())
-        await asyncio.wait((draining, hurry), return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
+        stop_now = asyncio.ensure_future(self._stop_now.wait())
+        await asyncio.wait((draining, stop_now), return_when=asyncio.FIRST_COMPLETED)
+        stop_now.cancel()
         if not draining.done():
             draining.cancel()
-            await self._worker.dismiss()
+            await self._worker.abort_all()
 
     def _catch_signals(self) -> None:
-        """The first asks for an end, the second for a quick one."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             try:
-                loop.add_signal_handler(number, self._tell)
+                loop.add_signal_handler(number, self._on_signal)
             except NotImplementedError:  # Windows
-                signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._tell))
+                signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._on_signal))
 
-    def _tell(self) -> None:
-        (self._hurry if self._told.is_set() else self._told).set()
+    def _on_signal(self) -> None:
+        (self._stop_now if self._stop.is_set() else self._stop).set()
 
 
 def _open_unix(path: Path) -> socket.socket:
-    """A socket at a path; one that a dead server left behind is taken over, anything else is left alone."""
+    """A socket at a path. A socket that no server listens on is replaced; any other file is an error."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists():

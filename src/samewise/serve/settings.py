@@ -1,7 +1,4 @@
-"""What an operator decides about the server: read once, checked once, frozen. Host only.
-
-Keys are kept as digests from the start: nothing here can print one.
-"""
+"""The server's settings: read once, checked once, frozen. Keys are stored as digests only."""
 
 from __future__ import annotations
 
@@ -16,35 +13,38 @@ from samewise.errors import BadParameter
 from samewise.receipts.signing import SigningKey
 
 KEY_VARIABLE = "SAMEWISE_API_KEY"
-MAX_QUEUED = 1024  # requests that may wait, where nobody says otherwise
+MAX_QUEUED = 1024
+"""Choices that may wait where `max_queued` is not set. Set by hand: minutes of work for a small machine."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys that open the server. None at all: it is open to everybody, who are then one customer."""
+    """The keys that give access to the server, as digests. With no key the server is open."""
 
     digests: tuple[bytes, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> Keys:
-        """From the keys themselves, which are not kept."""
-        found = list(dict.fromkeys(keys))
-        for key in found:
+        """From the keys in plain text, which are not stored."""
+        unique = list(dict.fromkeys(keys))
+        for key in unique:
             if not key or not key.isascii() or any(c.isspace() or not c.isprintable() for c in key):
-                raise BadParameter("an API key is one word of printable ASCII; one of those given is not")
-        return cls(tuple(_digest(key) for key in found))
+                raise BadParameter(
+                    "an API key is one word of printable ASCII; one of those given is not", param="api_key"
+                )
+        return cls(tuple(_digest(key) for key in unique))
 
-    def customer(self, given: str) -> bytes | None:
-        """Who holds this key: a name to keep customers apart by. None: nobody does.
+    def match(self, key: str) -> bytes | None:
+        """The digest of a valid key; None for any other.
 
-        All keys are compared, and in constant time, so that time tells nothing about them.
+        All digests are compared, each in constant time, so that timing reveals nothing about them.
         """
-        digest, found = _digest(given), None
+        digest, matched = _digest(key), None
         for known in self.digests:
             if hmac.compare_digest(known, digest):
-                found = known
-        return found
+                matched = known
+        return matched
 
     def __bool__(self) -> bool:
         return bool(self.digests)
@@ -57,34 +57,42 @@ def gather_keys(given: Iterable[str] = (), file: Path | None = None) -> Keys:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise BadParameter(f"api_key_file={str(file)!r} cannot be read: {error}") from error
+            raise BadParameter(
+                f"api_key_file={str(file)!r} cannot be read: {error}", param="api_key_file"
+            ) from error
         listed = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
         if not listed:
-            raise BadParameter(f"api_key_file={str(file)!r} holds no key; write one a line")
+            raise BadParameter(
+                f"api_key_file={str(file)!r} holds no key; write one a line", param="api_key_file"
+            )
         keys += listed
     return Keys.of(keys)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
-    """How the server behaves. Limits of single bodies are in protocol.Terms."""
+    """The server's settings. Limits of single bodies are in openai.parse.ParseOptions."""
 
-    model_names: tuple[str, ...] = ()  # what it is called; the first is what answers say
+    model_names: tuple[str, ...] = ()  # accepted names; answers carry the first
     keys: Keys = field(default_factory=Keys)
     allowed_origins: tuple[str, ...] = ()
-    max_body: int = 8 * 2**20  # bytes
-    shutdown_timeout: float = 30.0  # seconds that requests may take to end after SIGTERM
-    receipts: Path | None = None  # where a receipt of every answer goes
-    hide_prompts: bool = False  # receipts keep only a digest of the prompt
+    max_body: int = 8 * 2**20  # bytes; set by hand: a million tokens of text
+    shutdown_timeout: float = 30.0  # seconds for active requests to end after SIGTERM
+    receipts: Path | None = None  # folder for a receipt of every answer
+    hide_prompts: bool = False  # receipts hold only a digest of the prompt
     signer: SigningKey | None = field(default=None, repr=False)  # signs receipts
 
     def __post_init__(self) -> None:
         if self.max_body < 1024:
-            raise BadParameter(f"max_body={self.max_body}: give at least 1024 bytes")
+            raise BadParameter(f"max_body={self.max_body}: give at least 1024 bytes", param="max_body")
         if not 0 <= self.shutdown_timeout < float("inf"):
-            raise BadParameter(f"shutdown_timeout={self.shutdown_timeout}: give seconds, 0 or more")
+            raise BadParameter(
+                f"shutdown_timeout={self.shutdown_timeout}: give seconds, 0 or more", param="shutdown_timeout"
+            )
         if any(not name for name in self.model_names):
-            raise BadParameter("served_model_name is empty; leave it out or give a name")
+            raise BadParameter(
+                "served_model_name is empty; leave it out or give a name", param="served_model_name"
+            )
 
 
 def _digest(key: str) -> bytes:

@@ -1,8 +1,7 @@
-"""The engine behind the server: loaded beside it, drained before it goes, and missed when it dies.
+"""The engine behind the server: loading it, counting the requests on it, draining it.
 
-The engine has a thread of its own (AsyncLLM); everything here runs in the server's event loop and never
-waits for it but by awaiting. Customers are kept apart: prefixes and guesses are shared only under an
-equal salt, and the salt is made from the key.
+The engine has a thread of its own (AsyncLLM). Everything here runs in the server's event loop except
+`ActiveRequest.reserve`, which the thread that parses a request calls.
 """
 
 from __future__ import annotations
@@ -10,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from enum import StrEnum
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from samewise.errors import BadPrompt
-from samewise.llm.aio import AsyncLLM, Reading
-from samewise.openai.errors import RETRY_AFTER, ApiError
-from samewise.openai.parsed import Parsed, Prompt
+from samewise.llm.aio import AsyncLLM, ResponseReader
+from samewise.openai.errors import RETRY_AFTER, ApiError, unavailable
 from samewise.outputs import Chunk, RequestOutput
 from samewise.serve.settings import MAX_QUEUED
 
@@ -27,9 +24,13 @@ log = logging.getLogger("samewise.serve")
 
 T = TypeVar("T")
 
+ABORT_SECONDS = 5.0
+"""Time for aborted requests to send their error before the connections are closed. Set
+by hand: an error is one small message, so only a client that does not read needs longer."""
+
 
 class State(StrEnum):
-    """Where a worker stands."""
+    """What a worker is doing."""
 
     LOADING = "loading"
     READY = "ready"
@@ -37,107 +38,89 @@ class State(StrEnum):
     STOPPED = "stopped"
 
 
-class Job:
-    """One client's request under way: as many readings as it has prompts. Owned by its Worker.
+class ActiveRequest:
+    """A client's request from its arrival to the end of its answer, with one reader per prompt.
 
-    Leave it when done (or use it in a `with`): what is still running is aborted within a step.
+    Owned by its Worker. Close it however it ends: what is still running is then aborted within one step.
     """
 
-    def __init__(self, parsed: Parsed, gone: Callable[[Job], None]) -> None:
-        self.parsed, self._gone = parsed, gone
-        self.readings: list[Reading] = []
-        self.left = False
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.readers: list[ResponseReader] = []
+        self.num_choices = 0  # counted by the worker; guarded by its lock
+        self.closed = False
 
-    def leave(self) -> None:
-        """Nobody reads this any more. Leaving twice is fine."""
-        if not self.left:
-            self.left = True
-            for reading in self.readings:
-                reading.leave()
-            self._gone(self)
+    def reserve(self, num_choices: int) -> None:
+        """Take places for these choices, or raise what a full server answers. Any thread may call it."""
+        self._worker.reserve(self, num_choices)
 
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-    async def open(self, asking: Sequence[Coroutine[Any, Any, Reading]]) -> None:
-        """Start every prompt at once, so that they share frames from the first; all of them or none."""
-        tasks = [asyncio.ensure_future(one) for one in asking]
-        try:
-            await asyncio.wait(tasks)
-        except asyncio.CancelledError:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            raise
-        finally:
-            # Without a pause since they were done: a cancellation in between would lose what was opened.
-            done = [task for task in tasks if task.done() and not task.cancelled()]
-            self.readings += [task.result() for task in done if task.exception() is None]
-        for task in tasks:
-            task.result()
+    def close(self) -> None:
+        """Abort what is still running and give the places back. Closing twice is fine."""
+        if not self.closed:
+            self._worker.release(self)
+            for reader in self.readers:
+                reader.close()
 
     async def chunks(self) -> AsyncGenerator[list[tuple[int, Chunk]]]:
-        """(place of the prompt, chunk) as they become final, as many at a time as there are."""
-        if len(self.readings) == 1:
-            while some := await self.readings[0].some():
-                yield [(0, chunk) for chunk in some]
+        """(index of the prompt, chunk) as they become final, as many at a time as there are."""
+        if len(self.readers) == 1:
+            while chunks := await self.readers[0].next_chunks():
+                yield [(0, chunk) for chunk in chunks]
             return
-        waits = {asyncio.ensure_future(reading.some()): place for place, reading in enumerate(self.readings)}
+        waits = {asyncio.ensure_future(reader.next_chunks()): i for i, reader in enumerate(self.readers)}
         try:
             while waits:
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                found: list[tuple[int, Chunk]] = []
+                batch: list[tuple[int, Chunk]] = []
                 for wait in sorted(done, key=lambda one: waits[one]):
-                    place = waits.pop(wait)
-                    if some := wait.result():
-                        found += [(place, chunk) for chunk in some]
-                        waits[asyncio.ensure_future(self.readings[place].some())] = place
-                if found:
-                    yield found
+                    index = waits.pop(wait)
+                    if chunks := wait.result():
+                        batch += [(index, chunk) for chunk in chunks]
+                        waits[asyncio.ensure_future(self.readers[index].next_chunks())] = index
+                if batch:
+                    yield batch
         finally:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
     async def outputs(self) -> list[RequestOutput]:
-        """The whole answers."""
-        for reading in self.readings:
-            while await reading.some():
+        """The complete answers, one per prompt."""
+        for reader in self.readers:
+            while await reader.next_chunks():
                 pass
-        return [reading.output() for reading in self.readings]
+        return [reader.output() for reader in self.readers]
 
 
 class Worker:
-    """Owns the engine on behalf of the server, and knows who is being served."""
+    """Owns the engine and the active requests of a server."""
 
     def __init__(self, load: Callable[[], AsyncLLM]) -> None:
         self._load = load
         self._llm: AsyncLLM | None = None
-        self._jobs: dict[Job, None] = {}
-        self._choices = 0  # sequences admitted and not yet gone
+        self._active: dict[ActiveRequest, None] = {}
+        self._lock = threading.Lock()  # guards the two counts of choices
+        self._num_choices = 0  # over all active requests
         self._draining = False
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @classmethod
     def over(cls, llm: AsyncLLM) -> Worker:
-        """Over an engine that is there already."""
+        """A worker over an engine that is loaded already."""
         worker = cls(lambda: llm)
         worker._llm = llm
         return worker
 
     async def load(self) -> AsyncLLM:
-        """Build the engine, away from the event loop. Raises what building raises."""
+        """Load the engine in a thread. Raises what loading raises."""
         if self._llm is None:
-            self._llm = await _aside(self._load)
+            self._llm = await _in_daemon_thread(self._load)
         return self._llm
 
     @property
     def state(self) -> State:
-        """Where it stands now."""
+        """The current state."""
         if self._llm is None:
             return State.LOADING
         if not self._llm.alive:
@@ -146,93 +129,92 @@ class Worker:
 
     @property
     def failure(self) -> BaseException | None:
-        """What killed the engine, if anything did."""
+        """The exception that ended the engine's thread, if one did."""
         return self._llm.failure if self._llm is not None else None
 
     @property
     def llm(self) -> AsyncLLM:
-        """The engine's face, while there is one to ask; else ApiError 503."""
+        """The engine's interface. Raises 503 while there is none."""
         if self._llm is None:
-            raise _unavailable("the model is being loaded; try again in a while", "loading")
+            raise unavailable("the model is being loaded; try again in a while", "loading")
         if not self._llm.alive:
-            raise _unavailable("the engine has stopped; the server is about to exit", "engine_stopped")
+            raise unavailable("the engine has stopped; the server is about to exit", "engine_stopped")
         return self._llm
 
     @property
-    def num_jobs(self) -> int:
-        """How many clients are being served."""
-        return len(self._jobs)
+    def num_active(self) -> int:
+        """Number of active requests."""
+        return len(self._active)
 
     # ---- one request
 
-    async def admit(self, parsed: Parsed, customer: bytes) -> Job:
-        """Take a request in. Whoever gets the job leaves it, however it ends."""
-        llm = self.llm
+    def begin(self) -> ActiveRequest:
+        """A new request, which the caller closes. Raises 503 while draining."""
         if self._draining:
-            raise _unavailable("the server is shutting down; ask another one", "draining")
-        self._refuse_crowd(parsed.num_choices, llm)
-        self._choices += parsed.num_choices
-        job = Job(parsed, self._gone)
-        self._jobs[job] = None
-        self._quiet.clear()
-        try:
-            prompts = await _prompts(parsed, llm)
-            salt = salt_of(customer, parsed.cache_salt)
-            how: Any = {"salt": salt, "whole": not parsed.stream}
-            await job.open([llm.open(prompt, parsed.params, **how) for prompt in prompts])
-        except BaseException as error:
-            job.leave()
-            if isinstance(error, BadPrompt):
-                raise ApiError.of(error, prompt=parsed.prompt_field) from error
-            raise
-        return job
+            raise unavailable("the server is shutting down; ask another one", "draining")
+        request = ActiveRequest(self)
+        self._active[request] = None
+        self._idle.clear()
+        return request
 
-    def _gone(self, job: Job) -> None:
-        self._choices -= job.parsed.num_choices
-        del self._jobs[job]
-        if not self._jobs:
-            self._quiet.set()
-
-    def _refuse_crowd(self, wanted: int, llm: AsyncLLM) -> None:
-        """Full is full before a prompt is even read; what could never fit is told so."""
-        queue = llm.config.max_queued or MAX_QUEUED
-        if wanted > queue:
+    def reserve(self, request: ActiveRequest, num_choices: int) -> None:
+        """See ActiveRequest.reserve. Called before the prompt is tokenised, so that refusing is cheap."""
+        config = self.llm.config
+        max_queued = config.max_queued or MAX_QUEUED
+        if num_choices > max_queued:
             raise ApiError(
-                f"{wanted} answers in one request are more than this server queues ({queue}); ask for fewer",
-                param="n", code="invalid_value",
+                f"{num_choices} answers in one request are more than this server queues ({max_queued}); "
+                "ask for fewer", param="n", code="invalid_value",
             )  # fmt: skip
-        if self._choices + wanted > queue + llm.config.max_num_seqs:
-            raise ApiError(
-                f"{self._choices} answers are under way and {queue} may wait; try again later",
-                status=429, kind="rate_limit_error", code="queue_full", retry_after=RETRY_AFTER,
-            )  # fmt: skip
+        with self._lock:
+            if request.closed:
+                raise ConnectionAbortedError("the client has disconnected")
+            if self._num_choices + num_choices > max_queued + config.max_num_seqs:
+                raise ApiError(
+                    f"{self._num_choices} answers are under way and {max_queued} may wait; try again later",
+                    status=429, kind="rate_limit_error", code="queue_full", retry_after=RETRY_AFTER,
+                )  # fmt: skip
+            request.num_choices = num_choices
+            self._num_choices += num_choices
 
-    # ---- the end
+    def release(self, request: ActiveRequest) -> None:
+        """Forget a request that is being closed."""
+        with self._lock:
+            request.closed = True
+            self._num_choices -= request.num_choices
+        del self._active[request]
+        if not self._active:
+            self._idle.set()
+
+    # ---- shutting down
 
     async def drain(self, timeout: float) -> bool:
-        """Admit nobody more and wait for those who are here; then send them away. Whether all ended well."""
+        """Refuse new requests and wait for the active ones; after `timeout` seconds abort them.
+
+        Returns whether all of them finished.
+        """
         self._draining = True
-        log.info("draining: %d requests are under way", self.num_jobs)
-        if self._quiet.is_set():
+        log.info("draining: %d requests are under way", self.num_active)
+        if self._idle.is_set():
             return True
         try:
-            await asyncio.wait_for(self._quiet.wait(), timeout)
+            await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
-            log.warning("%d requests did not end in %g seconds and are aborted", self.num_jobs, timeout)
-            await self.dismiss()
+            log.warning("%d requests did not end in %g seconds and are aborted", self.num_active, timeout)
+            await self.abort_all()
             return False
         return True
 
-    async def dismiss(self) -> None:
-        """Send everybody away with an error, now."""
+    async def abort_all(self) -> None:
+        """End every active request with an error, and wait until the errors were sent."""
         self._draining = True
-        for job in list(self._jobs):
-            for reading in job.readings:
-                reading.fail(_unavailable("the server is shutting down", "draining"))
+        for request in list(self._active):
+            for reader in request.readers:
+                reader.fail(unavailable("the server is shutting down", "draining"))
         try:
-            await asyncio.wait_for(self._quiet.wait(), 5)
+            await asyncio.wait_for(self._idle.wait(), ABORT_SECONDS)
         except TimeoutError:
-            log.warning("%d clients do not read their answers; their connections are closed", self.num_jobs)
+            log.warning("%d clients do not read their answers; their connections are closed", self.num_active)
 
     async def close(self) -> None:
         """Stop the engine's thread."""
@@ -240,43 +222,33 @@ class Worker:
             await asyncio.to_thread(self._llm.close)
 
 
-async def _aside(work: Callable[[], T]) -> T:
-    """Do something long in a thread that the process need not wait for when it is told to end."""
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread that does not keep the process alive. (asyncio.to_thread's would.)"""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
+    def resolve(result: T | None, error: BaseException | None) -> None:
         if not future.done():
             future.set_exception(error) if error is not None else future.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
         try:
-            done: tuple[T | None, BaseException | None] = (work(), None)
+            outcome: tuple[T | None, BaseException | None] = (work(), None)
         except BaseException as error:
-            done = (None, error)
-        with suppress(RuntimeError):  # the loop has gone: nobody is waiting
-            loop.call_soon_threadsafe(settle, *done)
+            outcome = (None, error)
+        with suppress(RuntimeError):  # the event loop was closed meanwhile
+            loop.call_soon_threadsafe(resolve, *outcome)
 
     threading.Thread(target=run, name="samewise-load", daemon=True).start()
     return await future
 
 
-def salt_of(customer: bytes, cache_salt: str | None) -> bytes:
-    """Under what a request's prefixes and text are shared: its customer, and whatever it asked to add."""
-    if not customer and cache_salt is None:
+def salt_of(key_digest: bytes, cache_salt: str | None) -> bytes:
+    """A request's salt: prefixes and drafts are shared only between requests of equal key and cache_salt."""
+    if not key_digest and cache_salt is None:
         return b""
-    mark = b"" if cache_salt is None else sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
-    return sha256(b"samewise salt\0" + customer + b"\0" + mark).digest()
+    salt = b"" if cache_salt is None else sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
+    return sha256(b"samewise salt\0" + key_digest + b"\0" + salt).digest()
 
 
-async def _prompts(parsed: Parsed, llm: AsyncLLM) -> Sequence[Prompt]:
-    if not parsed.chat:
-        return parsed.prompts
-    return [await llm.chat_prompt(parsed.messages, **parsed.template)]
-
-
-def _unavailable(message: str, code: str) -> ApiError:
-    return ApiError(message, status=503, kind="server_error", code=code, retry_after=RETRY_AFTER)
-
-
-__all__ = ["Job", "State", "Worker", "salt_of"]
+__all__ = ["ActiveRequest", "State", "Worker", "salt_of"]

@@ -1,4 +1,4 @@
-"""A server over a tiny model: in memory, or on a port of its own in the same event loop."""
+"""A server over a tiny model, in memory or on a port, in the event loop of the test."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from samewise import AsyncLLM
 from samewise.serve.app import make_app
@@ -23,8 +23,8 @@ T = TypeVar("T")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def go(work: Coroutine[Any, Any, T], seconds: float = 240) -> T:
-    """Run a coroutine; whatever hangs is a failure."""
+def run(work: Coroutine[Any, Any, T], seconds: float = 240) -> T:
+    """Run a coroutine; a test that hangs fails."""
 
     async def timed() -> T:
         return await asyncio.wait_for(work, seconds)
@@ -33,13 +33,13 @@ def go(work: Coroutine[Any, Any, T], seconds: float = 240) -> T:
 
 
 @dataclass
-class Shop:
-    """A client, and what stands behind it."""
+class ServedApp:
+    """A client and the application behind it."""
 
     client: httpx.AsyncClient
     llm: AsyncLLM
-    app: FastAPI
-    url: str = "http://shop"
+    app: Starlette
+    url: str = "http://served"
 
     @property
     def worker(self) -> Any:
@@ -55,24 +55,24 @@ class Shop:
     async def post(self, path: str, body: Any) -> dict[str, Any]:
         response = await self.client.post(path, json=body)
         assert response.status_code == 200, response.text
-        found: dict[str, Any] = response.json()
-        return found
+        reply: dict[str, Any] = response.json()
+        return reply
 
     async def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """A stream's events, having checked how it ends."""
+        """A stream's events; checks how it ends."""
         response = await self.client.post(path, json=body | {"stream": True})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
-        return events(response.text)
+        return events_of(response.text)
 
-    async def refusal(self, path: str, body: Any, **how: Any) -> tuple[int, dict[str, Any]]:
-        """(status, error), having checked that the error has its shape and no more."""
-        response = await self.client.post(path, json=body, **how)
-        return response.status_code, error(response)
+    async def refusal(self, path: str, body: Any, **options: Any) -> tuple[int, dict[str, Any]]:
+        """(status, error); checks the error's form."""
+        response = await self.client.post(path, json=body, **options)
+        return response.status_code, error_of(response)
 
-    async def quiet(self) -> None:
-        """Wait until nobody is being served, and see that all pages are back."""
-        await until(lambda: self.llm._engine.idle and not self.worker.num_jobs)
+    async def check_idle(self) -> None:
+        """Wait until no request is active, and check that all pages are free."""
+        await wait_until(lambda: self.llm._engine.idle and not self.worker.num_active)
         stats = await self.llm.stats()
         assert (stats["running"], stats["waiting"]) == (0, 0)
         assert stats["pages_available"] == stats["pages"]
@@ -80,54 +80,54 @@ class Shop:
         assert not await self.llm._call(lambda: dict(self.llm._readers))
 
 
-def events(text: str) -> list[dict[str, Any]]:
+def events_of(text: str) -> list[dict[str, Any]]:
     blocks = text.split("\n\n")
     assert blocks[-2:] == ["data: [DONE]", ""]
     assert all(block.startswith("data: ") for block in blocks[:-1])
     return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
 
 
-def error(response: httpx.Response) -> dict[str, Any]:
+def error_of(response: httpx.Response) -> dict[str, Any]:
     assert response.status_code >= 400, response.text
     body = response.json()
     assert list(body) == ["error"]
     assert list(body["error"]) == ["message", "type", "param", "code"]
     assert response.headers["x-request-id"]
-    found: dict[str, Any] = body["error"]
-    return found
+    error: dict[str, Any] = body["error"]
+    return error
 
 
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+async def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it never happened"
+        assert time.monotonic() < end, "the condition was never met"
         await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
-async def shop(
-    settings: ServeSettings | None = None, *, real: bool = False, headers: Any = None, **engine: Any
-) -> AsyncIterator[Shop]:
-    """Open a shop; `real` ones listen on a port. Keywords are tiny_engine's."""
+async def served_app(
+    settings: ServeSettings | None = None, *, on_port: bool = False, headers: Any = None, **engine: Any
+) -> AsyncIterator[ServedApp]:
+    """Serve a tiny model; `on_port`: on a port instead of in memory. Keywords are tiny_engine's."""
     async with AsyncLLM.over(paced(tiny_engine(**engine))) as llm:
         app = make_app(llm, settings)
-        if not real:
+        if not on_port:
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(
-                transport=transport, base_url="http://shop", headers=headers
+                transport=transport, base_url="http://served", headers=headers
             ) as client:
-                yield Shop(client, llm, app)
+                yield ServedApp(client, llm, app)
             return
         async with (
             listening(app) as url,
             httpx.AsyncClient(base_url=url, headers=headers, timeout=120) as client,
         ):
-            yield Shop(client, llm, app, url)
+            yield ServedApp(client, llm, app, url)
 
 
 @asynccontextmanager
-async def listening(app: FastAPI) -> AsyncIterator[str]:
-    """The application on a port of its own."""
+async def listening(app: Starlette) -> AsyncIterator[str]:
+    """The application on a free port."""
     server = uvicorn.Server(
         uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=2)
     )

@@ -1,4 +1,4 @@
-"""`samewise serve` as a process of its own over a tiny model, for clients that know nothing about it."""
+"""`samewise serve` in a process of its own over a tiny model."""
 
 import json
 import os
@@ -16,13 +16,13 @@ from samewise.testing import byte_tokenizer, tiny_model
 
 SRC = Path(__file__).parents[2] / "src"
 NAME = "tiny"
-TEMPLATE = (  # in the manner of the Hermes models, which can be told of tools
+TEMPLATE = (  # a template with tools, in the format of the Hermes models
     "{% if tools %}# Tools\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     'Answer with <tool_call>{"name": …, "arguments": …}</tool_call>\n{% endif %}'
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% endif %}"
 )
-QUIET_ENV = {
+CLIENT_ENV = {
     "PYTHONPATH": str(SRC),
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -34,7 +34,7 @@ QUIET_ENV = {
 
 
 def make_folder(path: Path) -> Path:
-    """A tiny random model with its tokenizer, as a checkpoint folder."""
+    """A checkpoint folder with a tiny random model and its tokenizer."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
@@ -42,8 +42,8 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-class House:
-    """A server's process, its address and its log."""
+class ServerProcess:
+    """A server process, its URL and its log."""
 
     def __init__(self, folder: Path, log: Path, *options: str) -> None:
         command = [
@@ -52,51 +52,51 @@ class House:
         ]
         self.log = log
         with log.open("w") as out:
-            self.process = subprocess.Popen(command, env=os.environ | QUIET_ENV, stderr=out, stdout=out)
+            self.process = subprocess.Popen(command, env=os.environ | CLIENT_ENV, stderr=out, stdout=out)
         self.url = self._entry("listening on")["message"].split("listening on ")[1].split(";")[0]
         self._entry("ready: ")
 
-    def _entry(self, says: str, seconds: float = 60) -> dict[str, Any]:
-        """The line of the log that says so."""
+    def _entry(self, text: str, seconds: float = 60) -> dict[str, Any]:
+        """The first log entry that contains a text; waits for it."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for line in self.log.read_text().splitlines():
-                if says in line:
+                if text in line:
                     entry: dict[str, Any] = json.loads(line)
                     return entry
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.02)
-        raise AssertionError(f"it never said {says!r}:\n" + self.log.read_text())
+        raise AssertionError(f"the log never contained {text!r}:\n" + self.log.read_text())
 
-    def said(self, says: str) -> None:
-        """Wait until the log says so."""
-        self._entry(says)
+    def wait_for_log(self, text: str) -> None:
+        """Wait until the log contains a text."""
+        self._entry(text)
 
-    def number(self, name: str) -> float:
+    def metric(self, name: str) -> float:
         """A metric, summed over its labels."""
         lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"samewise:{name}{{"))
 
-    def quiet(self) -> None:
-        """Wait until nothing is computed and every page is back."""
+    def check_idle(self) -> None:
+        """Wait until no request is active, and check that every page is free."""
         end = time.monotonic() + 30
-        while self.number("num_requests_running") or self.number("num_requests_waiting"):
-            assert time.monotonic() < end, "it is never quiet"
+        while self.metric("num_requests_running") or self.metric("num_requests_waiting"):
+            assert time.monotonic() < end, "it never became idle"
             time.sleep(0.02)
-        assert self.number("kv_cache_usage_perc") == 0
+        assert self.metric("kv_cache_usage_perc") == 0
 
-    def end(self, seconds: float = 60) -> int:
-        """Wait for its end; the exit code."""
+    def wait(self, seconds: float = 60) -> int:
+        """Wait until it ends; returns the exit code."""
         return self.process.wait(seconds)
 
 
 @contextmanager
-def opened(folder: Path, log: Path, *options: str) -> Iterator[House]:
-    """Start one; what still runs at the end is killed."""
-    house = House(folder, log, *options)
+def running_server(folder: Path, log: Path, *options: str) -> Iterator[ServerProcess]:
+    """Start a server; kill it at the end if it still runs."""
+    server = ServerProcess(folder, log, *options)
     try:
-        yield house
+        yield server
     finally:
-        if house.process.poll() is None:
-            house.process.kill()
-            house.process.wait()
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()

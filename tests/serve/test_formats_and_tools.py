@@ -1,4 +1,4 @@
-"""`response_format` and tools over the wire: what comes back parses, whole and streamed, and is the same."""
+"""`response_format` and tools through the server, whole and streamed."""
 
 import json
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 from samewise.openai.errors import ApiError
 from samewise.openai.replies import refuse_aborted
 
-from shop import CHAT, COMPLETIONS, go, shop  # isort: skip
+from served_app import CHAT, COMPLETIONS, run, served_app  # isort: skip
 
 SCHEMA = {
     "type": "object",
@@ -39,12 +39,12 @@ HERMES = (
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def asked(**body):
+def chat_body(**body):
     return {"messages": MESSAGES, "temperature": 0, "max_tokens": 80} | body
 
 
-def put_together(events):
-    """The message a client makes of a stream."""
+def join_events(events):
+    """(content, tool calls, finish reason) as a client joins them from a stream."""
     content, calls, finish = "", {}, None
     for event in events:
         for choice in event["choices"]:
@@ -62,72 +62,72 @@ def put_together(events):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
-def test_a_schema_is_followed_and_the_same_whatever_else_is_asked(temperature):
-    async def run():
-        async with shop(eos=True) as there:
-            body = asked(response_format=FORMAT, temperature=temperature, seed=3)
-            whole = await there.post(CHAT, body)
+def test_a_schema_is_followed_streamed_whole_and_unverified(temperature):
+    async def work():
+        async with served_app(eos=True) as served:
+            body = chat_body(response_format=FORMAT, temperature=temperature, seed=3)
+            whole = await served.post(CHAT, body)
             person = json.loads(whole["choices"][0]["message"]["content"])
             assert set(person) == {"name", "age"}
             assert isinstance(person["age"], int)
             assert whole["choices"][0]["finish_reason"] == "stop"
-            content, calls, finish = put_together(await there.events(CHAT, body))
+            content, calls, finish = join_events(await served.events(CHAT, body))
             assert (content, calls, finish) == (whole["choices"][0]["message"]["content"], [], "stop")
-            plain = await there.post(CHAT, body | {"proposer": "none"})
+            plain = await served.post(CHAT, body | {"proposer": "none"})
             assert plain["choices"] == whole["choices"]
-            loose = await there.post(CHAT, body | {"verify": False})
-            json.loads(loose["choices"][0]["message"]["content"])
-            await there.quiet()
+            unverified = await served.post(CHAT, body | {"verify": False})
+            json.loads(unverified["choices"][0]["message"]["content"])
+            await served.check_idle()
 
-    go(run())
+    run(work())
 
 
-def test_json_mode_and_grammars_for_completions_too():
-    async def run():
-        async with shop(eos=True) as there:
+def test_completions_take_json_mode_and_grammars():
+    async def work():
+        async with served_app(eos=True) as served:
             mode = {"type": "json_object"}
-            found = await there.complete("{", max_tokens=60, response_format=mode, logit_bias={"125": 5})
-            text = found["choices"][0]["text"]
-            if found["choices"][0]["finish_reason"] == "stop":
+            reply = await served.complete("{", max_tokens=60, response_format=mode, logit_bias={"125": 5})
+            text = reply["choices"][0]["text"]
+            if reply["choices"][0]["finish_reason"] == "stop":
                 assert isinstance(json.loads(text), dict)
             assert text.lstrip().startswith("{")
-            shape = {"type": "grammar", "syntax": "regex", "definition": "(yes|no)!"}
-            assert (await there.complete(response_format=shape))["choices"][0]["text"] in ("yes!", "no!")
+            grammar = {"type": "grammar", "syntax": "regex", "definition": "(yes|no)!"}
+            assert (await served.complete(response_format=grammar))["choices"][0]["text"] in ("yes!", "no!")
 
-    go(run())
+    run(work())
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_call_that_must_be_made_is_made(choice):
-    async def run():
-        async with shop(eos=True) as there:
-            there.llm.tokenizer.chat_template = HERMES
-            body = asked(tools=[TOOL], tool_choice=choice, max_tokens=160, parallel_tool_calls=False)
-            whole = await there.post(CHAT, body)
-            (said,) = whole["choices"]
-            assert said["finish_reason"] == "tool_calls"
-            assert said["message"]["content"] is None
-            (call,) = said["message"]["tool_calls"]
+def test_a_required_tool_call_is_made(choice):
+    async def work():
+        async with served_app(eos=True) as served:
+            served.llm.intake.tokenizer.chat_template = HERMES
+            body = chat_body(tools=[TOOL], tool_choice=choice, max_tokens=160, parallel_tool_calls=False)
+            whole = await served.post(CHAT, body)
+            (answer,) = whole["choices"]
+            assert answer["finish_reason"] == "tool_calls"
+            assert answer["message"]["content"] is None
+            (call,) = answer["message"]["tool_calls"]
             assert call["type"] == "function"
             assert call["function"]["name"] == "weather"
             assert json.loads(call["function"]["arguments"])["town"] in ("Ulm", "Bonn")
-            content, calls, finish = put_together(await there.events(CHAT, body))
+            content, calls, finish = join_events(await served.events(CHAT, body))
             assert (content, calls, finish) == ("", [call], "tool_calls")
-            again = await there.post(CHAT, body)
-            assert again["choices"] == whole["choices"]  # names of calls and all
-            heard = [
+            again = await served.post(CHAT, body)
+            assert again["choices"] == whole["choices"]  # including the ids of calls
+            messages = [
                 *MESSAGES,
-                said["message"],
+                answer["message"],
                 {"role": "tool", "tool_call_id": call["id"], "content": "rain"},
             ]
-            await there.post(CHAT, asked(messages=heard, tools=[TOOL], tool_choice="none"))
-            await there.quiet()
+            await served.post(CHAT, chat_body(messages=messages, tools=[TOOL], tool_choice="none"))
+            await served.check_idle()
 
-    go(run())
+    run(work())
 
 
 @pytest.mark.parametrize(
-    ("extra", "param", "says"),
+    ("extra", "param", "message"),
     [
         ({"response_format": {"type": "yaml"}}, "response_format", "json_object"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
@@ -152,44 +152,44 @@ def test_a_call_that_must_be_made_is_made(choice):
         ({"response_format": FORMAT, "allowed_token_ids": [65]}, "allowed_token_ids", "grammar"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(extra, param, says):
-    async def run():
-        async with shop(eos=True) as there:
-            status, error = await there.refusal(CHAT, asked(**extra))
+def test_invalid_formats_and_tools_are_refused_with_their_field(extra, param, message):
+    async def work():
+        async with served_app(eos=True) as served:
+            status, error = await served.refusal(CHAT, chat_body(**extra))
             assert (status, error["param"]) == (400, param), error
-            assert says in error["message"]
-            await there.quiet()
+            assert message in error["message"]
+            await served.check_idle()
 
-    go(run())
+    run(work())
 
 
-def test_tools_beside_special_tokens_that_are_skipped():
-    async def run():
-        async with shop(eos=True) as there:
-            there.llm.tokenizer.chat_template = HERMES
-            status, error = await there.refusal(CHAT, asked(tools=[TOOL], skip_special_tokens=True))
+def test_tools_exclude_skip_special_tokens():
+    async def work():
+        async with served_app(eos=True) as served:
+            served.llm.intake.tokenizer.chat_template = HERMES
+            status, error = await served.refusal(CHAT, chat_body(tools=[TOOL], skip_special_tokens=True))
             assert (status, error["param"]) == (400, "skip_special_tokens")
-            found = await there.post(CHAT, asked(tools=[TOOL], max_tokens=8))
-            assert found["choices"][0]["message"]["content"] is not None
+            reply = await served.post(CHAT, chat_body(tools=[TOOL], max_tokens=8))
+            assert reply["choices"][0]["message"]["content"] is not None
 
-    go(run())
+    run(work())
 
 
-def test_an_answer_whose_grammar_could_not_be_followed_is_an_error():
-    """It ends with `abort`, which no client knows: no token fits, or the grammar's own limits."""
-    fine = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="stop")])
-    stuck = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="abort")])
-    refuse_aborted([fine])
+def test_an_aborted_answer_is_an_error():
+    """No token fits its grammar, or the grammar exceeds its limits."""
+    finished = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="stop")])
+    aborted = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="abort")])
+    refuse_aborted([finished])
     with pytest.raises(ApiError, match="grammar") as caught:
-        refuse_aborted([fine, stuck])
+        refuse_aborted([finished, aborted])
     assert (caught.value.status, caught.value.param) == (400, "response_format")
 
 
-def test_completions_have_no_tools():
-    async def run():
-        async with shop() as there:
-            status, error = await there.refusal(COMPLETIONS, {"prompt": "a", "tools": [TOOL]})
+def test_completions_refuse_tools():
+    async def work():
+        async with served_app() as served:
+            status, error = await served.refusal(COMPLETIONS, {"prompt": "a", "tools": [TOOL]})
             assert (status, error["param"]) == (400, "tools")
-            await there.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "tools": []})
+            await served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "tools": []})
 
-    go(run())
+    run(work())

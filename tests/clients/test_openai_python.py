@@ -1,6 +1,6 @@
-"""openai-python, in its plain and its asynchronous form, against a server in a process of its own.
+"""openai-python, synchronous and asynchronous, against a server in a process of its own.
 
-What the library does with single fields is tested in tests/serve; here it is what people build with it.
+Single fields are tested in tests/serve; here are the library's helpers, errors, disconnects and shutdown.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from house import NAME, House, opened
 from pydantic import BaseModel, Field
+from server_process import NAME, ServerProcess, running_server
 
 import openai
 from openai import AsyncOpenAI, OpenAI
@@ -25,9 +25,9 @@ LONG: Any = {"model": NAME, "prompt": "hello", "max_tokens": 400, "extra_body": 
 
 
 @pytest.fixture
-def client(house: House) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+def client(server: ServerProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
 class Person(BaseModel):
@@ -44,22 +44,24 @@ class Weather(BaseModel):
 # ---- answers
 
 
-def test_the_same_answer_in_every_way_of_asking(client: OpenAI, house: House) -> None:
-    """Whole, streamed, through the helper, raw, from a thread or a loop: text, bits, seed and usage agree."""
-    asked: Any = {
+def test_all_ways_of_asking_give_the_same_answer(client: OpenAI, server: ServerProcess) -> None:
+    """Whole, streamed, through the helper, raw, and concurrent: text, bits and usage are equal."""
+    request: Any = {
         "model": NAME, "messages": HELLO, "max_completion_tokens": 24, "seed": 5, "temperature": 0.8, "n": 2,
-        "logprobs": True, "top_logprobs": 3, "stop": ["~~"], "user": "somebody",
-        # The helper raises where a limit ends an answer, so something else does.
+        "logprobs": True, "top_logprobs": 3, "stop": ["~~"], "user": "a user",
+        # The helper raises if a length limit ends an answer, so a stop token ends it.
         "logit_bias": {"70": 100}, "extra_body": {"stop_token_ids": [70], "min_tokens": 8},
     }  # fmt: skip
-    one = client.chat.completions.create(**asked)
+    one = client.chat.completions.create(**request)
     assert [choice.index for choice in one.choices] == [0, 1]
-    wanted = [_said(choice) for choice in one.choices]
+    wanted = [_content_and_bits(choice) for choice in one.choices]
     assert wanted[0] != wanted[1]
     assert all(len(bits) <= 24 and all(len(tops) == 3 for _, tops in bits) for _, bits in wanted)
 
     texts, bits, usage = ["", ""], [[], []], None  # type: ignore[var-annotated]
-    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.chat.completions.create(
+        **request, stream=True, stream_options={"include_usage": True}
+    ):
         for part in chunk.choices:
             texts[part.index] += part.delta.content or ""
             bits[part.index] += _bits(part.logprobs)
@@ -72,21 +74,21 @@ def test_the_same_answer_in_every_way_of_asking(client: OpenAI, house: House) ->
         one.usage.completion_tokens,
     )
 
-    with client.chat.completions.stream(**asked) as stream:
-        assert [_said(choice) for choice in stream.get_final_completion().choices] == wanted
-    raw = client.chat.completions.with_raw_response.create(**asked, extra_headers={"X-Request-Id": "mine"})
+    with client.chat.completions.stream(**request) as stream:
+        assert [_content_and_bits(choice) for choice in stream.get_final_completion().choices] == wanted
+    raw = client.chat.completions.with_raw_response.create(**request, extra_headers={"X-Request-Id": "mine"})
     assert raw.headers["x-request-id"] == "mine"
     assert raw.parse().id == "chatcmpl-mine"
-    assert [_said(choice) for choice in raw.parse().choices] == wanted
+    assert [_content_and_bits(choice) for choice in raw.parse().choices] == wanted
 
     async def many() -> list[Any]:
-        async with AsyncOpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as other:
-            return list(await asyncio.gather(*(other.chat.completions.create(**asked) for _ in range(6))))
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as other:
+            return list(await asyncio.gather(*(other.chat.completions.create(**request) for _ in range(6))))
 
     for again in asyncio.run(many()):
-        assert [_said(choice) for choice in again.choices] == wanted
+        assert [_content_and_bits(choice) for choice in again.choices] == wanted
         assert again.system_fingerprint == one.system_fingerprint
-    house.quiet()
+    server.check_idle()
 
 
 def _bits(logprobs: Any) -> list[Any]:
@@ -97,56 +99,56 @@ def _bits(logprobs: Any) -> list[Any]:
     )
 
 
-def _said(choice: Any) -> tuple[str, list[Any]]:
+def _content_and_bits(choice: Any) -> tuple[str, list[Any]]:
     return choice.message.content, _bits(choice.logprobs)
 
 
-def test_a_seed_that_was_not_given_is_told_and_gives_the_answer_again(client: OpenAI) -> None:
-    asked: Any = {"model": NAME, "messages": HELLO, "max_completion_tokens": 16, "temperature": 1}
-    one = client.chat.completions.create(**asked)
+def test_a_derived_seed_is_returned_and_reproduces_the_answer(client: OpenAI) -> None:
+    request: Any = {"model": NAME, "messages": HELLO, "max_completion_tokens": 16, "temperature": 1}
+    one = client.chat.completions.create(**request)
     assert one.choices[0].model_extra is not None
-    again = client.chat.completions.create(**asked, seed=one.choices[0].model_extra["seed"])
+    again = client.chat.completions.create(**request, seed=one.choices[0].model_extra["seed"])
     assert again.choices[0].message.content == one.choices[0].message.content
 
 
-def test_schemas_come_back_as_objects(client: OpenAI) -> None:
-    asked: Any = {
+def test_answers_to_a_schema_are_parsed_into_objects(client: OpenAI) -> None:
+    request: Any = {
         "model": NAME,
         "messages": HELLO,
         "seed": 1,
         "temperature": 0.7,
         "max_completion_tokens": 120,
     }
-    parsed = client.chat.completions.parse(**asked, response_format=Person)
+    parsed = client.chat.completions.parse(**request, response_format=Person)
     person = parsed.choices[0].message.parsed
     assert isinstance(person, Person)
-    with client.chat.completions.stream(**asked, response_format=Person) as stream:
+    with client.chat.completions.stream(**request, response_format=Person) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == person
-    loose = client.chat.completions.create(**asked, response_format={"type": "json_object"})
-    if loose.choices[0].finish_reason == "stop":
-        assert isinstance(json.loads(loose.choices[0].message.content or ""), dict)
+    free = client.chat.completions.create(**request, response_format={"type": "json_object"})
+    if free.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(free.choices[0].message.content or ""), dict)
     with pytest.raises(openai.LengthFinishReasonError):
-        client.chat.completions.parse(**asked | {"max_completion_tokens": 2}, response_format=Person)
+        client.chat.completions.parse(**request | {"max_completion_tokens": 2}, response_format=Person)
 
 
-def test_tools_are_called(client: OpenAI) -> None:
-    asked: Any = {
+def test_required_tools_are_called(client: OpenAI) -> None:
+    request: Any = {
         "model": NAME, "messages": HELLO, "max_completion_tokens": 120, "temperature": 0,
         "tools": [openai.pydantic_function_tool(Weather)], "tool_choice": "required",
         "parallel_tool_calls": False,
     }  # fmt: skip
-    one = client.chat.completions.parse(**asked).choices[0]
+    one = client.chat.completions.parse(**request).choices[0]
     assert one.finish_reason == "tool_calls"
     (call,) = one.message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Weather)
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**request) as stream:
         (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or []
     assert streamed.function.parsed_arguments == call.function.parsed_arguments
     assert streamed.id == call.id
 
 
-def test_what_one_knows_of_a_prompt(client: OpenAI) -> None:
-    """Scoring through completions: the prompt echoed with its own log-probabilities, nothing generated."""
+def test_a_prompt_is_scored_without_generating(client: OpenAI) -> None:
+    """`echo` with `max_tokens=0`: the prompt and its log-probabilities."""
     whole = client.completions.create(
         model=NAME, prompt="a frame of rows", max_tokens=0, logprobs=1, echo=True
     )
@@ -158,10 +160,10 @@ def test_what_one_knows_of_a_prompt(client: OpenAI) -> None:
     assert logprobs.text_offset == list(range(15))
 
 
-# ---- mistakes
+# ---- errors
 
 
-def test_mistakes_have_their_classes(client: OpenAI, house: House) -> None:
+def test_errors_are_raised_as_their_classes(client: OpenAI, server: ServerProcess) -> None:
     chat, complete = client.chat.completions.create, client.completions.create
     with pytest.raises(openai.BadRequestError) as long:
         complete(model=NAME, prompt="x" * 4000)
@@ -176,9 +178,9 @@ def test_mistakes_have_their_classes(client: OpenAI, house: House) -> None:
     with pytest.raises(openai.BadRequestError) as schema:
         chat(model=NAME, messages=HELLO, response_format=bad)
     assert schema.value.param == "response_format"
-    with pytest.raises(openai.NotFoundError) as lost:
+    with pytest.raises(openai.NotFoundError) as unknown:
         client.models.retrieve("gpt-4")
-    assert (lost.value.status_code, lost.value.code) == (404, "model_not_found")
+    assert (unknown.value.status_code, unknown.value.code) == (404, "model_not_found")
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model=NAME, input="x")
     with pytest.raises(openai.APIStatusError) as large:
@@ -189,21 +191,21 @@ def test_mistakes_have_their_classes(client: OpenAI, house: House) -> None:
         client.with_options(timeout=0.05).completions.create(**LONG)
     with pytest.raises(openai.APIConnectionError):
         OpenAI(base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0).models.list()
-    house.quiet()  # who timed out was aborted
+    server.check_idle()  # the request that timed out was aborted
 
 
-# ---- leaving
+# ---- disconnects and shutdown
 
 
-def test_leaving_gives_the_pages_back(client: OpenAI, house: House) -> None:
-    aborted = house.number("requests_aborted_total")
+def test_disconnects_free_the_pages(client: OpenAI, server: ServerProcess) -> None:
+    aborted = server.metric("requests_aborted_total")
     for _ in range(3):
         with client.completions.create(**LONG, stream=True) as stream:
             next(iter(stream))
-    house.quiet()
+    server.check_idle()
 
     async def cancelled() -> None:
-        async with AsyncOpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as other:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as other:
             tasks = [asyncio.create_task(other.completions.create(**LONG)) for _ in range(4)]
             await asyncio.sleep(0.3)
             for task in tasks:
@@ -211,43 +213,43 @@ def test_leaving_gives_the_pages_back(client: OpenAI, house: House) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(cancelled())
-    house.quiet()
-    assert house.number("requests_aborted_total") > aborted
+    server.check_idle()
+    assert server.metric("requests_aborted_total") > aborted
 
 
-def test_told_to_end_under_load(folder: Path, tmp_path: Path) -> None:
-    """SIGTERM: answers under way, running and waiting, are completed and right; new ones get 503; exit 0."""
-    with opened(folder, tmp_path / "log", "--kv-memory", "1MiB", "--max-num-seqs", "4") as house:
-        address = f"{house.url}/v1"
+def test_sigterm_under_load_completes_active_requests(folder: Path, tmp_path: Path) -> None:
+    """Running and waiting requests get the same answers, new ones get 503, and the exit code is 0."""
+    with running_server(folder, tmp_path / "log", "--kv-memory", "1MiB", "--max-num-seqs", "4") as server:
+        address = f"{server.url}/v1"
 
         def ask(i: int) -> tuple[str, str]:
             with OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120) as client:
-                asked: Any = LONG | {"prompt": f"question {i}", "max_tokens": 150, "seed": i}
+                request: Any = LONG | {"prompt": f"question {i}", "max_tokens": 150, "seed": i}
                 if i % 2:
-                    one = client.completions.create(**asked).choices[0]
+                    one = client.completions.create(**request).choices[0]
                     return one.text, one.finish_reason
                 text, end = "", ""
-                for chunk in client.completions.create(**asked, stream=True):
+                for chunk in client.completions.create(**request, stream=True):
                     text += chunk.choices[0].text
                     end = chunk.choices[0].finish_reason or end
                 return text, end
 
         with ThreadPoolExecutor(10) as pool:
             wanted = list(pool.map(ask, range(10)))
-            began = house.number("requests_total")
+            began = server.metric("requests_total")
             asking = [pool.submit(ask, i) for i in range(10)]
-            while house.number("requests_total") < began + 10:
+            while server.metric("requests_total") < began + 10:
                 time.sleep(0.01)
-            house.process.send_signal(signal.SIGTERM)
-            house.said("draining")
-            assert not all(one.done() for one in asking)  # or this test shows nothing
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for_log("draining")
+            assert not all(one.done() for one in asking)  # otherwise nothing was drained
             with OpenAI(base_url=address, api_key="none", max_retries=0) as late:
                 with pytest.raises(openai.InternalServerError) as refused:
                     late.completions.create(**LONG)
                 assert (refused.value.status_code, refused.value.code) == (503, "draining")
                 assert refused.value.response.headers["retry-after"]
-            assert httpx.get(f"{house.url}/ready").status_code == 503
+            assert httpx.get(f"{server.url}/ready").status_code == 503
             assert [one.result() for one in asking] == wanted
         assert {end for _, end in wanted} == {"length"}
-        assert house.end() == 0
-        assert '"level": "error"' not in house.log.read_text()
+        assert server.wait() == 0
+        assert '"level": "error"' not in server.log.read_text()

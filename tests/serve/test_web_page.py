@@ -1,5 +1,4 @@
-"""The page and its feed as routes: what is sent, to whom, and under which policy. The browser's side is
-in test_page.py."""
+"""The web page and its feed as routes. Tests in a browser are in tests/page."""
 
 import asyncio
 import json
@@ -12,24 +11,24 @@ import httpx
 import pytest
 
 from samewise import AsyncLLM, SamplingParams
-from samewise.serve import site
+from samewise.serve import web_page
 from samewise.serve.app import make_app
 from samewise.serve.settings import Keys, ServeSettings
 from samewise.serve.worker import Worker
 from samewise.testing import tiny_engine
 
-FILES = sorted(path.name for path in site.PAGE.iterdir())
+FILES = sorted(path.name for path in web_page.PAGE.iterdir())
 
 
-def go(work: Coroutine[Any, Any, None]) -> None:
+def run(work: Coroutine[Any, Any, None]) -> None:
     async def timed() -> None:
         await asyncio.wait_for(work, 60)
 
     asyncio.run(timed())
 
 
-def nobody() -> AsyncLLM:
-    raise AssertionError("not asked for")
+def no_model() -> AsyncLLM:
+    raise AssertionError("the model must not be loaded")
 
 
 @asynccontextmanager
@@ -39,57 +38,60 @@ async def client(worker: Worker | AsyncLLM, **settings: Any) -> AsyncIterator[ht
         yield found
 
 
-def test_every_file_is_served_as_what_it_is() -> None:
+def test_every_file_is_served_with_its_type_and_tag() -> None:
     async def work() -> None:
-        async with client(Worker(nobody)) as http:
+        async with client(Worker(no_model)) as http:
             for name in FILES:
                 response = await http.get(f"/samewise/page/{name}")
                 assert response.status_code == 200
-                assert response.content == (site.PAGE / name).read_bytes()
-                assert response.headers["content-type"].split(";")[0] == site.TYPES[name[name.rindex(".") :]]
+                assert response.content == (web_page.PAGE / name).read_bytes()
+                assert (
+                    response.headers["content-type"].split(";")[0]
+                    == web_page.MEDIA_TYPES[name[name.rindex(".") :]]
+                )
                 assert response.headers["x-content-type-options"] == "nosniff"
                 again = await http.get(
                     f"/samewise/page/{name}", headers={"If-None-Match": response.headers["etag"]}
                 )
                 assert (again.status_code, again.content) == (304, b"")
             page = await http.get("/")
-            assert page.text == (site.PAGE / "index.html").read_text(encoding="utf-8")
+            assert page.text == (web_page.PAGE / "index.html").read_text(encoding="utf-8")
             policy = page.headers["content-security-policy"]
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
 
-    go(work())
+    run(work())
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "..%2Fapp.py", "%2e%2e/app.py", "__init__.py", ".", ""])
-def test_nothing_else_is_served(name: str) -> None:
+def test_other_files_are_not_served(name: str) -> None:
     async def work() -> None:
-        async with client(Worker(nobody)) as http:
+        async with client(Worker(no_model)) as http:
             response = await http.get(f"/samewise/page/{name}")
             assert response.status_code == 404
             assert response.json()["error"]["code"] == "not_found"
 
-    go(work())
+    run(work())
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_nothing_inline() -> None:
+def test_the_page_loads_nothing_from_other_servers_and_has_no_inline_script() -> None:
     for name in FILES:
-        text = (site.PAGE / name).read_text(encoding="utf-8")
-        foreign = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"']*", text))
-        assert {url for url in foreign if "www.w3.org/2000/svg" not in url} == set(), name
+        text = (web_page.PAGE / name).read_text(encoding="utf-8")
+        external = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"']*", text))
+        assert {url for url in external if "www.w3.org/2000/svg" not in url} == set(), name
         assert len(text.splitlines()) < 400, name
-    page = (site.PAGE / "index.html").read_text(encoding="utf-8")
+    page = (web_page.PAGE / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"\son\w+=|\sstyle=|javascript:|<style", page)
     assert not re.search(r"<script(?![^>]*\bsrc=)", page)
     for found in re.findall(r'(?:src|href)="([^"#]+)"', page):
         assert found.removeprefix("samewise/page/") in FILES, found
     for name in (name for name in FILES if name.endswith(".js")):
-        for found in re.findall(r'from "\./([^"]+)"', (site.PAGE / name).read_text(encoding="utf-8")):
+        for found in re.findall(r'from "\./([^"]+)"', (web_page.PAGE / name).read_text(encoding="utf-8")):
             assert found in FILES, f"{name} imports {found}"
 
 
-def test_every_id_a_script_asks_for_is_on_the_page() -> None:
-    page = (site.PAGE / "index.html").read_text(encoding="utf-8")
+def test_every_id_used_by_a_script_is_on_the_page() -> None:
+    page = (web_page.PAGE / "index.html").read_text(encoding="utf-8")
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     wanted = {
@@ -97,7 +99,7 @@ def test_every_id_a_script_asks_for_is_on_the_page() -> None:
         for name in FILES
         if name.endswith(".js")
         for found in re.findall(
-            r'(?:\$|numberIn)\("([\w-]+)"\)', (site.PAGE / name).read_text(encoding="utf-8")
+            r'(?:\$|numberIn)\("([\w-]+)"\)', (web_page.PAGE / name).read_text(encoding="utf-8")
         )
     }
     assert wanted <= set(ids)
@@ -105,7 +107,7 @@ def test_every_id_a_script_asks_for_is_on_the_page() -> None:
         assert reference in ids
 
 
-def test_the_page_is_open_and_its_feed_is_not() -> None:
+def test_the_page_is_public_and_its_feed_needs_a_key() -> None:
     async def work() -> None:
         async with (
             AsyncLLM.over(tiny_engine()) as llm,
@@ -118,20 +120,20 @@ def test_the_page_is_open_and_its_feed_is_not() -> None:
                 assert refused.status_code == 401
                 assert refused.json()["error"]["code"] == "invalid_api_key"
 
-    go(work())
+    run(work())
 
 
-def test_there_is_no_feed_while_the_model_is_being_loaded() -> None:
+def test_the_feed_is_refused_while_loading() -> None:
     async def work() -> None:
-        async with client(Worker(nobody)) as http:
+        async with client(Worker(no_model)) as http:
             response = await http.get("/samewise/live")
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "loading"
 
-    go(work())
+    run(work())
 
 
-def test_the_feed_tells_what_the_engine_does_and_ends_when_the_server_drains() -> None:
+def test_the_feed_follows_the_engine_and_ends_when_the_server_drains() -> None:
     async def work() -> None:
         async with AsyncLLM.over(tiny_engine(proposer="none")) as llm:
             worker = Worker.over(llm)
@@ -144,10 +146,10 @@ def test_the_feed_tells_what_the_engine_does_and_ends_when_the_server_drains() -
                 "headers": [],
                 "query_string": b"",
             }
-            hang = asyncio.Event()
+            never = asyncio.Event()
 
             async def receive() -> dict[str, Any]:
-                await hang.wait()
+                await never.wait()
                 return {"type": "http.disconnect"}
 
             async def send(message: Any) -> None:
@@ -160,12 +162,12 @@ def test_the_feed_tells_what_the_engine_does_and_ends_when_the_server_drains() -
             await asyncio.wait_for(listening, 5)
             assert dict(sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")
             events = b"".join(one.get("body", b"") for one in sent[1:]).decode().strip().split("\n\n")
-            told = [json.loads(one.removeprefix("data: ")) for one in events if one.startswith("data: ")]
-            assert told[0]["facts"] == dict(llm.contract.facts)
-            assert told[0]["contract"] == llm.contract.id
-            frames = [frame for one in told[:-1] for frame in one["frames"]]
+            snapshots = [json.loads(one.removeprefix("data: ")) for one in events if one.startswith("data: ")]
+            assert snapshots[0]["facts"] == dict(llm.contract.facts)
+            assert snapshots[0]["contract"] == llm.contract.id
+            frames = [frame for one in snapshots[:-1] for frame in one["frames"]]
             assert sum(frame["committed"] for frame in frames) == 20
             assert sum(frame["prompt"] for frame in frames) == 5
-            assert told[-1] == {"over": "the server is shutting down"}
+            assert snapshots[-1] == {"over": "the server is shutting down"}
 
-    go(work())
+    run(work())

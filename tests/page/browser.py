@@ -1,4 +1,4 @@
-"""A person at the page: eyes, a keyboard, and patience. Shared by the tests beside it."""
+"""Helpers for tests in a browser: reading the page, pressing keys, waiting."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from selenium.webdriver.common.keys import Keys as Key
 
 Driver = webdriver.Chrome
 
-SAID = "return document.getElementById('said').textContent"
+ANNOUNCED = "return document.getElementById('said').textContent"
 OPEN_ALL = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
 
 
@@ -22,12 +22,12 @@ def emulate(driver: Driver, *, scheme: str, motion: str = "no-preference") -> No
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
-def until(condition: Callable[[], Any], seconds: float = 40) -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = 40) -> Any:
     end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "it never happened"
+    while not (result := condition()):
+        assert time.monotonic() < end, "the condition was never met"
         time.sleep(0.02)
-    return found
+    return result
 
 
 def all_of(driver: Driver, selector: str) -> list[Any]:
@@ -47,8 +47,8 @@ def press(driver: Driver, *keys: str) -> None:
     webdriver.ActionChains(driver).send_keys(*keys).perform()
 
 
-def go_back_to(driver: Driver, label: str) -> None:
-    """Shift and Tab until something of this name has the focus."""
+def focus_backwards(driver: Driver, label: str) -> None:
+    """Press Shift and Tab until the element with this accessible name has the focus."""
     for _ in range(30):
         webdriver.ActionChains(driver).key_down(Key.SHIFT).send_keys(Key.TAB).key_up(Key.SHIFT).perform()
         if focused(driver).accessible_name == label:
@@ -56,26 +56,26 @@ def go_back_to(driver: Driver, label: str) -> None:
     raise AssertionError(f"{label!r} cannot be reached by keyboard")
 
 
-def shorten(driver: Driver, tokens: int = 32) -> None:
+def set_max_tokens(driver: Driver, tokens: int = 32) -> None:
     driver.execute_script("document.getElementById('max-tokens').value = arguments[0]", tokens)
 
 
-def answered(driver: Driver, num: int = 1) -> None:
-    until(lambda: len(all_of(driver, ".answer:not(.busy)")) == num)
+def wait_for_answers(driver: Driver, num: int = 1) -> None:
+    wait_until(lambda: len(all_of(driver, ".answer:not(.busy)")) == num)
 
 
 def ask(driver: Driver, question: str = "Why is the sky blue?", tokens: int = 32) -> None:
-    shorten(driver, tokens)
+    set_max_tokens(driver, tokens)
     press(driver, question, Key.ENTER)
-    answered(driver)
+    wait_for_answers(driver)
 
 
-def ask_in_crowd(driver: Driver) -> Any:
-    """Press the button; the panel that says how it went."""
+def ask_under_load(driver: Driver) -> Any:
+    """Ask again beside other requests; returns the panel with the comparison."""
     all_of(driver, ".again")[-1].click()
-    return until(lambda: all_of(driver, ".compared[data-same]"))[0]
+    return wait_until(lambda: all_of(driver, ".compared[data-same]"))[0]
 
 
-def complaints(driver: Driver) -> list[str]:
-    """What the console holds."""
+def console_messages(driver: Driver) -> list[str]:
+    """Errors and warnings in the browser's console."""
     return [one["message"] for one in driver.get_log("browser") if one["level"] in {"SEVERE", "WARNING"}]

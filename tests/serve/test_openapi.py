@@ -1,0 +1,131 @@
+"""The OpenAPI document, the page that shows it, and HEAD."""
+
+import json
+import re
+from typing import Any
+
+import httpx
+from pydantic import TypeAdapter
+from served_app import (
+    CHAT,
+    COMPLETIONS,
+    events_of,
+    run,
+    served_app,
+)
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from samewise.openai.bodies import (
+    CompletionReply,
+    DetokenizeReply,
+    ModelCard,
+    ModelList,
+    StatusReply,
+    TokenizeReply,
+    VersionReply,
+)
+from samewise.serve.middleware import PUBLIC_PATHS
+
+
+def test_the_openapi_document_describes_every_route() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            document = (await served.client.get("/openapi.json")).json()
+            assert {COMPLETIONS, CHAT, "/v1/models", "/tokenize", "/metrics"} <= set(document["paths"])
+            assert "$defs" not in json.dumps(document)
+            fields = document["components"]["schemas"]["ChatBody"]["properties"]
+            assert {"messages", "verify", "proposer", "tools", "response_format"} <= set(fields)
+            for path in ("/health", "/ready", "/version"):
+                assert (await served.client.get(path)).status_code == 200
+
+    run(work())
+
+
+def test_replies_have_the_types_of_the_document() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            tokens = await served.post("/tokenize", {"prompt": "hello", "return_token_strs": True})
+            replies: dict[Any, list[Any]] = {
+                CompletionReply: [
+                    await served.complete(logprobs=1, prompt_logprobs=1, return_token_ids=True, receipt=True),
+                    await served.chat(logprobs=True, prompt_logprobs=1, return_token_ids=True),
+                ],
+                TokenizeReply: [tokens],
+                DetokenizeReply: [await served.post("/detokenize", {"tokens": tokens["tokens"]})],
+            }
+            for kind, path in (
+                (ModelList, "/v1/models"),
+                (ModelCard, "/v1/models/tiny-llama"),
+                (StatusReply, "/health"),
+                (StatusReply, "/ready"),
+                (VersionReply, "/version"),
+            ):
+                replies.setdefault(kind, []).append((await served.client.get(path)).json())
+            for kind, listed in replies.items():
+                for reply in listed:
+                    assert TypeAdapter(kind).validate_python(reply, strict=True, extra="forbid") == reply
+            endpoints = served.app.state.service.endpoints
+            assert {endpoint.reply for endpoint in endpoints} == {*replies, str}
+
+    run(work())
+
+
+def test_public_endpoints_are_those_without_a_key() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            endpoints = served.app.state.service.endpoints
+            assert [one.path for one in endpoints if one.public != (one.path in PUBLIC_PATHS)] == []
+            assert len({one.operation_id for one in endpoints}) == len(endpoints)
+
+    run(work())
+
+
+def test_a_mounted_application_names_its_prefix_in_the_document() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            outer = httpx.ASGITransport(Starlette(routes=[Mount("/api", served.app)]))
+            async with httpx.AsyncClient(transport=outer, base_url="http://x") as client:
+                assert (await client.get("/api/openapi.json")).json()["servers"] == [{"url": "/api"}]
+            assert "servers" not in (await served.client.get("/openapi.json")).json()
+
+    run(work())
+
+
+def test_the_docs_page_is_complete_and_loads_nothing_from_other_servers() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            page = await served.client.get("/docs")
+            assert page.headers["content-type"].startswith("text/html")
+            assert "default-src 'none'" in page.headers["content-security-policy"]
+            links = re.findall(r'(?:href|src)="([^"]*)"', page.text)
+            assert not [link for link in links if ":" in link or link.startswith("/")]
+            for link in links:
+                if not link.startswith("#"):
+                    assert (await served.client.get(f"/{link}")).status_code == 200
+            for text in (CHAT, "/metrics", "max_completion_tokens", "integer, minimum 0", "Retry-After"):
+                assert text in page.text
+            ids = re.findall(r' id="([^"]*)"', page.text)
+            assert len(ids) == len(set(ids))
+            assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+
+    run(work())
+
+
+def test_head_is_answered_where_get_is() -> None:
+    async def work() -> None:
+        async with served_app(on_port=True) as served:
+            for path in ("/", "/docs", "/health", "/ready", "/version", "/metrics", "/v1/models"):
+                response = await served.client.head(path)
+                assert (response.status_code, response.content) == (200, b"")
+                assert response.headers["x-request-id"]
+            assert (await served.client.head(COMPLETIONS)).status_code == 405
+            assert (await served.client.put("/health")).headers["allow"] == "GET, HEAD"
+            document = (await served.client.get("/openapi.json")).json()
+            assert not [path for path, methods in document["paths"].items() if "head" in methods]
+
+    run(work())
+
+
+def test_the_helper_splits_events() -> None:
+    assert events_of('data: {"a":1}\n\ndata: [DONE]\n\n') == [{"a": 1}]
