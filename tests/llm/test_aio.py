@@ -66,21 +66,20 @@ def bits(out: RequestOutput) -> list[tuple[list[int], list[str]]]:
     return [(o.token_ids, [v.hex() for v in o.token_logprobs]) for o in out.outputs]
 
 
-def test_who_wants_the_whole_is_woken_once() -> None:
+def test_a_reader_of_the_whole_answer_receives_no_chunks() -> None:
     async def work() -> None:
         async with served() as llm:
-            with await llm.open("hello", SHORT, whole=True) as reading:
-                (last,) = await reading.some()
-                assert last.finish_reason == "length"
-                assert await reading.some() == []
-                assert bits(reading.output()) == bits(await llm.generate("hello", SHORT))
+            with await llm.open("hello", SHORT, whole=True) as reader:
+                assert await reader.next_chunks() == []
+                assert reader.finished
+                assert bits(reader.output()) == bits(await llm.generate("hello", SHORT))
             await pages_are_back(llm)
 
     go(work())
 
 
-def test_who_comes_together_starts_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aio, "GATHER", 20.0)
+def test_requests_sent_together_start_in_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "GATHER", aio.GatherTimes(expected=20.0))
 
     async def work() -> None:
         async with served(proposer="none") as llm:
@@ -96,17 +95,17 @@ def test_who_comes_together_starts_together(monkeypatch: pytest.MonkeyPatch) -> 
             llm.intake.check = inner  # type: ignore[method-assign]
             began = time.monotonic()
             await llm.generate("hello", SHORT, salt=b"alone")
-            assert time.monotonic() - began < 10  # nobody else is coming
+            assert time.monotonic() - began < 10  # no other request is on its way
             assert together <= (await llm.stats())["frames"] - together + 3
-            assert not llm._coming
+            assert not llm._expected
 
     go(work())
 
 
-def test_a_request_that_never_comes_is_not_waited_for_long() -> None:
+def test_an_expected_request_that_never_arrives_is_not_waited_for_long() -> None:
     async def work() -> None:
         async with served() as llm:
-            llm._coming.add(object())  # as if it were stuck on its way
+            llm._expected.add(object())  # as if it were stuck on its way
             assert (await llm.generate("hello", SHORT)).finished
 
     go(work())
@@ -216,7 +215,7 @@ def test_a_reader_that_goes_away_is_aborted(how: str) -> None:
 
 
 def test_cancelling_takes_one_step() -> None:
-    gate, steps = threading.Event(), [0]
+    gate, steps = threader.Event(), [0]
 
     def count(_: object) -> list[int]:
         steps[0] += 1
@@ -240,7 +239,7 @@ def test_cancelling_takes_one_step() -> None:
 
 def test_cancelling_before_the_request_is_in_aborts_it_too() -> None:
     """The reader goes away while the engine's thread has not yet taken the call."""
-    gate = threading.Event()
+    gate = threader.Event()
 
     async def work() -> None:
         async with served() as llm:
@@ -365,7 +364,7 @@ def test_closing_ends_every_reader_with_an_error() -> None:
 
 def test_closing_answers_calls_that_were_still_queued() -> None:
     """Or their callers would wait for ever."""
-    gate = threading.Event()
+    gate = threader.Event()
 
     async def work() -> None:
         llm = AsyncLLM.over(tiny_engine())
@@ -386,9 +385,9 @@ def test_closing_answers_calls_that_were_still_queued() -> None:
 class Broken(Scripted):
     """A proposer with a bug, that shows when told."""
 
-    def __init__(self, gate: threading.Event) -> None:
+    def __init__(self, gate: threader.Event) -> None:
         super().__init__(lambda _: [])
-        self.gate, self.inside = gate, threading.Event()
+        self.gate, self.inside = gate, threader.Event()
 
     def propose(self, asks: list[Any]) -> list[Any]:
         if asks:
@@ -399,7 +398,7 @@ class Broken(Scripted):
 
 
 def test_a_failure_in_the_engine_reaches_every_reader() -> None:
-    gate = threading.Event()
+    gate = threader.Event()
     gate.set()
 
     async def work() -> None:
@@ -417,7 +416,7 @@ def test_a_failure_in_the_engine_reaches_every_reader() -> None:
 
 def test_a_failure_reaches_whoever_was_just_asking() -> None:
     """A call that was queued while the engine failed must not wait for ever."""
-    gate = threading.Event()
+    gate = threader.Event()
     broken = Broken(gate)
 
     async def work() -> None:
@@ -443,7 +442,7 @@ def test_two_event_loops_may_share_one_engine() -> None:
         def reader(i: int) -> None:
             found[i] = bits(asyncio.run(llm.generate("the same question", SHORT)))
 
-        threads = [threading.Thread(target=reader, args=(i,)) for i in range(2)]
+        threads = [threader.Thread(target=reader, args=(i,)) for i in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -469,52 +468,52 @@ def test_a_loop_that_died_does_not_take_the_engine_with_it() -> None:
         llm.close()
 
 
-# ---- readings
+# ---- readers
 
 
-def test_a_reading_hands_out_what_came_before_its_error() -> None:
+def test_a_reader_returns_the_chunks_before_its_error() -> None:
     async def work() -> None:
         async with served() as llm:
-            with await llm.open("hello", LONG) as reading:
+            with await llm.open("hello", LONG) as reader:
                 await until(lambda: llm._engine.scheduler.counters.output_tokens >= 6)
                 await asyncio.sleep(0)
-                reading.fail(MachineError("sent away"))
-                assert await reading.some()
+                reader.fail(MachineError("sent away"))
+                assert await reader.next_chunks()
                 with pytest.raises(MachineError, match="sent away"):
-                    await reading.some()
-                assert await reading.some() == []
-                assert not reading.finished
+                    await reader.next_chunks()
+                assert await reader.next_chunks() == []
+                assert not reader.finished
             await pages_are_back(llm)
-            with await llm.open("hello", SHORT.clone(logprobs=1, prompt_logprobs=1)) as reading:
-                (first, *_) = await reading.some()
-                known = reading.prompt()
-                assert first.seed == reading.output().outputs[0].seed
+            with await llm.open("hello", SHORT.clone(logprobs=1, prompt_logprobs=1)) as reader:
+                (first, *_) = await reader.next_chunks()
+                known = reader.prompt_output()
+                assert first.seed == reader.output().outputs[0].seed
                 assert len(known.prompt_logprobs or []) == len(known.prompt_token_ids)
-                while await reading.some():
+                while await reader.next_chunks():
                     pass
-                assert reading.finished
-                assert reading.output().prompt_logprobs == known.prompt_logprobs
+                assert reader.finished
+                assert reader.output().prompt_logprobs == known.prompt_logprobs
             await pages_are_back(llm)
 
     go(work())
 
 
-def test_what_a_server_asks_of_it() -> None:
+def test_properties_that_a_server_needs() -> None:
     async def work() -> None:
         async with served() as llm:
             assert llm.alive
             assert llm.max_model_len == 512
             assert llm.config.model == "tiny-llama"
             assert llm.report.frames > 0
-            assert llm.text(await llm.tokens("é!")) == "é!"
+            assert llm.intake.decode(llm.intake.encode("é!")) == "é!"
             with pytest.raises(BadPrompt, match="holds 999"):
-                llm.text([999])
+                llm.intake.decode([999])
         assert not llm.alive
 
     go(work())
 
 
-def test_nobody_guesses_for_whoever_asked_for_that() -> None:
+def test_a_request_with_speculate_false_gets_no_drafts() -> None:
     async def work() -> None:
         async with served(proposer="ngram") as llm:
             asked = LONG.clone(max_tokens=60)
