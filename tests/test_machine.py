@@ -15,7 +15,7 @@ NO_AMX = "vendor_id : Test\ncpu family : 6\nmodel : 143\nmodel name : Test CPU\n
 
 
 class FakeChild:
-    """Stands in for the child that tries a cap: exits with `statuses[cap]` or `default`, and logs its calls."""
+    """Stands in for the child that tries a cap: its exit status is `statuses[cap]` or `default`."""
 
     def __init__(self, statuses=None, default=0):
         self.statuses, self.default, self.calls = statuses or {}, default, []

@@ -135,7 +135,7 @@ def pin_environment(
 
 
 def num_cores() -> int:
-    """Physical cores this process may use: its affinity mask without hyper-threads, within its cgroup quota."""
+    """Physical cores this process may use: its affinity mask without hyper-threads, within its CPU quota."""
     allowed = (
         sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     )

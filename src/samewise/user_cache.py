@@ -26,7 +26,7 @@ def cache_dir() -> Path:
 
 
 def get(kind: str, key: Key) -> object | None:
-    """The value that `put` stored under (kind, key), or None. A damaged or unreadable entry counts as absent."""
+    """The value stored under (kind, key), or None. A damaged or unreadable entry counts as absent."""
     path = _entry_path(kind, key)
     try:
         entry = json.loads(path.read_bytes())
@@ -53,7 +53,7 @@ def put(kind: str, key: Key, value: object) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Readers of `path` see the old content or the new, never a part. On OSError no temporary file is left."""
+    """Readers of `path` see the old content or the new, never a part. A failure leaves no temporary file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

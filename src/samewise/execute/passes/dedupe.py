@@ -7,12 +7,12 @@ several narrow ones. Exact: only copies are removed.
 
 from __future__ import annotations
 
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from samewise.execute.passes.cache_key import cache_key
 
 _ATEN = torch.ops.aten
 MERGEABLE = frozenset({
@@ -41,8 +41,8 @@ class Dedupe(CustomGraphPass):
                 graph.erase_node(node)
 
     def uuid(self) -> bytes:
-        """The key of compiled code in the compiler's cache: changes with this file."""
-        return sha256(Path(__file__).read_bytes()).digest()
+        """The key of this pass in the compiler's cache."""
+        return cache_key(__file__)
 
 
 DEDUPE = Dedupe()

@@ -9,15 +9,15 @@ is more exact than floats, and slower by less than 1% of a step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import sha256
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from samewise.execute.passes.cache_key import cache_key
 
 UNITS = 2.0**40  # integers per largest power of two of a row: finer than float32, room for 2**22 elements
 EXPONENT = 0x7F800000  # the exponent bits of a float32
@@ -75,8 +75,8 @@ class RowSums(CustomGraphPass):
                 _replace(graph, node)
 
     def uuid(self) -> bytes:
-        """The key of compiled code in the compiler's cache: changes with this file."""
-        return sha256(Path(__file__).read_bytes()).digest()
+        """The key of this pass in the compiler's cache."""
+        return cache_key(__file__)
 
 
 def _num_trailing_dims(node: Any) -> int:
