@@ -32,7 +32,7 @@ class FrameRunner:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._logits: list[torch.Tensor] = []
-        self._loaded: list[tuple[Any, list[int] | None]] = []
+        self._staged: list[tuple[Any, list[int] | None]] = []
 
     @torch.inference_mode()
     def rows(self, spans: list[Span]) -> torch.Tensor:
@@ -43,12 +43,12 @@ class FrameRunner:
             wanted += range(num_rows + span.given - 1, num_rows + len(span.inputs))
             num_rows += len(span.inputs)
         self._logits.clear()
-        self._loaded.clear()
-        with after(runner, "frame", self._logits.append), after(runner, "load", self._loaded.append):
+        self._staged.clear()
+        with after(runner, "frame", self._logits.append), after(runner, "stage_frame", self._staged.append):
             truth = self.engine.verifier.run(spans)
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
-        (logits,), ((_, head_rows),) = self._logits, self._loaded
+        (logits,), ((_, head_rows),) = self._logits, self._staged
         index = {row: i for i, row in enumerate(head_rows)} if head_rows is not None else range(num_rows)
         results = torch.empty(len(wanted), 3, dtype=torch.int64)
         results[:, :2] = truth.packed[wanted]

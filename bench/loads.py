@@ -233,16 +233,16 @@ def device_times(engine: Engine) -> Iterator[DeviceTimes]:
 def replaced(
     owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replace a function or method of `owner` within the block. Does nothing where there is none."""
-    method = vars(owner).get(name)
-    if not callable(method):
-        yield
-        return
+    """Replace a function of a module or a method of a class, its own or inherited, within the block."""
+    method, inherited = getattr(owner, name), name not in vars(owner)
     setattr(owner, name, functools.wraps(method)(make(method)))
     try:
         yield
     finally:
-        setattr(owner, name, method)
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, method)
 
 
 def before(owner: Any, name: str, callback: Callable[[], object]) -> AbstractContextManager[None]:

@@ -31,7 +31,7 @@ from kernels import Kernel, labelled, recorded, seconds_by_group  # noqa: E402
 from loads import Load, replaced  # noqa: E402
 from samewise.bench.report import pyplot  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
-from samewise.draft import decode  # noqa: E402
+from samewise.draft import fast_passes  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
 from samewise.errors import MachineError  # noqa: E402
 from samewise.model import fused_layer as layer  # noqa: E402
@@ -102,7 +102,7 @@ def timed_parts(engine: Engine) -> Iterator[PartTimer]:
         (scheduler, "spans", "spans"),
         (scheduler, "spans_ahead", "spans"),
         (runner, "stage_frame", "pack"),
-        (decode, "pack_fast", "pack"),
+        (fast_passes, "pack_fast", "pack"),
         (verifier, "run", "launch"),
         (runner, "frame", "launch" if cuda else "frame"),  # on a CPU the call computes the frame
         (runner, "fast", "launch" if cuda else "fast pass"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -169,20 +169,25 @@ def engine_backend(
     return EngineBackend(name, engine, clock, verified, rate)
 
 
-def decode_with_mismatches(rate: float, seed: int = 0) -> MakeProposer:
-    """The proposer `decode`, with this share of its drafted tokens replaced by the second best."""
+def decode_with_mismatches(rate: float) -> MakeProposer:
+    """The proposer `decode`, with mismatches at this rate."""
 
     def make(parts: ProposerParts) -> Decode:
-        generator = torch.Generator(parts.runner.device).manual_seed(seed)
-
-        def perturb(logits: torch.Tensor) -> torch.Tensor:
-            wrong = torch.rand(logits.shape[0], generator=generator, device=logits.device) < rate
-            best = logits.argmax(-1, keepdim=True)
-            return logits.scatter(1, best, torch.where(wrong[:, None], -torch.inf, logits.gather(1, best)))
-
-        return Decode(parts.runner, parts.sampler, perturb, chain=parts.chain)
+        return Decode(parts.runner, parts.sampler, mismatches(rate, parts.runner.device), chain=parts.chain)
 
     return make
+
+
+def mismatches(rate: float, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of logits [R, V] that bars the most likely token in this share of the rows."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def bar(logits: torch.Tensor) -> torch.Tensor:
+        barred = torch.rand(logits.shape[0], generator=generator, device=logits.device) < rate
+        best = logits.argmax(-1, keepdim=True)
+        return logits.scatter(1, best, torch.where(barred[:, None], -torch.inf, logits.gather(1, best)))
+
+    return bar
 
 
 def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
@@ -196,5 +201,6 @@ __all__ = [
     "decode_with_mismatches",
     "engine_backend",
     "engine_backends",
+    "mismatches",
     "run_in_turns",
 ]
