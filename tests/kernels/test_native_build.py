@@ -63,11 +63,20 @@ def test_another_cpu_or_compiler_has_another_library(empty_cache, monkeypatch, t
 
 @needs_compiler
 def test_options_in_cxx_reach_the_compiler_and_have_a_library_of_their_own(monkeypatch):
-    """``CXX="c++ -DSAMEWISE_PORTABLE"`` is how the tests are run with the portable build."""
     program, default = native_build.find_compiler()[0], native_build.library_path()
-    monkeypatch.setenv("CXX", f"{program} -DSAMEWISE_PORTABLE -DANOTHER")
-    assert native_build.find_compiler() == [program, "-DSAMEWISE_PORTABLE", "-DANOTHER"]
+    monkeypatch.setenv("CXX", f"{program} -DONE -DTWO")
+    assert native_build.find_compiler() == [program, "-DONE", "-DTWO"]
     assert native_build.library_path() != default
+
+
+@needs_compiler
+def test_the_portable_build_is_chosen_by_the_environment_and_has_a_library_of_its_own(monkeypatch):
+    monkeypatch.setenv("SAMEWISE_PORTABLE", "1")
+    portable = native_build.library_path()
+    assert "-DSAMEWISE_PORTABLE" in native_build.flags()
+    monkeypatch.delenv("SAMEWISE_PORTABLE")
+    assert "-DSAMEWISE_PORTABLE" not in native_build.flags()
+    assert native_build.library_path() != portable
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch):

@@ -4,9 +4,9 @@ Each source file states the order of its IEEE operations per row, so the bits de
 the instruction set nor the number of threads; the contract names the digest of the sources. The kernels run
 on the OpenMP threads torch already has: a second thread pool would compete with it for the cores.
 
-``CXX`` may carry options: ``CXX="c++ -DSAMEWISE_PORTABLE"`` builds the kernels without vector instructions
-written by hand, ``CXX="g++ -mno-avx512f"`` the AVX2 variant on a machine with AVX-512. Each has its own file
-in the cache.
+``CXX`` names the compiler and may carry options; torch's own compiler reads it too, as a program's name only.
+``SAMEWISE_PORTABLE=1`` builds without vector intrinsics, to the same bits, slower. Each variant has its own
+file in the cache.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ _REMEDY = (
 # -- building ------------------------------------------------------------------------------------------
 
 
+def flags() -> tuple[str, ...]:
+    """The compiler's options in this environment."""
+    return (*_FLAGS, "-DSAMEWISE_PORTABLE") if os.environ.get("SAMEWISE_PORTABLE") else _FLAGS
+
+
 def find_compiler() -> list[str] | None:
     """The C++ compiler's command: ``$CXX`` if set, else the first of c++, g++, clang++; None if absent."""
     cxx = os.environ.get("CXX")
@@ -86,7 +91,7 @@ def build(target: Path, extra_flags: tuple[str, ...] = ()) -> None:
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".building-", suffix=".so")
     os.close(handle)
     try:
-        command = [*_compiler(), *_FLAGS, *extra_flags, *map(str, SOURCES), "-o", temporary]
+        command = [*_compiler(), *flags(), *extra_flags, *map(str, SOURCES), "-o", temporary]
         result = _run(command)
         if result.returncode != 0:
             raise MachineError(_failure(command, result.stderr))
@@ -126,7 +131,7 @@ def _cache_dir() -> Path:
 def _build_digest(compiler: list[str]) -> str:
     """SHA-256 of all the machine code depends on; of the CPU too, as machines may share a home folder."""
     version = _run([*compiler, "--version"]).stdout
-    parts = [*_source_texts(), " ".join(_FLAGS), " ".join(compiler), version, _cpu()]
+    parts = [*_source_texts(), " ".join(flags()), " ".join(compiler), version, _cpu()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -200,6 +205,7 @@ __all__ = [
     "build",
     "compiler_available",
     "find_compiler",
+    "flags",
     "gomp_parallel",
     "library",
     "library_path",
