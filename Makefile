@@ -1,15 +1,25 @@
-# Two commands: `make demo` shows what it does, `make test` proves it. Both set up what they need.
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
-GUESTS := $(VENV)/.clients
-JOBS   ?= 8
+# `make demo` shows the engine at work, `make test` checks it. Each target installs what it needs.
+PYTHON        ?= python3
+VENV          := .venv
+BIN           := $(VENV)/bin
+READY         := $(VENV)/.ready
+CLIENTS_READY := $(VENV)/.clients
+PIP           := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on
+JOBS          ?= 8
 
-.PHONY: demo test test-clients check format test-gpu bench clean setup
+# One OpenMP thread per test process: xdist starts a process per core.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=12
+XDIST  := -n auto --dist worksteal
+
+# Tests whose bits may depend on the instruction set, and the instruction sets of this CPU for ATen.
+KERNEL_TESTS     := tests/kernels tests/model/test_fused_layer.py tests/verify tests/execute
+INSTRUCTION_SETS := default $(shell for isa in avx2 avx512f; do \
+  grep -qw $$isa /proc/cpuinfo 2>/dev/null && echo $${isa%f}; done)
+
+.PHONY: help setup demo test test-full test-kernels test-clients test-gpu check format bench clean
 .DEFAULT_GOAL := help
 
-help: ## what there is
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(READY) ## virtual environment and dependencies
@@ -18,43 +28,61 @@ $(READY): pyproject.toml
 	  { echo "Python 3.11 or newer is needed; try: make PYTHON=python3.12 setup"; exit 1; }
 	@echo "== setting up $(VENV) (once; torch is the large part)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on 'torch==2.13.0'
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e '.[dev]'
+	@$(PIP) 'torch==2.13.0'
+	@$(PIP) -e '.[dev]'
 	@touch $(READY)
 
-demo: $(READY) ## watch the embedded model answer, the same way every time
+$(CLIENTS_READY): $(READY)
+	@echo "== setting up clients (once)"
+	@$(PIP) -e '.[dev,clients]'
+	@touch $(CLIENTS_READY)
+
+demo: $(READY) ## the embedded model answers, with the same bits each time
 	@$(BIN)/samewise demo
 
-test: check ## everything that can be proved on this machine
+test: check ## checks and all tests but the slow ones: under 8 minutes on two cores
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --ignore tests/clients -n auto --dist worksteal --durations=12
+	@$(PYTEST) $(XDIST) -m "not gpu and not slow" --ignore tests/clients
 
-test-clients: $(GUESTS) ## openai, lm-evaluation-harness and schemathesis against a server process
+test-full: test-kernels ## the slow tests, and the kernels on each instruction set
+	@echo "== slow tests"
+	@$(PYTEST) $(XDIST) -m "slow and not gpu and not real" --ignore tests/clients
+	@echo "== slow tests of the embedded model, on all threads"
+	@$(BIN)/python -m pytest --durations=12 -m "slow and real and not gpu" --ignore tests/clients
+
+test-kernels: $(READY) ## kernel and probe tests on each instruction set, and with portable C++ kernels
+	@for isa in $(INSTRUCTION_SETS); do \
+	  echo "== kernels, ATen on $$isa"; \
+	  ATEN_CPU_CAPABILITY=$$isa $(PYTEST) $(XDIST) -m "not gpu" $(KERNEL_TESTS) || exit 1; \
+	done
+	@echo "== kernels, portable C++"
+	@CXX="$${CXX:-c++} -DSAMEWISE_PORTABLE" $(PYTEST) $(XDIST) -m "not gpu" $(KERNEL_TESTS)
+
+test-clients: $(CLIENTS_READY) ## openai, lm-evaluation-harness and schemathesis against a server process
 	@echo "== clients"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients --durations=12
+	@$(PYTEST) tests/clients
 
-$(GUESTS): $(READY)
-	@echo "== setting up clients (once)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e '.[dev,clients]'
-	@touch $(GUESTS)
+# On a CUDA machine with torch, transformers and pytest: no virtual environment, nothing is installed.
+test-gpu: ## the tests marked gpu, one process per file, JOBS=8 at a time
+	@set -e; dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; export PYTHONPATH=src; \
+	$(PYTHON) -m pytest -q --collect-only -m gpu tests > "$$dir/collected" || { cat "$$dir/collected"; exit 1; }; \
+	sed -n 's/::.*//p' "$$dir/collected" | sort -u | \
+	  TORCHINDUCTOR_COMPILE_THREADS=2 xargs -P $(JOBS) -I FILE sh -c \
+	  'log="$$1/$$$$"; $(PYTHON) -m pytest -q -m gpu FILE > "$$log" 2>&1; code=$$?; \
+	   echo "== FILE"; tail -n 40 "$$log"; exit $$code' - "$$dir"
 
-check: $(READY) ## format, lint, types, layers
+check: $(READY) ## format, lint, types, the order of the packages, their surface
 	@echo "== format";  $(BIN)/ruff format --check .
 	@echo "== lint";    $(BIN)/ruff check .
 	@echo "== types";   $(BIN)/mypy
-	@echo "== layers";  $(BIN)/python -m pytest -q tests/laws/test_layers.py
+	@echo "== imports"; $(BIN)/lint-imports
+	@echo "== surface"; $(BIN)/python -m pytest -q tests/laws/test_surface.py
 
-format: $(READY) ## put the code in order
+format: $(READY) ## format the code and fix what the linter can
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-test-gpu: ## the laws on a CUDA machine (needs torch, transformers and pytest there); JOBS=8 at once
-	@grep -lE "gpu|setup|trial|plain" tests/test_*.py tests/laws/test_*.py | \
-	  PYTHONPATH=src TORCHINDUCTOR_COMPILE_THREADS=2 xargs -P $(JOBS) -n 1 sh -c \
-	  '$(PYTHON) -m pytest -q -m gpu "$$0" > "/tmp/samewise-gpu-$$$$" 2>&1; code=$$?; \
-	   echo "== $$0"; tail -n 40 "/tmp/samewise-gpu-$$$$"; rm -f "/tmp/samewise-gpu-$$$$"; test $$code = 0 -o $$code = 5'
-
-bench: $(READY) ## what a frame costs here
+bench: $(READY) ## time per frame on this machine
 	@$(BIN)/python bench/frame.py
 
-clean: ## forget the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

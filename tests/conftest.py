@@ -1,11 +1,11 @@
-"""Runs before any test module is imported, and so before torch is."""
+"""Settings that must be made before torch is imported; shared fixtures; which tests can run here."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-# Threads that wait by spinning make two busy processes on two cores slow each other down many times over.
+# OpenMP threads that wait by spinning slow down a second process on the same cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from samewise import machine
@@ -14,8 +14,7 @@ machine.pin_environment()
 
 import torch  # noqa: E402
 
-# Where there is no CUDA device Triton kernels run in Triton's interpreter, which must be told before
-# triton is first imported by anybody.
+# Without a CUDA device Triton kernels run in Triton's interpreter, which is chosen when triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -32,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first, so that none of them is left to one worker at the end; none without its device."""
+    """Skip gpu tests without a CUDA device; run slow tests first, so that none is the last on one worker."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:

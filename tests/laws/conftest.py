@@ -1,78 +1,91 @@
-"""Fixtures of the laws: setups (model, device, dtype), trials (a setup under a proposer), and their truth."""
+"""Fixtures of the laws: setups (model, device, dtype), variants (a setup with a proposer), their references.
+
+`make test` runs each law on the variants and setups of CORE; the others are marked slow. Law 1 itself runs
+on all variants.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from lawbook import Heard, Setup, Trial, truth_of
+from law_helpers import CASES, FullTranscript, Setup, Variant, run_references
 
 LLAMA = Setup("llama", "cpu", "float32", 16)
-MISTRAL = Setup("mistral", "cpu", "float32", 16)  # a window of 24: shorter than the prompts
+MISTRAL = Setup("mistral", "cpu", "float32", 16)  # sliding window of 24 tokens, shorter than the prompts
 QWEN = Setup("qwen3", "cpu", "bfloat16", 16)
-ELASTIC = Setup("qwen3", "cpu", "float32", 16, linear="torch")  # a library's linears, sizes from 1 to 64
+ELASTIC = Setup("qwen3", "cpu", "float32", 16, linear="torch")  # torch's linears: frames of 1 to 64 rows
 CUDA = Setup("llama", "cuda", "float32", 16, sizes=(1, 8, 16, 64))
 CUDA_BF16 = Setup("mistral", "cuda", "bfloat16", 128, compile=True, sizes=(1, 32, 128, 512))
 CUDA_QWEN = Setup("qwen3", "cuda", "bfloat16", 64, compile=True, sizes=(1, 16, 64, 256))  # norms over heads
 
 SETUPS = [LLAMA, MISTRAL, QWEN, ELASTIC, CUDA, CUDA_BF16, CUDA_QWEN]
-TRIALS = [
-    Trial(LLAMA, "none"),
-    Trial(LLAMA, "none", chained=True),
-    Trial(LLAMA, "jitter"),
-    Trial(LLAMA, "adversary"),
-    Trial(LLAMA, "decode"),
-    Trial(LLAMA, "cheap"),
-    Trial(LLAMA, "eight"),
-    Trial(LLAMA, "ngram"),
-    Trial(LLAMA, "model"),
-    Trial(LLAMA, "ngram+model"),
-    Trial(LLAMA, "skip"),
-    Trial(LLAMA, "skip", chained=True),
-    Trial(LLAMA, "barren", chained=True),
-    Trial(LLAMA, "skip-4"),
-    Trial(LLAMA, "forked"),
-    Trial(LLAMA, "auto"),
-    Trial(LLAMA, "auto", chained=True),
-    Trial(MISTRAL, "jitter"),
-    Trial(MISTRAL, "decode"),
-    Trial(MISTRAL, "forked"),
-    Trial(MISTRAL, "skip"),
-    Trial(QWEN, "jitter"),
-    Trial(QWEN, "auto"),
-    Trial(ELASTIC, "none", chained=True),
-    Trial(ELASTIC, "jitter"),
-    Trial(ELASTIC, "forked"),
-    Trial(ELASTIC, "skip"),
-    Trial(CUDA, "none"),
-    Trial(CUDA, "jitter"),
-    Trial(CUDA, "decode"),
-    Trial(CUDA, "ngram"),
-    Trial(CUDA, "model"),
-    Trial(CUDA, "skip"),
-    Trial(CUDA, "forked"),
-    Trial(CUDA, "auto"),
-    Trial(CUDA_BF16, "none"),
-    Trial(CUDA_BF16, "jitter"),
-    Trial(CUDA_BF16, "adversary"),
-    Trial(CUDA_BF16, "decode"),
-    Trial(CUDA_BF16, "eight"),
-    Trial(CUDA_BF16, "skip"),
-    Trial(CUDA_BF16, "forked"),
-    Trial(CUDA_BF16, "auto"),
-    Trial(CUDA_QWEN, "jitter"),
-    Trial(CUDA_QWEN, "auto"),
+CORE = [
+    Variant(LLAMA, "none", chained=True),
+    Variant(LLAMA, "jitter"),
+    Variant(LLAMA, "skip"),
+    Variant(LLAMA, "auto", chained=True),
+    Variant(MISTRAL, "forked"),
+    Variant(QWEN, "auto"),
+    Variant(ELASTIC, "jitter"),
+]
+VARIANTS = [
+    *CORE,
+    Variant(LLAMA, "none"),
+    Variant(LLAMA, "adversary"),
+    Variant(LLAMA, "decode"),
+    Variant(LLAMA, "decode-int4"),
+    Variant(LLAMA, "decode-int8"),
+    Variant(LLAMA, "ngram"),
+    Variant(LLAMA, "model"),
+    Variant(LLAMA, "ngram+model"),
+    Variant(LLAMA, "skip", chained=True),
+    Variant(LLAMA, "skip-fruitless", chained=True),
+    Variant(LLAMA, "skip-chain4"),
+    Variant(LLAMA, "forked"),
+    Variant(LLAMA, "auto"),
+    Variant(MISTRAL, "jitter"),
+    Variant(MISTRAL, "decode"),
+    Variant(MISTRAL, "skip"),
+    Variant(QWEN, "jitter"),
+    Variant(ELASTIC, "none", chained=True),
+    Variant(ELASTIC, "forked"),
+    Variant(ELASTIC, "skip"),
+    Variant(CUDA, "none"),
+    Variant(CUDA, "jitter"),
+    Variant(CUDA, "decode"),
+    Variant(CUDA, "ngram"),
+    Variant(CUDA, "model"),
+    Variant(CUDA, "skip"),
+    Variant(CUDA, "forked"),
+    Variant(CUDA, "auto"),
+    Variant(CUDA_BF16, "none"),
+    Variant(CUDA_BF16, "jitter"),
+    Variant(CUDA_BF16, "adversary"),
+    Variant(CUDA_BF16, "decode"),
+    Variant(CUDA_BF16, "decode-int8"),
+    Variant(CUDA_BF16, "skip"),
+    Variant(CUDA_BF16, "forked"),
+    Variant(CUDA_BF16, "auto"),
+    Variant(CUDA_QWEN, "jitter"),
+    Variant(CUDA_QWEN, "auto"),
 ]
 
 
-def marked(found: list[Any]) -> list[Any]:
-    """What needs a CUDA device, marked so."""
-    return [pytest.param(one, marks=pytest.mark.gpu) if "cuda" in str(one) else one for one in found]
+def marked(params: list[Any], *, core: list[Any] | None = None) -> list[Any]:
+    """Parameters on a CUDA device marked gpu; the others marked slow unless in `core` (None: all)."""
+
+    def marks(param: Any) -> list[pytest.MarkDecorator]:
+        if "cuda" in str(param):
+            return [pytest.mark.gpu]
+        return [] if core is None or param in core else [pytest.mark.slow]
+
+    return [pytest.param(param, marks=marks(param)) for param in params]
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny models run fastest on one thread, above all where others use the machine too."""
+    """Tiny models run fastest on one thread, above all beside other processes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -81,29 +94,35 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=marked(SETUPS), ids=str)
 def setup(request: pytest.FixtureRequest, one_thread: None) -> Setup:
-    """Every kind of machine and model."""
+    """Each setup."""
     return request.param
 
 
 @pytest.fixture(scope="module")
-def truth(setup: Setup) -> list[Heard]:
-    """Every case alone, nothing guessed, nothing cached."""
-    return truth_of(setup)
+def references(setup: Setup) -> list[FullTranscript]:
+    """The reference output of each of CASES."""
+    return run_references(setup, CASES)
 
 
-@pytest.fixture(scope="module", params=marked(TRIALS), ids=str)
-def trial(request: pytest.FixtureRequest, one_thread: None) -> Trial:
-    """Every setup under some proposer, and some setup under every proposer."""
+@pytest.fixture(scope="module", params=marked(VARIANTS, core=CORE), ids=str)
+def variant(request: pytest.FixtureRequest, one_thread: None) -> Variant:
+    """Each variant; in `make test` those of CORE."""
+    return request.param
+
+
+@pytest.fixture(scope="module", params=marked(VARIANTS), ids=str)
+def any_variant(request: pytest.FixtureRequest, one_thread: None) -> Variant:
+    """Each variant, in `make test` too."""
     return request.param
 
 
 @pytest.fixture(scope="module", params=marked([LLAMA, CUDA]), ids=str)
-def plain(request: pytest.FixtureRequest, one_thread: None) -> Setup:
-    """The plainest model, once a device: for the corners of a law."""
+def basic(request: pytest.FixtureRequest, one_thread: None) -> Setup:
+    """One setup per device, for special cases of a law."""
     return request.param
 
 
 @pytest.fixture(scope="module")
-def plain_truth(plain: Setup) -> list[Heard]:
-    """Its truth."""
-    return truth_of(plain)
+def basic_references(basic: Setup) -> list[FullTranscript]:
+    """The reference output of each of CASES."""
+    return run_references(basic, CASES)

@@ -1,133 +1,146 @@
-"""Branches: other ways a draft may go, replayed beside it. Whoever wins, the output is what it always is."""
+"""Law 1 with branches: alternatives verified beside a draft change no bit, whichever of them is accepted."""
 
 from dataclasses import replace
 
 import pytest
-from lawbook import CASES, PAGE, Case, Script, company, play, reference, text, warm
+from law_helpers import (
+    CASES,
+    PAGE,
+    Case,
+    KnownAnswers,
+    other_requests,
+    random_prompt,
+    run_alone,
+    run_cases,
+    run_one,
+    run_reference,
+    run_references,
+    sampled,
+)
 
+from samewise.draft.base import Proposer
 from samewise.testing import Forked, preempting
-from samewise.types import Branch, Proposal, Sampling
+from samewise.types import Branch, Proposal
 
 
-class Planned:
-    """Drafts of `num` guesses, wrong from `wrong` on, with branches made from the truth by `fork`."""
+class BranchedAnswers(Proposer):
+    """Drafts of `num` tokens, wrong from place `wrong` on, with branches `fork(right_tokens, wrong)`."""
 
-    name = "planned"
-    quiet = False
+    name = "branched"
 
-    def __init__(self, script, *, num, wrong, fork):
-        self._script, self._num, self._wrong, self._fork = script, num, wrong, fork
+    def __init__(self, known, *, num, wrong, fork):
+        self._known, self._num, self._wrong, self._fork = known, num, wrong, fork
 
     def propose(self, asks):
         proposals = []
         for ask in asks:
-            truth = tuple(self._script.guesses(ask)[: min(self._num, ask.room)])
-            if len(truth) <= self._wrong:
+            right = tuple(self._known.continuation(ask)[: min(self._num, ask.room)])
+            if len(right) <= self._wrong:
                 continue
-            trunk = truth[: self._wrong] + tuple((t + 1) % 256 for t in truth[self._wrong :])
-            branches = tuple(self._fork(truth, self._wrong))
+            trunk = right[: self._wrong] + tuple((token + 1) % 256 for token in right[self._wrong :])
+            branches = tuple(self._fork(right, self._wrong))
             proposals.append(Proposal(ask.seq_id, trunk, drafter=self.name, branches=branches))
         return proposals
 
-    def observe(self, verdicts):
-        pass
 
-    def forget(self, seq_id):
-        pass
+def num_branches(engine, drafter="branched"):
+    return engine.scheduler.counters.drafters[drafter].branches
 
 
-def winning(truth, wrong):
-    return [Branch(wrong, truth[wrong:])]
+def right_branch(right, wrong):
+    return [Branch(wrong, right[wrong:])]
 
 
-def common_start(truth, wrong):
-    """Two branches that agree at first: the second is right for longer."""
-    spoiled = (*truth[wrong:-1], (truth[-1] + 1) % 256)
-    return [Branch(wrong, spoiled), Branch(wrong, truth[wrong:])]
+def two_branches_with_a_common_start(right, wrong):
+    """The second branch is right for one token more."""
+    shorter = (*right[wrong:-1], (right[-1] + 1) % 256)
+    return [Branch(wrong, shorter), Branch(wrong, right[wrong:])]
 
 
-def losing(truth, wrong):
-    return [Branch(wrong, tuple((t + 2) % 256 for t in truth[wrong:])), Branch(0, ((truth[0] + 3) % 256,))]
+def wrong_branches(right, wrong):
+    return [
+        Branch(wrong, tuple((token + 2) % 256 for token in right[wrong:])),
+        Branch(0, ((right[0] + 3) % 256,)),
+    ]
 
 
-def from_the_start(truth, wrong):
-    return [Branch(0, truth)]
+def branch_from_the_start(right, wrong):
+    return [Branch(0, right)]
 
 
-FORKS = [winning, common_start, losing, from_the_start]
-LONG = [replace(case, most=40) for case in CASES if case.prompt_logprobs is None]
+FORKS = [right_branch, two_branches_with_a_common_start, wrong_branches, branch_from_the_start]
+LONG = [replace(case, max_tokens=40) for case in CASES if case.prompt_logprobs is None]
 
 
 @pytest.mark.parametrize("fork", FORKS)
 @pytest.mark.parametrize("wrong", [0, 2])
-def test_whoever_wins(setup, fork, wrong):
+def test_output_is_the_same_whichever_branch_is_accepted(setup, fork, wrong):
     cases = LONG[::3]
-    truth = reference(setup, cases)
-    script = Script.of(cases, truth)
-    for together in (False, True):
-        engine = setup.engine(lambda _: Planned(script, num=5, wrong=wrong, fork=fork))
-        groups = [cases] if together else [[case] for case in cases]
-        heard = [one for group in groups for one in play(engine, group)]
-        assert heard == truth
-    won = engine.scheduler.counters.drafters["planned"].branches
-    assert (won > 0) == (fork is not losing)
+    expected = run_references(setup, cases)
+    known = KnownAnswers.of(cases, expected)
+    for run in (run_alone, run_cases):
+        engine = setup.engine(lambda _: BranchedAnswers(known, num=5, wrong=wrong, fork=fork))
+        assert run(engine, cases) == expected
+    assert (num_branches(engine) > 0) == (fork is not wrong_branches)
     assert engine.scheduler.counters.rolled_back > 0
 
 
 @pytest.mark.parametrize("length", range(PAGE - 6, PAGE + 3))
-def test_a_branch_across_a_page_border(plain, length):
-    case = Case("border", text(length, 9), warm(4), most=2 * PAGE)
-    truth = reference(plain, [case])
-    script = Script.of([case], truth)
-    engine = plain.engine(lambda _: Planned(script, num=7, wrong=1, fork=winning))
-    assert play(engine, [case]) == truth
-    assert engine.scheduler.counters.drafters["planned"].branches > 2
+def test_a_branch_across_a_page_border_changes_nothing(basic, length):
+    case = Case("border", random_prompt(length, 9), sampled(4), max_tokens=2 * PAGE)
+    expected = run_reference(basic, case)
+    known = KnownAnswers.of([case], [expected])
+    engine = basic.engine(lambda _: BranchedAnswers(known, num=7, wrong=1, fork=right_branch))
+    assert run_one(engine, case) == expected
+    assert num_branches(engine) > 2
 
 
-def test_pages_kept_from_a_branch_are_canonical(plain):
-    """What won is offered to the prefix index, and read again by others."""
-    case = Case("first", text(20, 5), most=3 * PAGE)
-    truth = reference(plain, [case])
-    engine = plain.engine(lambda _: Planned(Script.of([case], truth), num=6, wrong=1, fork=winning))
-    play(engine, [case])
-    assert engine.scheduler.counters.drafters["planned"].branches > 3
-    longer = Case("second", (*case.prompt, *truth[0].tokens), most=8)
-    (heard,) = play(engine, [longer])
-    assert heard.num_cached >= 4 * PAGE
-    assert [heard] == reference(plain, [longer])
+def test_pages_of_an_accepted_branch_are_canonical(basic):
+    """They enter the prefix index and are read by later requests."""
+    case = Case("first", random_prompt(20, 5), max_tokens=3 * PAGE)
+    expected = run_reference(basic, case)
+    known = KnownAnswers.of([case], [expected])
+    engine = basic.engine(lambda _: BranchedAnswers(known, num=6, wrong=1, fork=right_branch))
+    run_one(engine, case)
+    assert num_branches(engine) > 3
+    longer = Case("second", (*case.prompt, *expected.tokens), max_tokens=8)
+    output = run_one(engine, longer)
+    assert output.num_cached >= 4 * PAGE
+    assert output == run_reference(basic, longer)
 
 
 @pytest.mark.parametrize("num_pages", [6, 9, 12])
-def test_when_pages_run_out_branches_go_without(plain, num_pages):
-    cases = [Case(f"tight-{i}", text(9, i), warm(i), most=50) for i in range(3)]
-    truth = reference(plain, cases)
-    script = Script.of(cases, truth)
-    engine = plain.engine(lambda _: Planned(script, num=6, wrong=1, fork=winning), num_pages=num_pages)
-    assert play(engine, cases) == truth
-    tally = engine.scheduler.counters.drafters["planned"]
-    assert 0 < tally.branches < tally.drafts  # some got pages, some went without
+def test_a_draft_loses_its_branches_when_pages_run_out(basic, num_pages):
+    cases = [Case(f"tight-{i}", random_prompt(9, i), sampled(i), max_tokens=50) for i in range(3)]
+    expected = run_references(basic, cases)
+    known = KnownAnswers.of(cases, expected)
+    engine = basic.engine(
+        lambda _: BranchedAnswers(known, num=6, wrong=1, fork=right_branch), num_pages=num_pages
+    )
+    assert run_cases(engine, cases) == expected
+    drafter = engine.scheduler.counters.drafters["branched"]
+    assert 0 < drafter.branches < drafter.drafts
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_preempted_and_aborted_between(plain, seed):
+def test_preemption_and_aborts_beside_branches_change_nothing(basic, seed):
     cases = LONG[:6]
-    truth = reference(plain, cases)
-    engine = plain.engine(lambda parts: Forked(parts, scale=0.5, num=5, seed=seed), num_pages=60)
-    strangers = [case.add(engine) for case in company(3)]
+    expected = run_references(basic, cases)
+    engine = basic.engine(lambda parts: Forked(parts, scale=0.5, num=5, seed=seed), num_pages=60)
+    others = [case.add(engine) for case in other_requests(3)]
 
-    def after(engine, clock):
-        if clock % 7 == seed and strangers:
-            engine.abort(strangers.pop())
+    def abort_one(engine, step_index):
+        if step_index % 7 == seed and others:
+            engine.abort(others.pop())
 
-    assert play(engine, cases, step=lambda e: preempting(e, seed), after=after) == truth
+    assert run_cases(engine, cases, step=lambda e: preempting(e, seed), after=abort_one) == expected
 
 
-def test_branches_fill_frames_of_any_width(plain):
+def test_branches_fill_the_free_rows_of_a_frame(basic):
     cases = LONG[:4]
-    truth = reference(plain, cases)
-    engine = plain.engine(lambda parts: Forked(parts, scale=0.5, num=5), max_num_seqs=2)
-    assert play(engine, cases) == truth
-    assert engine.scheduler.counters.drafters["forked"].branches > 3
+    engine = basic.engine(lambda parts: Forked(parts, scale=0.5, num=5), max_num_seqs=2)
+    assert run_cases(engine, cases) == run_references(basic, cases)
+    assert num_branches(engine, "forked") > 3
 
 
 @pytest.mark.parametrize(
@@ -141,11 +154,10 @@ def test_branches_fill_frames_of_any_width(plain):
         Branch(0, tuple(range(200))),
     ],
 )
-def test_what_cannot_be_a_branch_is_dropped(plain, branch):
-    case = Case("rude", text(9), Sampling(), most=12)
-    truth = reference(plain, [case])
-    engine = plain.engine(
-        lambda _: Planned(Script.of([case], truth), num=4, wrong=1, fork=lambda *_: [branch])
-    )
-    assert play(engine, [case]) == truth
-    assert engine.scheduler.counters.drafters["planned"].branches == 0
+def test_an_invalid_branch_is_dropped(basic, branch):
+    case = Case("invalid", random_prompt(9), max_tokens=12)
+    expected = run_reference(basic, case)
+    known = KnownAnswers.of([case], [expected])
+    engine = basic.engine(lambda _: BranchedAnswers(known, num=4, wrong=1, fork=lambda *_: [branch]))
+    assert run_one(engine, case) == expected
+    assert num_branches(engine) == 0

@@ -1,10 +1,20 @@
-"""Law 2, load independence: company, order, arrival, limits, preemption and aborts change nothing."""
+"""Law 2, load independence: other requests, order, arrival, limits, preemption and aborts change no bit."""
 
 import random
 from dataclasses import replace
 
 import pytest
-from lawbook import CASES, Case, company, jitter, play, reference, text, warm
+from law_helpers import (
+    CASES,
+    Case,
+    other_requests,
+    random_prompt,
+    run_cases,
+    run_one,
+    run_references,
+    sampled,
+)
+from law_proposers import jitter
 
 from samewise.draft.build import MAKERS
 from samewise.engine import Engine
@@ -13,196 +23,199 @@ from samewise.testing import preempting, shuffled
 from samewise.types import Sampling
 
 
-def in_order(cases, heard):
-    """What was heard, in the order of CASES."""
-    by_name = {case.name: one for case, one in zip(cases, heard, strict=True)}
+def in_order_of_cases(cases, outputs):
+    by_name = {case.name: output for case, output in zip(cases, outputs, strict=True)}
     return [by_name[case.name] for case in CASES]
 
 
-# ---- company, order, arrival
+# -- other requests, order, arrival -------------------------------------------------------------------
 
 
-def test_alone_is_together(trial):
-    assert play(trial.engine(), CASES) == trial.truth
+def test_output_is_the_same_alone_and_together(variant):
+    assert run_cases(variant.engine(), CASES) == variant.references
 
 
-def test_reversed(trial):
+def test_reversed_order_changes_nothing(variant):
     cases = CASES[::-1]
-    assert in_order(cases, play(trial.engine(), cases)) == trial.truth
+    assert in_order_of_cases(cases, run_cases(variant.engine(), cases)) == variant.references
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_any_order(plain, plain_truth, seed):
+def test_random_order_changes_nothing(basic, basic_references, seed):
     cases = shuffled(CASES, seed)
-    assert in_order(cases, play(plain.engine(jitter), cases)) == plain_truth
+    assert in_order_of_cases(cases, run_cases(basic.engine(jitter), cases)) == basic_references
 
 
-def test_staggered_arrivals(trial):
-    rng = random.Random(trial.proposer)
+def test_staggered_arrivals_change_nothing(variant):
+    rng = random.Random(variant.proposer)
     arrivals = [rng.randrange(25) for _ in CASES]
-    assert play(trial.engine(), CASES, arrivals=arrivals) == trial.truth
+    assert run_cases(variant.engine(), CASES, arrivals=arrivals) == variant.references
 
 
-@pytest.mark.parametrize("most", [1, 2, 5])
-def test_any_number_of_seats(plain, plain_truth, most):
-    engine = plain.engine(jitter, max_num_seqs=most)
-    assert play(engine, CASES, after=lambda e, _: _at_most(e, most)) == plain_truth
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5])
+def test_max_num_seqs_changes_nothing(basic, basic_references, max_num_seqs):
+    def check_limit(engine, _):
+        assert engine.scheduler.num_running <= max_num_seqs
+
+    engine = basic.engine(jitter, max_num_seqs=max_num_seqs)
+    assert run_cases(engine, CASES, after=check_limit) == basic_references
 
 
-def _at_most(engine, most):
-    assert engine.scheduler.num_running <= most
-
-
-def test_the_same_request_many_times_at_once(setup, truth):
+def test_the_same_request_seven_times_at_once_gives_the_same_output_each_time(setup, references):
     i = 3
     cases = [CASES[i]] * 7
-    assert play(setup.engine(jitter), cases, arrivals=[0, 0, 0, 1, 4, 4, 30]) == [truth[i]] * 7
+    outputs = run_cases(setup.engine(jitter), cases, arrivals=[0, 0, 0, 1, 4, 4, 30])
+    assert outputs == [references[i]] * 7
 
 
-def test_salt_separates_caches_and_changes_no_bit(plain, plain_truth):
-    engine = plain.engine()
-    salted = [Case(c.name, c.prompt, c.sampling, c.most, salt=b"tenant") for c in CASES[:5]]
-    assert play(engine, [*CASES[:5], *salted]) == plain_truth[:5] * 2
-    (warmed,) = play(engine, [Case("other", CASES[4].prompt, salt=b"another tenant")])
-    assert warmed.num_cached == 0
+def test_salt_separates_caches_and_changes_no_bit(basic, basic_references):
+    engine = basic.engine()
+    salted = [replace(case, salt=b"tenant") for case in CASES[:5]]
+    assert run_cases(engine, [*CASES[:5], *salted]) == basic_references[:5] * 2
+    other_tenant = Case("other", CASES[4].prompt, salt=b"another tenant")
+    assert run_one(engine, other_tenant).num_cached == 0
 
 
-def test_history_changes_nothing(plain, plain_truth):
-    """The hundredth request of an engine gives the bits of the first."""
-    engine = plain.engine(jitter, max_num_seqs=6)
+def test_earlier_requests_change_nothing(basic, basic_references):
+    engine = basic.engine(jitter, max_num_seqs=6)
     for _ in range(3):
-        play(engine, company(8, most=10))
-        assert play(engine, CASES[:4]) == plain_truth[:4]
+        run_cases(engine, other_requests(8, max_tokens=10))
+        assert run_cases(engine, CASES[:4]) == basic_references[:4]
 
 
-# ---- preemption
+# -- preemption ---------------------------------------------------------------------------------------
 
 
-def test_random_preemption(trial):
-    engine = trial.engine()
-    assert play(engine, CASES, step=lambda e: preempting(e, 3, 0.15)) == trial.truth
+def test_random_preemption_changes_nothing(variant):
+    engine = variant.engine()
+    outputs = run_cases(engine, CASES, step=lambda e: preempting(e, 3, 0.15))
+    assert outputs == variant.references
     assert engine.scheduler.counters.preempted > 0
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-def test_preempted_before_every_step(plain, plain_truth, caching):
-    """Everybody loses everything, all the time; a prompt that fits one frame still gets its token."""
-    fit = [i for i, c in enumerate(CASES) if len(c.prompt) + c.most < plain.frame_rows * 2]
-    engine = plain.engine(enable_prefix_caching=caching)
-    few = [i for i in fit if len(CASES[i].prompt) == 1]
-    heard = play(engine, [CASES[i] for i in few], step=lambda e: preempting(e, 1, 1.0))
-    assert heard == [plain_truth[i] for i in few]
-    assert engine.scheduler.counters.preempted >= 11 * len(few)
+def test_preemption_before_every_step_changes_nothing(basic, basic_references, caching):
+    """A prompt that fits one frame still gets a token per step."""
+    engine = basic.engine(enable_prefix_caching=caching)
+    chosen = [i for i, case in enumerate(CASES) if len(case.prompt) == 1]
+    outputs = run_cases(engine, [CASES[i] for i in chosen], step=lambda e: preempting(e, 1, 1.0))
+    assert outputs == [basic_references[i] for i in chosen]
+    assert engine.scheduler.counters.preempted >= 11 * len(chosen)
 
 
-def test_a_cache_so_small_that_it_preempts_by_itself(trial):
-    # The longest case takes seven pages: nine are barely more than it needs alone.
-    engine = trial.engine(num_pages=10)
-    assert play(engine, CASES) == trial.truth
+def test_too_few_pages_preempt_and_change_nothing(variant):
+    # The longest case takes seven pages; one of the ten is the trash page.
+    engine = variant.engine(num_pages=10)
+    assert run_cases(engine, CASES) == variant.references
     assert engine.scheduler.counters.preempted > 0
 
 
-def test_so_small_and_nothing_is_remembered(plain, plain_truth):
-    engine = plain.engine(jitter, num_pages=10, enable_prefix_caching=False)
-    assert play(engine, CASES) == plain_truth
+def test_too_few_pages_without_prefix_cache_change_nothing(basic, basic_references):
+    engine = basic.engine(jitter, num_pages=10, enable_prefix_caching=False)
+    assert run_cases(engine, CASES) == basic_references
     assert engine.scheduler.counters.preempted > 0
 
 
-def test_scores_survive_preemption(setup):
-    """Prompt log-probabilities come once each and in order, however often the prompt is read again."""
-    cases = [Case(f"scored-{n}", text(n, 20), warm(n), 4, prompt_logprobs=1) for n in (1, 17, 40, 70)]
-    truth = reference(setup, cases)
-    assert [len(h.scores) for h in truth] == [len(c.prompt) - 1 for c in cases]
+def test_prompt_logprobs_come_once_each_and_in_order_under_preemption(setup):
+    cases = [
+        Case(f"scored-{n}", random_prompt(n, 20), sampled(n), 4, prompt_logprobs=1) for n in (1, 17, 40, 70)
+    ]
+    expected = run_references(setup, cases)
+    assert [len(output.scores) for output in expected] == [len(case.prompt) - 1 for case in cases]
     engine = setup.engine(jitter, num_pages=14)
-    assert play(engine, cases, step=lambda e: preempting(e, 5, 0.25)) == truth
+    assert run_cases(engine, cases, step=lambda e: preempting(e, 5, 0.25)) == expected
 
 
-# ---- aborts
+# -- aborts -------------------------------------------------------------------------------------------
 
 
-def test_random_aborts_of_others(trial):
-    engine, rng = trial.engine(), random.Random(2)
+def test_random_aborts_of_other_requests_change_nothing(variant):
+    engine, rng = variant.engine(), random.Random(2)
     others: list[int] = []
 
-    def meddle(engine, clock):
-        if clock < 30:
-            others.append(company(1, seed=clock)[0].add(engine))
+    def add_and_abort(engine, step_index):
+        if step_index < 30:
+            others.append(other_requests(1, seed=step_index)[0].add(engine))
         if others and rng.random() < 0.5:
             engine.abort(others.pop(rng.randrange(len(others))))
 
-    assert play(engine, CASES, after=meddle) == trial.truth
+    assert run_cases(engine, CASES, after=add_and_abort) == variant.references
     assert engine.scheduler.counters.aborted > 0
 
 
-def test_aborting_everybody_else_in_the_middle_of_a_frame(plain, plain_truth):
-    engine = plain.engine(jitter)
-    others = [case.add(engine) for case in company(6)]
+def test_aborting_all_other_requests_during_a_frame_changes_nothing(basic, basic_references):
+    engine = basic.engine(jitter)
+    others = [case.add(engine) for case in other_requests(6)]
 
-    def meddle(engine, clock):
-        if clock == 2:
+    def abort_all(engine, step_index):
+        if step_index == 2:
             for request in others:
                 assert engine.abort(request) is not None
                 assert engine.abort(request) is None
 
-    assert play(engine, CASES, after=meddle) == plain_truth
+    assert run_cases(engine, CASES, after=abort_all) == basic_references
 
 
-# ---- verified beside unverified
+# -- verified beside unverified -----------------------------------------------------------------------
 
 
-def test_verified_requests_keep_their_bits_beside_unverified_ones(trial):
-    others = company(6, verify=False, most=24) + company(3, seed=5, most=24)
-    engine = trial.engine()
-    heard = play(engine, [*others[:4], *CASES, *others[4:]])
-    assert heard[4 : 4 + len(CASES)] == trial.truth
-    # Where a frame has rows for everybody, all ride along; else some took the fast path.
+def test_verified_output_is_the_same_beside_unverified_requests(variant):
+    others = other_requests(6, verify=False, max_tokens=24) + other_requests(3, seed=5, max_tokens=24)
+    engine = variant.engine()
+    outputs = run_cases(engine, [*others[:4], *CASES, *others[4:]])
+    assert outputs[4 : 4 + len(CASES)] == variant.references
+    # A frame of 128 rows has room for all of them; a smaller one leaves some to the fast path.
     roomy = engine.scheduler.limits.frame_rows >= 128
     assert roomy or engine.scheduler.counters.unverified_tokens > 0
 
 
-def test_mixed_traffic_under_pressure(setup, truth):
-    others = company(6, verify=False, most=30)
+def test_verified_output_is_the_same_beside_unverified_requests_and_preemption(setup, references):
+    others = other_requests(6, verify=False, max_tokens=30)
     engine = setup.engine(jitter, num_pages=14)
-    heard = play(engine, [*CASES, *others], step=lambda e: preempting(e, 7, 0.1))
-    assert heard[: len(CASES)] == truth
-    assert all(len(h.tokens) == 30 for h in heard[len(CASES) :])
+    outputs = run_cases(engine, [*CASES, *others], step=lambda e: preempting(e, 7, 0.1))
+    assert outputs[: len(CASES)] == references
+    assert all(len(output.tokens) == 30 for output in outputs[len(CASES) :])
     assert engine.scheduler.counters.preempted > 0
 
 
-def test_the_same_prompt_verified_and_unverified_at_once(plain, plain_truth):
-    """What the unverified twin wrote must never be read by the verified one."""
-    twins = [Case(c.name, c.prompt, c.sampling, c.most, verify=False) for c in CASES]
-    engine = plain.engine(jitter)
-    heard = play(engine, [*twins, *CASES], arrivals=[0] * len(twins) + [6] * len(CASES))
-    assert heard[len(twins) :] == plain_truth
+def test_a_verified_request_never_reads_the_kv_of_an_unverified_one_with_the_same_prompt(
+    basic, basic_references
+):
+    unverified = [replace(case, verify=False, prompt_logprobs=None) for case in CASES]
+    engine = basic.engine(jitter)
+    arrivals = [0] * len(unverified) + [6] * len(CASES)
+    assert run_cases(engine, [*unverified, *CASES], arrivals=arrivals)[len(unverified) :] == basic_references
 
 
-# ---- two engines
+# -- several engines ----------------------------------------------------------------------------------
 
 
-def test_two_engines_over_one_model_agree_or_the_second_is_refused(plain, plain_truth):
-    """An engine that takes another's seats must not leave it running on the wrong pages."""
-    first = plain.engine()
-    play(first, CASES[:5])  # so that there is something to be remembered
+def test_a_second_engine_over_one_model_agrees_or_is_refused(basic, basic_references):
+    """The second engine must not leave the first one reading the wrong pages."""
+    first = basic.engine()
+    run_cases(first, CASES[:5])  # fills its prefix cache
     try:
         second = Engine(first.loaded, first.config)
     except CallerError:
         return
-    assert play(first, CASES[:5]) == plain_truth[:5]
-    assert play(second, CASES[::-1]) == plain_truth[::-1]
-    assert play(first, CASES[:5]) == plain_truth[:5]
+    assert run_cases(first, CASES[:5]) == basic_references[:5]
+    assert run_cases(second, CASES[::-1]) == basic_references[::-1]
+    assert run_cases(first, CASES[:5]) == basic_references[:5]
 
 
 @pytest.mark.parametrize("rows", [4, 16])
 @pytest.mark.parametrize("seed", range(4))
-def test_guesses_in_flight_when_asking_stops(plain, rows, seed):
-    """Sequences that repeat themselves wait with their drafts behind a burst of prompts; frames chain."""
+def test_drafts_in_flight_behind_a_burst_of_prompts_change_nothing(basic, rows, seed):
+    """Sequences that repeat a token have long drafts, and frames are launched one behind the other."""
     rng = random.Random(seed)
-    setup = replace(plain, frame_rows=rows, sizes=None)
-    loops = [Case(f"loop-{i}", text(3, i), Sampling(allowed_token_ids=(5, 7)), most=40) for i in range(4)]
-    plains = [Case(f"plain-{i}", text(2 + i, i), warm(i), most=30) for i in range(6)]
-    burst = [Case(f"burst-{i}", text(rng.choice((rows, 2 * rows, 33)), i), most=4) for i in range(6)]
-    cases = [*loops, *plains, *burst]
+    setup = replace(basic, frame_rows=rows, sizes=None)
+    repeating = Sampling(allowed_token_ids=(5, 7))
+    loops = [Case(f"loop-{i}", random_prompt(3, i), repeating, max_tokens=40) for i in range(4)]
+    others = [Case(f"other-{i}", random_prompt(2 + i, i), sampled(i), max_tokens=30) for i in range(6)]
+    burst = [
+        Case(f"burst-{i}", random_prompt(rng.choice((rows, 2 * rows, 33)), i), max_tokens=4) for i in range(6)
+    ]
+    cases = [*loops, *others, *burst]
     arrivals = [0] * 10 + [rng.randint(4, 30) for _ in burst]
     engine = setup.engine(MAKERS["auto"], ahead=True, max_num_seqs=20)
-    assert play(engine, cases, arrivals=arrivals) == reference(setup, cases)
+    assert run_cases(engine, cases, arrivals=arrivals) == run_references(setup, cases)

@@ -1,0 +1,193 @@
+"""Proposers that the laws run: doubles that are wrong on purpose, and each real proposer made busy.
+
+A busy proposer drafts whether or not that pays for so small a model: its clock is random, its layer search
+never ends, its draft weights are quantized.
+"""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from samewise.draft.auto.auto import Auto
+from samewise.draft.base import Fallback, Proposer
+from samewise.draft.build import MAKERS, MakeProposer, ProposerParts, make_auto, make_skip
+from samewise.draft.decode import Decode
+from samewise.draft.model import DraftModel
+from samewise.draft.skip.search import ATTENTION, MLP, Incumbent, Prices, Search
+from samewise.draft.skip.skip import Skip
+from samewise.draft.tuning import SearchTuning, Tuning
+from samewise.execute.load import Loaded
+from samewise.model import fp8
+from samewise.testing import Adversary, Forked, Jitter
+from samewise.types import Ask, LayerSet, Proposal
+
+
+class RandomClock:
+    """Advances by a random step per call: pacing may read a clock, output must not depend on it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random, self._now = random.Random(seed), 0.0
+
+    def __call__(self) -> float:
+        self._now += self._random.choice((1e-4, 1e-3, 1e-2))
+        return self._now
+
+
+def with_settings(parts: ProposerParts, **settings: Any) -> ProposerParts:
+    return replace(parts, config=replace(parts.config, **settings))
+
+
+def with_draft_model(parts: ProposerParts) -> ProposerParts:
+    """The draft model is the target model with noise on its weights, so some drafts are wrong."""
+
+    def load(_: Any) -> Loaded:
+        assert parts.loaded is not None
+        model = copy.deepcopy(parts.loaded.model)
+        generator = torch.Generator(parts.runner.device).manual_seed(1)
+        with torch.no_grad():
+            for tensor in model.parameters():
+                noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+                tensor.add_((0.01 * noise).to(tensor.dtype))
+        return replace(parts.loaded, model=model)
+
+    return replace(with_settings(parts, proposer="model", draft_model="draft"), load=load)
+
+
+# -- doubles ------------------------------------------------------------------------------------------
+
+
+def jitter(parts: ProposerParts) -> Jitter:
+    """Drafts of which about half are right."""
+    return Jitter(parts, scale=0.6, num=4)
+
+
+def adversary(parts: ProposerParts) -> Adversary:
+    """Random drafts."""
+    return Adversary(parts.vocab)
+
+
+def forked(parts: ProposerParts) -> Forked:
+    """Drafts with branches."""
+    return Forked(parts, scale=0.8, num=4)
+
+
+class BuggyProposer(Proposer):
+    """Returns the proposals of `bug(asks)` without checking them."""
+
+    name = "buggy"
+
+    def __init__(self, bug: Callable[[list[Ask]], list[Proposal]]) -> None:
+        self._bug = bug
+
+    def propose(self, asks: list[Ask]) -> list[Proposal]:
+        return self._bug(asks)
+
+
+# -- decode and draft models --------------------------------------------------------------------------
+
+
+def decode(parts: ProposerParts) -> Decode:
+    """Regular decoding."""
+    return MAKERS["decode"](with_settings(parts, proposer="decode", draft_weights="same"))
+
+
+def decode_int4(parts: ProposerParts) -> Decode:
+    """Regular decoding with the fewest bits per weight that the device has: some drafts are wrong."""
+    if parts.runner.device.type != "cpu":
+        return decode_int8(parts)
+    return MAKERS["decode"](with_settings(parts, proposer="decode", draft_weights="int4"))
+
+
+def decode_int8(parts: ProposerParts) -> Decode:
+    """Regular decoding with eight bits per weight, also where that is slower."""
+    form = "int8" if parts.runner.device.type == "cpu" else "fp8"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8, "_is_faster", lambda _: True)
+        return MAKERS["decode"](with_settings(parts, proposer="decode", draft_weights=form))
+
+
+def draft_model(parts: ProposerParts) -> DraftModel:
+    return MAKERS["model"](with_draft_model(parts))
+
+
+# -- skip ---------------------------------------------------------------------------------------------
+
+
+class EndlessSearch(Search):
+    """A search that never ends and takes every candidate, also one that skips the first or last layer."""
+
+    def __init__(self, layers: int) -> None:
+        every_sublayer = [(i, kind) for i in range(layers) for kind in (ATTENTION, MLP)]
+        super().__init__(layers, free=every_sublayer, tuning=SearchTuning(prior_loss=1.0, prior_loss_std=1.0))
+
+    def score(
+        self, candidate: LayerSet, rate: float, incumbent_rate: float, trials: int, prices: Prices
+    ) -> bool:
+        super().score(candidate, rate, incumbent_rate, trials, prices)
+        self.open, self.best = True, Incumbent(candidate, rate, 1.0)
+        return True
+
+
+class FruitlessSearch(EndlessSearch):
+    """A search that never ends and takes no candidate."""
+
+    def score(
+        self, candidate: LayerSet, rate: float, incumbent_rate: float, trials: int, prices: Prices
+    ) -> bool:
+        super().score(candidate, rate, incumbent_rate, trials, prices)
+        self.best = Incumbent(LayerSet())
+        return False
+
+
+def skip(
+    parts: ProposerParts, search: type[Search] = EndlessSearch, *, every: int = 1, standalone: bool = True
+) -> Skip:
+    """Skipped layers, another set every few tokens, with no limit on the search's time."""
+    parts = with_settings(parts, proposer="skip", draft_model=None, draft_weights="auto")
+    parts = replace(parts, clock=RandomClock(), tuning=Tuning(search=SearchTuning(every=every)))
+    proposer = make_skip(parts, search=search(len(parts.runner.arch.layers)), standalone=standalone)
+    proposer.optimiser.budget.saved = 1e9
+    return proposer
+
+
+def fruitless_skip(parts: ProposerParts) -> Skip:
+    """A search step every five tokens and never a draft."""
+    return skip(parts, FruitlessSearch, every=5)
+
+
+def chained_skip(parts: ProposerParts) -> Skip:
+    """Skipped layers, four draft tokens per call, as on CUDA."""
+    return skip(replace(parts, chain=4))
+
+
+# -- auto ---------------------------------------------------------------------------------------------
+
+
+def auto(parts: ProposerParts) -> Auto:
+    """All drafters at once; by the random clock each of them pays now and then."""
+    drafters = [draft_model(parts), decode_int4(parts), skip(parts, standalone=False)]
+    return make_auto(replace(with_settings(parts, proposer="auto"), clock=RandomClock()), drafters)
+
+
+PROPOSERS: dict[str, MakeProposer | None] = {
+    "none": None,
+    "jitter": jitter,
+    "adversary": adversary,
+    "decode": decode,
+    "decode-int4": decode_int4,
+    "decode-int8": decode_int8,
+    "ngram": MAKERS["ngram"],
+    "model": draft_model,
+    "ngram+model": lambda parts: Fallback([MAKERS["ngram"](parts), draft_model(parts)]),
+    "skip": skip,
+    "skip-chain4": chained_skip,
+    "skip-fruitless": fruitless_skip,
+    "ngram+skip": lambda parts: Fallback([MAKERS["ngram"](parts), skip(parts)]),
+    "forked": forked,
+    "auto": auto,
+}
