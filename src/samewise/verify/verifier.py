@@ -184,7 +184,7 @@ class Verifier:
             result is not None and torch.equal(result, expected[: len(result)]) for result in results
         ):
             raise GuaranteeLost(
-                "the sampler gives a row other bits in other company or at another place; "
+                "the sampler gives a row other bits beside other rows or at another index; "
                 "the engine will not start. Try another device or dtype"
             )
 
