@@ -36,7 +36,7 @@ from samewise.kernels.attention.triton_kernels import paged_attend, paged_store
 class TritonConstants:
     """What the kernels are compiled and launched with.
 
-    Chosen on one H200 with `bench/attention.py` (heads of an 8B model, bfloat16), which varies most of them.
+    Set by hand for an H200. `bench/attention.py` (heads of an 8B model, bfloat16) varies and compares most.
     """
 
     # In the kernel's name, as bits may depend on them.
