@@ -215,7 +215,7 @@ def test_a_reader_that_goes_away_is_aborted(how: str) -> None:
 
 
 def test_cancelling_takes_one_step() -> None:
-    gate, steps = threader.Event(), [0]
+    gate, steps = threading.Event(), [0]
 
     def count(_: object) -> list[int]:
         steps[0] += 1
@@ -239,7 +239,7 @@ def test_cancelling_takes_one_step() -> None:
 
 def test_cancelling_before_the_request_is_in_aborts_it_too() -> None:
     """The reader goes away while the engine's thread has not yet taken the call."""
-    gate = threader.Event()
+    gate = threading.Event()
 
     async def work() -> None:
         async with served() as llm:
@@ -364,7 +364,7 @@ def test_closing_ends_every_reader_with_an_error() -> None:
 
 def test_closing_answers_calls_that_were_still_queued() -> None:
     """Or their callers would wait for ever."""
-    gate = threader.Event()
+    gate = threading.Event()
 
     async def work() -> None:
         llm = AsyncLLM.over(tiny_engine())
@@ -385,9 +385,9 @@ def test_closing_answers_calls_that_were_still_queued() -> None:
 class Broken(Scripted):
     """A proposer with a bug, that shows when told."""
 
-    def __init__(self, gate: threader.Event) -> None:
+    def __init__(self, gate: threading.Event) -> None:
         super().__init__(lambda _: [])
-        self.gate, self.inside = gate, threader.Event()
+        self.gate, self.inside = gate, threading.Event()
 
     def propose(self, asks: list[Any]) -> list[Any]:
         if asks:
@@ -398,7 +398,7 @@ class Broken(Scripted):
 
 
 def test_a_failure_in_the_engine_reaches_every_reader() -> None:
-    gate = threader.Event()
+    gate = threading.Event()
     gate.set()
 
     async def work() -> None:
@@ -416,7 +416,7 @@ def test_a_failure_in_the_engine_reaches_every_reader() -> None:
 
 def test_a_failure_reaches_whoever_was_just_asking() -> None:
     """A call that was queued while the engine failed must not wait for ever."""
-    gate = threader.Event()
+    gate = threading.Event()
     broken = Broken(gate)
 
     async def work() -> None:
@@ -442,7 +442,7 @@ def test_two_event_loops_may_share_one_engine() -> None:
         def reader(i: int) -> None:
             found[i] = bits(asyncio.run(llm.generate("the same question", SHORT)))
 
-        threads = [threader.Thread(target=reader, args=(i,)) for i in range(2)]
+        threads = [threading.Thread(target=reader, args=(i,)) for i in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -31,7 +31,7 @@ from samewise.model.surgery import copy_modules
 from samewise.schedule.limits import Limits
 from samewise.verify import operators
 from samewise.verify.operators import Operator
-from samewise.verify.probe import select_frame_sizes
+from samewise.verify.frame_sizes import select_frame_sizes
 from samewise.verify.verifier import Verifier
 
 log = logging.getLogger("samewise")
@@ -90,7 +90,7 @@ def assemble(loaded: Loaded, config: EngineConfig, tuning: Tuning, *, ahead: boo
     elif config.frame_sizes is not None:
         log.warning("frame_sizes is not used: %s has products that are not linears", arch.model_type)
     tried = operators.check_linears(
-        model, frame_rows, platform | {"linear": linear_name}, sizes, merged=compiled
+        model, frame_rows, platform | {"linear": linear_name}, sizes, stacked=compiled
     )
     num_pages = count_pages(config, arch, max_model_len, device, widest=sizes[-1])
     window = tuning.search.window

@@ -28,7 +28,7 @@ from samewise.execute.load import Loaded, fingerprint, load
 from samewise.schedule.scheduler import Scheduler
 from samewise.types import Ask, Delta, Guide, Request, Span
 from samewise.verify.judge import trust
-from samewise.verify.probe import recheck_frame_sizes
+from samewise.verify.frame_sizes import recheck_frame_sizes
 from samewise.verify.verifier import FrameInFlight
 
 MEET_TOKENS = 4096
@@ -58,8 +58,8 @@ class Engine:
         counters = Counters()
         proposer_parts = ProposerParts(
             self.runner, parts.sampler, loaded.arch.vocab, config, self.frames, clock, loaded,
-            self.limits.max_model_len, ahead=self.verifier.ahead, private=parts.scratch_pages,
-            counters=counters, tuning=tuning,
+            self.limits.max_model_len, ahead=self.verifier.ahead, chain=self.limits.burst,
+            scratch_pages=parts.scratch_pages, counters=counters, tuning=tuning,
         )  # fmt: skip
         self.fast = Decode(self.runner, parts.sampler, chain=self.limits.burst)
         self.proposer = (make_proposer or maker_of(config))(proposer_parts)
@@ -123,7 +123,7 @@ class Engine:
         self._landed = self._clock()
         rows = sum(len(span.inputs) for span in flight.spans)
         prefill = any(span.given > 1 for span in flight.spans)
-        self.frames.observe(rows, self._landed - began, reading=prefill)
+        self.frames.observe(rows, self._landed - began, prefill=prefill)
         self._times.waited += flight.waited
         self._flight = None
         # Verdicts of sequences that ended meanwhile are dropped.
