@@ -1,4 +1,4 @@
-"""The search for a layer set, as a pure state machine."""
+"""The layer-set search as a pure state machine, on simulated losses."""
 
 import math
 from itertools import pairwise
@@ -6,177 +6,178 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from samewise.draft.skip.search import Prices, Search
+from samewise.draft.skip.search import ATTENTION, MLP, Prices, Search
+from samewise.draft.tuning import SearchTuning
 from samewise.types import LayerSet
 
 LAYERS = 16
 PRICES = Prices(1, 0.1, 0.9 / LAYERS * 0.35, 0.9 / LAYERS * 0.65, tuple(1 + 0.02 * k for k in range(17)))
-ESSENTIAL = {(5, 0), (3, 1), (8, 1)}
+NEEDED = {(5, ATTENTION), (3, MLP), (8, MLP)}
+INNER = [(i, kind) for i in range(1, LAYERS - 1) for kind in (ATTENTION, MLP)]
 
 
-def losses(seed=0):
-    """Most sublayers hardly matter; a few are everything."""
-    return {(i, k): 1.5 if (i, k) in ESSENTIAL else 0.002 for i in range(1, LAYERS - 1) for k in (0, 1)}
+def few_needed():
+    """Losses of a model in which a few sublayers are needed and the others hardly matter."""
+    return {sublayer: 1.5 if sublayer in NEEDED else 0.002 for sublayer in INNER}
 
 
-class World:
-    """Text on which a set is right as often as its losses say, give or take."""
+class SimulatedText:
+    """Text on which a set predicts tokens as often as the losses of its sublayers say."""
 
-    def __init__(self, loss, trials=64, seed=0, noisy=True):
-        self.loss, self.trials, self.noisy = loss, trials, noisy
+    def __init__(self, losses, num_targets=64, seed=0, noisy=True):
+        self.losses, self.num_targets, self.noisy = losses, num_targets, noisy
         self.random = np.random.default_rng(seed)
 
     def chance(self, skipped):
-        parts = [(i, 0) for i in skipped.attention] + [(i, 1) for i in skipped.mlp]
-        return math.exp(-sum(self.loss[part] for part in parts))
+        sublayers = [(i, ATTENTION) for i in skipped.attention] + [(i, MLP) for i in skipped.mlp]
+        return math.exp(-sum(self.losses[sublayer] for sublayer in sublayers))
 
     def rate(self, skipped):
         chance = self.chance(skipped)
-        return self.random.binomial(self.trials, chance) / self.trials if self.noisy else chance
+        return self.random.binomial(self.num_targets, chance) / self.num_targets if self.noisy else chance
 
-    def pace(self, skipped):
-        draft = PRICES.draft(LAYERS - len(skipped.attention), LAYERS - len(skipped.mlp))
-        return PRICES.pace(self.chance(skipped), draft)
+    def throughput(self, skipped):
+        draft_pass = PRICES.draft_pass(LAYERS - len(skipped.attention), LAYERS - len(skipped.mlp))
+        return PRICES.throughput(self.chance(skipped), draft_pass)
 
-    def best(self):
-        free = frozenset(i for i in range(1, LAYERS - 1))
-        return LayerSet(
-            free - {i for i, k in ESSENTIAL if k == 0}, free - {i for i, k in ESSENTIAL if k == 1}
-        )
+    def best_set(self):
+        inner = frozenset(range(1, LAYERS - 1))
+        needed = [{i for i, kind in NEEDED if kind == one} for one in (ATTENTION, MLP)]
+        return LayerSet(inner - needed[ATTENTION], inner - needed[MLP])
 
-    def play(self, search, rounds=200):
-        """The incumbents, one after each round."""
-        found = []
-        while search.open and len(found) < rounds:
+    def run(self, search, max_rounds=200):
+        """Search until it ends; the incumbent after each round."""
+        incumbents = []
+        while search.open and len(incumbents) < max_rounds:
             candidate = search.suggest(PRICES)
-            rate, own = self.rate(candidate), self.rate(search.best.skipped)
-            search.score(candidate, rate, own, self.trials, PRICES)
-            found.append(search.best.skipped)
-        return found
+            rate, own_rate = self.rate(candidate), self.rate(search.best.skipped)
+            search.score(candidate, rate, own_rate, self.num_targets, PRICES)
+            incumbents.append(search.best.skipped)
+        return incumbents
 
 
-def hints(loss):
-    return [(loss.get((i, 0), 1.0), loss.get((i, 1), 1.0)) for i in range(LAYERS)]
+def search_of(seed=0, num_layers=LAYERS, **tuning):
+    return Search(num_layers, seed=seed, tuning=SearchTuning(**tuning))
+
+
+def hints(losses):
+    return [(losses.get((i, ATTENTION), 1.0), losses.get((i, MLP), 1.0)) for i in range(LAYERS)]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_it_finds_what_matters(seed):
-    world = World(losses(), seed=seed)
-    search = Search(LAYERS, seed=seed)
-    search.inform(hints(world.loss))
-    world.play(search)
-    found = search.best.skipped
-    assert not found.attention & {5}
-    assert not found.mlp & {3, 8}
-    assert world.pace(found) > 0.9 * world.pace(world.best())
+def test_needed_sublayers_are_kept_and_most_others_skipped(seed):
+    text = SimulatedText(few_needed(), seed=seed)
+    search = search_of(seed)
+    search.inform(hints(text.losses))
+    text.run(search)
+    skipped = search.best.skipped
+    assert not skipped.attention & {5}
+    assert not skipped.mlp & {3, 8}
+    assert text.throughput(skipped) > 0.9 * text.throughput(text.best_set())
 
 
 def test_without_a_hint_it_learns_from_scores_alone():
-    world = World(losses(), seed=1)
+    text = SimulatedText(few_needed(), seed=1)
     gains = []
     for seed in range(5):
-        search = Search(LAYERS, seed=seed, rounds=200, patience=200)
-        world.play(search)
-        gains.append(world.pace(search.best.skipped))
-    assert np.mean(gains) > 1.1  # not skipping is 1.0
+        search = search_of(seed, rounds=200, patience=200)
+        text.run(search)
+        gains.append(text.throughput(search.best.skipped))
+    assert np.mean(gains) > 1.1  # skipping nothing gives 1.0
 
 
-def test_a_wrong_hint_is_overruled():
-    world = World(losses(), seed=2)
-    misled = [(1.0 - a, 1.0 - b) for a, b in hints({k: min(v, 1.0) for k, v in world.loss.items()})]
-    search = Search(LAYERS, seed=3, rounds=300, patience=300)
-    search.inform(misled)
-    world.play(search, 300)
-    assert world.pace(search.best.skipped) >= 1.0
+def test_a_wrong_hint_is_overruled_by_scores():
+    text = SimulatedText(few_needed(), seed=2)
+    wrong = [(1.0 - a, 1.0 - b) for a, b in hints({k: min(v, 1.0) for k, v in text.losses.items()})]
+    search = search_of(3, rounds=300, patience=300)
+    search.inform(wrong)
+    text.run(search, 300)
+    assert text.throughput(search.best.skipped) >= 1.0
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_same_seed_gives_the_same_search(seed):
-    runs = []
-    for _ in range(2):
-        search = Search(LAYERS, seed=seed)
-        runs.append(World(losses(), seed=7).play(search))
-    assert runs[0] == runs[1]
-    assert len(runs[0]) > 4
+    first, second = (SimulatedText(few_needed(), seed=7).run(search_of(seed)) for _ in range(2))
+    assert first == second
+    assert len(first) > 4
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_on_fixed_text_the_incumbent_only_gets_better(seed):
-    world = World(losses(), seed=seed, noisy=False)
-    search = Search(LAYERS, seed=seed, rounds=60, patience=60)
-    paces = [world.pace(skipped) for skipped in world.play(search)]
-    assert all(b >= a for a, b in pairwise(paces))
+def test_without_noise_the_incumbent_only_gets_better(seed):
+    text = SimulatedText(few_needed(), seed=seed, noisy=False)
+    incumbents = text.run(search_of(seed, rounds=60, patience=60))
+    throughputs = [text.throughput(skipped) for skipped in incumbents]
+    assert all(b >= a for a, b in pairwise(throughputs))
 
 
-def test_a_lucky_challenger_of_another_text_is_not_compared_with_an_old_score():
-    """The incumbent is scored again with every challenger: a text that is easy for all changes nothing."""
+def test_candidate_and_incumbent_are_compared_on_the_same_text():
+    """A text that is easy for all sets does not replace the incumbent."""
     search = Search(LAYERS)
-    good = World(losses()).best()
+    good = SimulatedText(few_needed()).best_set()
     assert search.start_from(good)
     other = LayerSet(good.attention, good.mlp - {7})
     assert not search.score(other, 0.85, 0.9, 64, PRICES)
     assert search.best.rate == 0.9
-    assert not search.score(other, 0.97, 1.0, 64, PRICES)  # better than 0.9 was, on another text
+    assert not search.score(other, 0.97, 1.0, 64, PRICES)  # more than 0.9, but on another text
     assert (search.best.skipped, search.best.rate) == (good, 1.0)
 
 
-def test_a_set_that_does_not_pay_any_more_gives_way_to_nothing():
+def test_an_incumbent_that_does_not_pay_any_more_is_dropped():
     search = Search(LAYERS)
-    assert search.start_from(World(losses()).best())
+    assert search.start_from(SimulatedText(few_needed()).best_set())
     for _ in range(5):
         search.score(LayerSet(mlp=frozenset({6})), 0.1, 0.1, 64, PRICES)
     assert search.best.skipped == LayerSet()
-    assert search.best.pace == PRICES.plain
+    assert search.best.throughput == PRICES.plain_throughput
 
 
-def test_nothing_is_priced_as_nothing_even_where_a_whole_pass_is_cheap():
-    """A whole pass at 0.3 of a frame would be a fine drafter, but it is not what an empty set does."""
+def test_the_empty_set_counts_as_no_drafts_even_where_a_full_pass_is_cheap():
+    """A full pass at 0.3 of a frame would pay as a drafter, but the empty set does not draft."""
     cheap = Prices(1, 0.02, 0.3 / LAYERS * 0.35, 0.3 / LAYERS * 0.65, (1.0,) * 17)
-    world = World({(i, k): 0.01 for i in range(1, LAYERS - 1) for k in (0, 1)}, noisy=False)
+    text = SimulatedText(dict.fromkeys(INNER, 0.01), noisy=False)
     search = Search(LAYERS)
     search.inform([(0.02, 0.02)] * LAYERS)
     while search.open:
         candidate = search.suggest(cheap)
-        search.score(candidate, world.rate(candidate), world.rate(search.best.skipped), 64, cheap)
-    assert search.best.pace > 2.0
+        search.score(candidate, text.rate(candidate), text.rate(search.best.skipped), 64, cheap)
+    assert search.best.throughput > 2.0
 
 
-def test_good_enough_is_enough():
-    world = World(losses(), noisy=False)
-    search = Search(LAYERS, rounds=500, patience=500)
-    search.inform(hints(world.loss))
-    assert len(world.play(search)) < 20
-    assert world.pace(search.best.skipped) > 0.95 * world.pace(world.best())
+def test_the_search_ends_once_nothing_better_is_believed_possible():
+    text = SimulatedText(few_needed(), noisy=False)
+    search = search_of(rounds=500, patience=500)
+    search.inform(hints(text.losses))
+    assert len(text.run(search)) < 20
+    assert text.throughput(search.best.skipped) > 0.95 * text.throughput(text.best_set())
 
 
-def test_it_ends_after_so_many_rounds_or_without_progress():
-    world = World(losses())
-    assert len(world.play(Search(LAYERS, rounds=5, patience=99))) == 5
-    search = Search(LAYERS, rounds=99, patience=5)
-    world.play(search)
-    assert search.stale == 5
+def test_the_search_ends_after_its_rounds_or_without_progress():
+    text = SimulatedText(few_needed())
+    assert len(text.run(search_of(rounds=5, patience=99))) == 5
+    search = search_of(rounds=99, patience=5)
+    text.run(search)
+    assert search.num_stale == 5
     assert not search.open
 
 
-def test_reopened_it_believes_less_and_adapts():
-    before, after = losses(), dict(losses())
-    after[6, 0] = after[10, 1] = 2.0  # another topic needs what could be left out
-    search = Search(LAYERS, seed=1)
+def test_a_reopened_search_adapts_to_other_losses():
+    before, after = few_needed(), few_needed()
+    after[6, ATTENTION] = after[10, MLP] = 2.0
+    search = search_of(1)
     search.inform(hints(before))
-    World(before, seed=1).play(search)
+    SimulatedText(before, seed=1).run(search)
     assert 6 in search.best.skipped.attention
     search.reopen()
     assert search.open
     search.inform(hints(after))
-    world = World(after, seed=2)
-    world.play(search)
+    SimulatedText(after, seed=2).run(search)
     assert 6 not in search.best.skipped.attention
     assert 10 not in search.best.skipped.mlp
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_model_with_nothing_between_its_ends(layers):
-    search = Search(layers)
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_model_without_inner_layers_has_nothing_to_search(num_layers):
+    search = Search(num_layers)
     assert not search.open
     assert search.suggest(PRICES) == LayerSet()
 
@@ -190,23 +191,24 @@ def test_a_set_of_another_model_is_not_taken(skipped):
     assert search.best.skipped == LayerSet()
 
 
-def test_first_and_last_layers_stay():
-    search = Search(6, seed=3, rounds=50, patience=50)
-    world = World({(i, k): 0.0 for i in range(6) for k in (0, 1)})
+def test_the_first_and_last_layers_are_never_skipped():
+    search = search_of(3, num_layers=6, rounds=50, patience=50)
+    num_candidates = 0
     while search.open:
         candidate = search.suggest(PRICES)
         assert not {0, 5} & (candidate.attention | candidate.mlp)
         search.score(candidate, 1.0, 1.0, 64, PRICES)
-    assert world.loss
+        num_candidates += 1
+    assert num_candidates > 0
 
 
-def test_paces():
-    assert PRICES.pace(0.0, 0.5) == pytest.approx(1.0)  # nothing is ever right: do not guess
-    assert PRICES.pace(1.0, 0.1) > 5
-    assert PRICES.pace(0.9, 0.3) > PRICES.pace(0.9, 0.6) > PRICES.pace(0.5, 0.6)
+def test_throughput_rises_with_match_rate_and_falls_with_the_cost_of_a_pass():
+    assert PRICES.throughput(0.0, 0.5) == pytest.approx(1.0)  # nothing is accepted: no drafts
+    assert PRICES.throughput(1.0, 0.1) > 5
+    assert PRICES.throughput(0.9, 0.3) > PRICES.throughput(0.9, 0.6) > PRICES.throughput(0.5, 0.6)
 
 
-def test_a_set_can_be_read():
+def test_a_layer_set_prints_as_ranges():
     assert str(LayerSet(frozenset({1, 2, 3, 7}), frozenset({9}))) == "attention 1-3, 7; mlp 9"
     assert str(LayerSet()) == "nothing"
     assert len(LayerSet(frozenset({1}), frozenset({2, 3}))) == 3
