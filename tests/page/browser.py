@@ -10,7 +10,7 @@ from selenium.webdriver.common.keys import Keys as Key
 
 Driver = webdriver.Chrome
 
-ANNOUNCED = "return document.getElementById('said').textContent"
+ANNOUNCED = "return document.getElementById('announcement').textContent"
 OPEN_ALL = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
 
 
@@ -72,8 +72,8 @@ def ask(driver: Driver, question: str = "Why is the sky blue?", tokens: int = 32
 
 def ask_under_load(driver: Driver) -> Any:
     """Ask again beside other requests; returns the panel with the comparison."""
-    all_of(driver, ".again")[-1].click()
-    return wait_until(lambda: all_of(driver, ".compared[data-same]"))[0]
+    all_of(driver, ".ask-again")[-1].click()
+    return wait_until(lambda: all_of(driver, ".comparison[data-same]"))[0]
 
 
 def console_messages(driver: Driver) -> list[str]:

@@ -48,7 +48,7 @@ const ground = (e) => {
 const poor = [];
 for (const e of document.querySelectorAll("body *")) {
   const own = [...e.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-  if (!own || e.closest(".unseen, .skip, noscript, dialog, :disabled") || !e.checkVisibility()) continue;
+  if (!own || e.closest(".visually-hidden, .skip, noscript, dialog, :disabled") || !e.checkVisibility()) continue;
   const style = getComputedStyle(e);
   const back = ground(e);
   const [a, b] = [light(over(parse(style.color), back)), light(back)].sort((x, y) => y - x);
@@ -68,7 +68,7 @@ return new Set(new Uint32Array(data.buffer)).size;
 
 COUNT_WORDS = """
 window.said = 0;
-new MutationObserver(() => { window.said++; }).observe(document.getElementById("said"), { childList: true });
+new MutationObserver(() => { window.said++; }).observe(document.getElementById("announcement"), { childList: true });
 """
 
 RING = """
@@ -91,7 +91,7 @@ def test_frames_and_speed_are_shown_live(page: Driver) -> None:
     assert "tokens per frame" in text(page, "#yield")
     page.execute_script("document.getElementById('strip').focus()")
     press(page, Key.ARROW_LEFT, Key.ARROW_LEFT)
-    said = page.execute_script("return document.getElementById('frame-said').textContent")
+    said = page.execute_script("return document.getElementById('frame-announcement').textContent")
     assert said.startswith("Frame ")
     assert "→" in said
     assert page.execute_script(COLOURS) > 3, "something is drawn"
@@ -102,7 +102,7 @@ def test_the_timeline_is_shown_if_the_feed_has_one(page: Driver) -> None:
     empty, sets = {"attention": [], "mlp": []}, {"attention": [3], "mlp": [4]}
     page.execute_async_script(
         "const [one, done] = arguments;"
-        "import('/samewise/page/room.js').then((room) => { room.show(one); done(); })",
+        "import('/samewise/page/engine-panel.js').then((panel) => { panel.show(one); done(); })",
         {
             "running": 1, "waiting": 0, "frames": [], "tokens_per_second": 5, "contract": "sw-0",
             "proposers": {"skip": {"guessed": 4, "accepted": 3, "rate": 0.75, "tokens_per_second": 5}},
@@ -144,11 +144,11 @@ def test_the_page_is_readable_in_light_dark_and_narrow_windows(page: Driver) -> 
             ".map((e) => e.scrollWidth - e.clientWidth)"
         )
         assert page.execute_script(wide) == [0, 0]
-        assert not all_of(page, ".room")[0].is_displayed()
+        assert not all_of(page, ".engine")[0].is_displayed()
         focus_backwards(page, "Engine")
         press(page, Key.SPACE)
-        assert all_of(page, ".room")[0].is_displayed()
-        assert not all_of(page, ".talk")[0].is_displayed()
+        assert all_of(page, ".engine")[0].is_displayed()
+        assert not all_of(page, ".conversation")[0].is_displayed()
         assert focused(page).get_attribute("aria-pressed") == "true"
         assert page.execute_script("return document.documentElement.scrollWidth") <= 360
         assert page.execute_script(CONTRAST) == []
@@ -178,7 +178,7 @@ def test_elements_have_accessible_names_and_answers_are_announced_once(page: Dri
     live = page.execute_script(
         "return [...document.querySelectorAll('[aria-live], [role=status], [role=log]')].map((e) => e.id)"
     )
-    assert sorted(live) == ["frame-said", "said"]
+    assert sorted(live) == ["announcement", "frame-announcement"]
     # The focus is visible on every element.
     page.execute_script("document.querySelector('.skip').focus()")
     for _ in range(12):
@@ -194,8 +194,8 @@ def test_the_pictures_of_the_docs(page: Driver, scheme: str) -> None:
     set_max_tokens(page, 120)
     press(page, QUESTION, Key.ENTER)
     wait_until(lambda: all_of(page, ".answer:not(.busy)"), 120)
-    page.execute_script("document.querySelector('.again').click()")
-    wait_until(lambda: all_of(page, ".compared[data-same]"), 120)
+    page.execute_script("document.querySelector('.ask-again').click()")
+    wait_until(lambda: all_of(page, ".comparison[data-same]"), 120)
     page.execute_script("document.activeElement.blur()")
     time.sleep(0.5)
     page.save_screenshot(str(DOCS / f"page-{scheme}.png"))

@@ -83,16 +83,16 @@ def test_a_question_is_asked_by_keyboard_and_again_under_load(page: Driver) -> N
     assert len(set(page.execute_script("return window.lengths"))) > 5, "the answer is shown while it arrives"
     assert text(page, ".question p") == "Why is the sky blue?"
     assert len(all_of(page, ".burst")) > 5
-    assert all_of(page, ".kept"), "accepted drafts are underlined"
+    assert all_of(page, ".accepted"), "accepted drafts are underlined"
     marks = page.execute_script(
-        "return [...document.querySelectorAll('.back')].map((one) => one.textContent)"
+        "return [...document.querySelectorAll('.rejected')].map((one) => one.textContent)"
     )
     assert all(mark.startswith("↺") for mark in marks)
-    tally = text(page, ".tally")
-    assert "40 tokens in" in tally
-    assert "✓" in tally
-    assert "rolled back" in tally
-    counts = {word: int(num) for num, word in re.findall(r"(\d+) (guessed|accepted|rolled back)", tally)}
+    summary = text(page, ".counts")
+    assert "40 tokens in" in summary
+    assert "✓" in summary
+    assert "rolled back" in summary
+    counts = {word: int(num) for num, word in re.findall(r"(\d+) (guessed|accepted|rolled back)", summary)}
     guessed, accepted, back = counts["guessed"], counts["accepted"], counts["rolled back"]
     assert guessed == accepted + back
     assert back == sum(int(mark[1:]) for mark in marks) > 0
@@ -104,7 +104,7 @@ def test_a_question_is_asked_by_keyboard_and_again_under_load(page: Driver) -> N
 
     focus_backwards(page, "Ask again in a crowd")
     press(page, Key.ENTER)
-    compared = wait_until(lambda: all_of(page, ".compared[data-same]"))[0]
+    compared = wait_until(lambda: all_of(page, ".comparison[data-same]"))[0]
     assert compared.get_attribute("data-same") == "true"
     assert compared.find_element(By.CLASS_NAME, "verdict").text == (
         "✓ Same. 40 tokens and every bit of their log-probabilities."
@@ -153,14 +153,14 @@ def test_escape_stops_an_answer_and_the_conversation_continues(page: Driver) -> 
     wait_until(lambda: len(all_of(page, ".burst")) > 2)
     press(page, Key.ESCAPE)
     wait_for_answers(page)
-    assert "stopped" in text(page, ".tally")
-    assert not all_of(page, ".again")[0].is_enabled(), "an incomplete answer cannot be compared"
+    assert "stopped" in text(page, ".counts")
+    assert not all_of(page, ".ask-again")[0].is_enabled(), "an incomplete answer cannot be compared"
     assert text(page, ".question p") == "<img src=x onerror=alert(1)> & more", "a question is shown as text"
     set_max_tokens(page, 8)
     focused(page).send_keys("first", Key.SHIFT, Key.ENTER, Key.NULL, "second", Key.ENTER)
     wait_for_answers(page, 2)
     assert all_of(page, ".question p")[1].text == "first\nsecond"
-    all_of(page, "#fresh")[0].click()
+    all_of(page, "#new-conversation")[0].click()
     assert all_of(page, "#welcome")
     assert not all_of(page, ".turn")
     all_of(page, ".example")[0].click()
@@ -200,7 +200,7 @@ def test_a_key_is_asked_for_and_a_lost_connection_is_shown(
         wait_until(lambda: text(driver, "#model"))
         assert focused(driver).get_attribute("id") == "question"
         ask(driver, tokens=8)
-        assert "8 tokens" in text(driver, ".tally")
+        assert "8 tokens" in text(driver, ".counts")
         assert driver.execute_script("return localStorage.length") == 0
     finally:
         server.stop()

@@ -1,25 +1,25 @@
-// The page: what is heard goes to the panel, what is asked goes to the model, a missing key is asked for.
+// Connects the parts of the page: live feed, engine panel, conversation, key dialog.
 
-import { call, keepKey, onRefused } from "./api.js";
+import { call, onUnauthorized, storeKey } from "./api.js";
+import * as conversation from "./conversation.js";
 import { $ } from "./dom.js";
-import { watch } from "./live.js";
-import * as room from "./room.js";
-import * as talk from "./talk.js";
+import * as enginePanel from "./engine-panel.js";
+import { watch } from "./live-feed.js";
 
-onRefused((tried) => new Promise((given) => {
+onUnauthorized((wasRefused) => new Promise((resolve) => {
   const dialog = $("key-dialog");
-  if (tried) $("key-why").textContent = "The key given before was refused. Try another.";
+  if (wasRefused) $("key-why").textContent = "The key given before was refused. Try another.";
   $("api-key").value = "";
   const closed = () => {
     const key = $("api-key").value.trim();
-    if (!key) { // dismissed: there is nothing to do here without one
+    if (!key) { // dismissed: nothing on the page works without a key
       dialog.showModal();
       return;
     }
     dialog.removeEventListener("close", closed);
-    keepKey(key);
+    storeKey(key);
     $("question").focus();
-    given();
+    resolve();
   };
   dialog.addEventListener("close", closed);
   dialog.showModal();
@@ -32,17 +32,17 @@ for (const button of document.querySelectorAll("[data-show]")) {
   });
 }
 
-async function nameModel() {
+async function showModelName() {
   try {
     const models = await (await call("v1/models")).json();
     $("model").textContent = models.data[0].id;
   } catch {
-    $("model").textContent = ""; // the status says what is wrong
+    $("model").textContent = ""; // the status line shows the error
   }
 }
 
-room.begin();
-talk.begin();
-watch(room.show, room.lost);
-nameModel();
-if (!matchMedia("(pointer: coarse)").matches) $("question").focus(); // there a keyboard would cover the page
+enginePanel.begin();
+conversation.begin();
+watch(enginePanel.show, enginePanel.showLost);
+showModelName();
+if (!matchMedia("(pointer: coarse)").matches) $("question").focus(); // on a touch screen the keyboard would cover the page

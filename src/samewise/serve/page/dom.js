@@ -1,21 +1,21 @@
-// Elements without ceremony: make("p", { class: "note" }, "text", child).
+// DOM helpers. make("p", { class: "note" }, "text", child) returns a new element.
 
 export const $ = (id) => document.getElementById(id);
 
 export function make(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
+  const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
     if (value === undefined || value === false) continue;
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else made.setAttribute(key, value === true ? "" : value);
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else element.setAttribute(key, value === true ? "" : value);
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
-  return made;
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
 }
 
-// Said to a screen reader once, when there is something to say; never token by token.
-export function say(text) {
-  $("said").textContent = text;
+// Announces a text to screen readers.
+export function announce(text) {
+  $("announcement").textContent = text;
 }
 
 export function number(value, digits = 0) {

@@ -1,12 +1,12 @@
-// The conversation: a question goes out, an answer comes in, and the next question knows of both.
+// The conversation: sends questions, shows answers, and keeps both for the next request.
 
-import { addBurst, finish, newView } from "./answer.js";
-import { ask, newAnswer, tally } from "./ask.js";
-import { $, make, plural, say } from "./dom.js";
-import { askInCrowd } from "./same.js";
+import { addBurst, finish, newView } from "./answer-view.js";
+import { askUnderLoad } from "./compare.js";
+import { $, announce, make, plural } from "./dom.js";
+import { ask, newAnswer, summarize } from "./request.js";
 
-let turns = []; // {role, content}, as the server wants them
-let running = null; // the AbortController of the answer under way
+let messages = []; // {role, content}, as the server takes them
+let running = null; // the AbortController of the current answer
 
 export function begin() {
   const form = $("ask");
@@ -20,28 +20,28 @@ export function begin() {
     event.preventDefault();
     send(field.value);
   });
-  field.addEventListener("input", () => fit(field));
+  field.addEventListener("input", () => resize(field));
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && running) running.abort();
   });
   $("stop").addEventListener("click", () => running?.abort());
-  $("fresh").addEventListener("click", fresh);
+  $("new-conversation").addEventListener("click", startOver);
   $("marks").addEventListener("change", () => document.body.classList.toggle("unmarked", !$("marks").checked));
   for (const example of document.querySelectorAll(".example")) {
     example.addEventListener("click", () => send(example.textContent));
   }
 }
 
-function fit(field) {
+function resize(field) {
   field.style.height = "auto";
   field.style.height = `${Math.min(field.scrollHeight, 200)}px`;
 }
 
-function fresh() {
+function startOver() {
   running?.abort();
-  turns = [];
+  messages = [];
   $("turns").replaceChildren(welcome);
-  $("fresh").hidden = true;
+  $("new-conversation").hidden = true;
   $("question").focus();
 }
 
@@ -67,90 +67,90 @@ async function send(text) {
   if (!content || running) return;
   const field = $("question");
   field.value = "";
-  fit(field);
+  resize(field);
   welcome.remove();
-  $("turns").append(make("article", { class: "turn question" }, make("h3", { class: "unseen" }, "Question"), make("p", {}, content)));
-  const answer = newAnswer(request([...turns, { role: "user", content }]));
+  $("turns").append(make("article", { class: "turn question" }, make("h3", { class: "visually-hidden" }, "Question"), make("p", {}, content)));
+  const answer = newAnswer(request([...messages, { role: "user", content }]));
   const view = newView(actions(answer, () => view));
   $("turns").append(view.root);
-  toEnd();
-  say("Answering.");
+  scrollToEnd();
+  announce("Answering.");
   await stream(answer, view);
-  if (answer.text) turns = [...answer.request.messages, { role: "assistant", content: answer.text }];
-  rest(field);
+  if (answer.text) messages = [...answer.request.messages, { role: "assistant", content: answer.text }];
+  restoreFocus(field);
 }
 
 async function stream(answer, view) {
   running = new AbortController();
-  busy(true);
-  let why;
+  setBusy(true);
+  let reason;
   try {
     await ask(answer.request, {
       answer, signal: running.signal,
-      told: (_, burst) => {
+      onBurst: (_, burst) => {
         const follow = nearEnd();
         addBurst(view, answer, burst);
-        if (follow) toEnd();
+        if (follow) scrollToEnd();
       },
     });
   } catch (error) {
-    why = error.name === "AbortError" ? "stopped" : "broke off";
+    reason = error.name === "AbortError" ? "stopped" : "broke off";
     if (error.name !== "AbortError") {
-      view.below.append(make("p", { class: "problem", role: "alert" }, `No answer: ${error.message}`));
+      view.comparison.append(make("p", { class: "problem", role: "alert" }, `No answer: ${error.message}`));
     }
   }
   answer.ended ??= performance.now();
   running = null;
-  busy(false);
-  finish(view, answer, why);
-  if (why) view.root.querySelector(".again").dataset.partial = "";
-  quiet(false);
-  receiptReady(view, answer);
-  toEnd();
-  const found = tally(answer);
+  setBusy(false);
+  finish(view, answer, reason);
+  if (reason) view.root.querySelector(".ask-again").dataset.partial = "";
+  disableAskAgain(false);
+  enableReceipt(view, answer);
+  scrollToEnd();
+  const summary = summarize(answer);
   if (answer.text) {
-    const guesses = found.guessed ? ` ${found.guessed} guessed, ${found.accepted} accepted, ${found.back} rolled back.` : "";
-    say(`${answer.text} — ${plural(found.tokens, "token")}.${guesses}`);
+    const guesses = summary.guessed ? ` ${summary.guessed} guessed, ${summary.accepted} accepted, ${summary.rejected} rolled back.` : "";
+    announce(`${answer.text} — ${plural(summary.tokens, "token")}.${guesses}`);
   }
 }
 
-function busy(on) {
+function setBusy(on) {
   $("send").hidden = on;
   $("stop").hidden = !on;
-  $("fresh").hidden = on;
-  quiet(on);
+  $("new-conversation").hidden = on;
+  disableAskAgain(on);
 }
 
-// While something is being asked nothing else is asked again. A part of an answer cannot be compared.
-function quiet(on) {
-  for (const button of document.querySelectorAll(".again")) button.disabled = on || "partial" in button.dataset;
+// No comparison starts during a request, and an incomplete answer cannot be compared.
+function disableAskAgain(on) {
+  for (const button of document.querySelectorAll(".ask-again")) button.disabled = on || "partial" in button.dataset;
 }
 
-// Focus is put where it is useful only when it would otherwise be nowhere.
-function rest(place) {
-  if (!document.activeElement || document.activeElement === document.body) place.focus({ preventScroll: true });
+// Moves the focus only if no element has it.
+function restoreFocus(element) {
+  if (!document.activeElement || document.activeElement === document.body) element.focus({ preventScroll: true });
 }
 
 function actions(answer, view) {
-  const again = make("button", { type: "button", class: "again" }, "Ask again in a crowd");
+  const again = make("button", { type: "button", class: "ask-again" }, "Ask again in a crowd");
   again.addEventListener("click", async () => {
-    quiet(true);
-    await askInCrowd(answer, view().below);
-    quiet(false);
-    view().below.scrollIntoView({ block: "nearest" });
-    rest(again);
+    disableAskAgain(true);
+    await askUnderLoad(answer, view().comparison);
+    disableAskAgain(false);
+    view().comparison.scrollIntoView({ block: "nearest" });
+    restoreFocus(again);
   });
   const receipt = make("button", { type: "button", class: "receipt", disabled: true, title: "this server gives no receipts" }, "Download receipt");
   receipt.addEventListener("click", () => download(answer));
   const copy = make("button", { type: "button" }, "Copy");
   copy.addEventListener("click", async () => {
     await navigator.clipboard.writeText(answer.text);
-    say("Copied.");
+    announce("Copied.");
   });
   return [again, receipt, ...(navigator.clipboard ? [copy] : [])];
 }
 
-function receiptReady(view, answer) {
+function enableReceipt(view, answer) {
   if (!answer.receipt) return;
   const button = view.root.querySelector(".receipt");
   button.disabled = false;
@@ -164,7 +164,7 @@ function download(answer) {
   const link = make("a", { href: url, download: `receipt-${name}.json` });
   link.click();
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
-  say("Receipt downloaded.");
+  announce("Receipt downloaded.");
 }
 
 function nearEnd() {
@@ -172,7 +172,7 @@ function nearEnd() {
   return list.scrollHeight - list.scrollTop - list.clientHeight < 120;
 }
 
-function toEnd() {
+function scrollToEnd() {
   const list = $("turns");
   list.scrollTop = list.scrollHeight;
 }

@@ -1,11 +1,11 @@
-// Ask the same question again among others, and compare bit for bit.
+// Asks the same question again beside other requests and compares the answers bit by bit.
 
 import { call, events } from "./api.js";
-import { ask, newAnswer } from "./ask.js";
 import { firstDifference, ofFloats, ofIds } from "./digest.js";
-import { make, number, plural, say } from "./dom.js";
+import { announce, make, number, plural } from "./dom.js";
+import { ask, newAnswer } from "./request.js";
 
-const COMPANY = 8;
+const NUM_OTHERS = 8;
 const TOPICS = [
   "The lighthouse keeper wrote in the log:", "Dear committee, concerning the bridge,", "Once there was a fox who",
   "To bake bread without an oven,", "def quicksort(items):\n", "In the year of the great frost, people",
@@ -13,56 +13,56 @@ const TOPICS = [
   "The train to the coast leaves at", "Minutes of the meeting, item one:", "Stars are born when",
 ];
 
-// One connection carries the whole crowd: a browser opens only six to a server.
-async function crowd(seen, signal) {
+// Keeps other requests running until aborted. One body holds them all, since browsers open six connections at most.
+async function runOthers(others, signal) {
   for (let round = 0; !signal.aborted; round++) {
-    const prompts = Array.from({ length: COMPANY }, (_, i) => {
+    const prompts = Array.from({ length: NUM_OTHERS }, (_, i) => {
       const topic = TOPICS[(i + 5 * round) % TOPICS.length];
       return `${topic} ${"and so on ".repeat((i * 7 + round) % 11)}`;
     });
     const body = { prompt: prompts, max_tokens: 96, temperature: 1, seed: round, share: false, stream: true, return_token_ids: true };
     try {
       for await (const event of events(await call("v1/completions", { body, signal }))) {
-        for (const choice of event.choices ?? []) seen.tokens += choice.token_ids?.length ?? 0;
-        seen.begun?.();
+        for (const choice of event.choices ?? []) others.tokens += choice.token_ids?.length ?? 0;
+        others.onBegun?.();
       }
     } catch (error) {
       if (signal.aborted) return;
-      seen.problem = error.message;
-      seen.begun?.();
+      others.problem = error.message;
+      others.onBegun?.();
       return;
     }
   }
 }
 
-export async function askInCrowd(first, panel) {
+export async function askUnderLoad(first, panel) {
   const stop = new AbortController();
-  const seen = { tokens: 0, problem: null };
+  const others = { tokens: 0, problem: null };
   const cells = make("div", { class: "cells", "aria-hidden": "true" });
-  const line = make("p", { class: "verdict" }, `Asking again, with ${COMPANY} others at the same time …`);
+  const line = make("p", { class: "verdict" }, `Asking again, with ${NUM_OTHERS} others at the same time …`);
   panel.replaceChildren(line, cells);
-  say(`Asking again, with ${COMPANY} others at the same time.`);
-  const company = new Promise((begun) => { seen.begun = begun; });
-  const crowding = crowd(seen, stop.signal);
+  announce(`Asking again, with ${NUM_OTHERS} others at the same time.`);
+  const begun = new Promise((resolve) => { others.onBegun = resolve; });
+  const running = runOthers(others, stop.signal);
   try {
-    await Promise.race([company, crowding]);
+    await Promise.race([begun, running]);
     const again = newAnswer(first.request);
-    await ask(first.request, { answer: again, told: (answer) => grow(cells, first, answer) });
+    await ask(first.request, { answer: again, onBurst: (answer) => addCells(cells, first, answer) });
     const difference = firstDifference(first, again);
-    panel.replaceChildren(verdict(first, again, difference), ...alone(seen), cells, table(first, again, seen));
+    panel.replaceChildren(verdict(first, again, difference), ...problemNote(others), cells, table(first, again, others));
     panel.dataset.same = String(difference === null);
-    say(panel.querySelector(".verdict").textContent);
+    announce(panel.querySelector(".verdict").textContent);
   } catch (error) {
     line.textContent = `It could not be asked again: ${error.message}`;
     line.classList.add("bad");
-    say(line.textContent);
+    announce(line.textContent);
   } finally {
     stop.abort();
-    await crowding;
+    await running;
   }
 }
 
-function grow(cells, first, answer) {
+function addCells(cells, first, answer) {
   for (let i = cells.childElementCount; i < answer.ids.length; i++) {
     const same = first.ids[i] === answer.ids[i] && Object.is(first.logprobs[i], answer.logprobs[i]);
     cells.append(make("i", { class: same ? "equal" : "other" }, same ? "=" : "≠"));
@@ -82,21 +82,21 @@ function verdict(first, again, difference) {
     ` from token ${difference.at + 1} on (its ${difference.what}). ${why}`);
 }
 
-function alone(seen) {
-  return seen.problem ? [make("p", { class: "bad" }, `But it had no company: ${seen.problem}`)] : [];
+function problemNote(others) {
+  return others.problem ? [make("p", { class: "bad" }, `But it had no company: ${others.problem}`)] : [];
 }
 
-function table(first, again, seen) {
+function table(first, again, others) {
   const row = (name, one, other, code) => make("tr", {}, make("th", { scope: "row" }, name),
     ...[one, other].map((value) => make("td", {}, code ? make("code", { title: `SHA-256 ${value}` }, value.slice(0, 12)) : value)));
   const seconds = (answer) => `${number((answer.ended - answer.began) / 1000, 1)} s`;
-  const others = seen.problem ? "nobody" : `${COMPANY} others, ${plural(seen.tokens, "token")}`;
+  const company = others.problem ? "none" : `${NUM_OTHERS} others, ${plural(others.tokens, "token")}`;
   return make("div", { class: "scroll" }, make("table", {},
-    make("caption", { class: "unseen" }, "The two answers compared"),
+    make("caption", { class: "visually-hidden" }, "The two answers compared"),
     make("thead", {}, make("tr", {}, make("td"), make("th", { scope: "col" }, "first"), make("th", { scope: "col" }, "in the crowd"))),
     make("tbody", {},
       row("digest of token ids", ofIds(first.ids), ofIds(again.ids), true),
       row("digest of the bits", ofFloats(first.logprobs), ofFloats(again.logprobs), true),
-      row("company", "whoever was there", others),
+      row("company", "not recorded", company),
       row("time", seconds(first), seconds(again)))));
 }

@@ -1,8 +1,8 @@
-// One question to the model, and everything about its answer that can be compared later.
+// Sends a chat request and records its answer: text, token ids, log-probabilities, bursts.
 
 import { call, events, Problem } from "./api.js";
 
-let receipts = true; // until the server says that it gives none
+let receipts = true; // false once the server has refused to return receipts
 
 export function newAnswer(request) {
   return {
@@ -11,8 +11,8 @@ export function newAnswer(request) {
   };
 }
 
-// Streams an answer; `told(answer, burst)` is called for every burst that became final.
-export async function ask(request, { told = () => {}, signal, answer = newAnswer(request) } = {}) {
+// Streams an answer; calls onBurst(answer, burst) for every burst of final tokens.
+export async function ask(request, { onBurst = () => {}, signal, answer = newAnswer(request) } = {}) {
   const response = await open(request, signal);
   for await (const event of events(response)) {
     if (event.error) throw new Problem(event.error.message ?? "the answer broke off", 0, event.error.param);
@@ -20,11 +20,11 @@ export async function ask(request, { told = () => {}, signal, answer = newAnswer
     answer.receipt = event.receipt ?? answer.receipt;
     const choice = event.choices?.[0];
     if (!choice) continue;
-    const burst = read(choice, event);
+    const burst = burstOf(choice, event);
     if (burst.tokens.length || burst.text) {
       answer.first ??= performance.now();
-      take(answer, burst);
-      told(answer, burst);
+      record(answer, burst);
+      onBurst(answer, burst);
     }
     answer.finish = choice.finish_reason ?? answer.finish;
     answer.seed = choice.seed ?? answer.seed;
@@ -47,17 +47,17 @@ async function open(request, signal) {
   }
 }
 
-// A chunk as a burst: the first `accepted` of its tokens were guessed, what follows is the replay's own.
-function read(choice, event) {
-  const fared = choice.samewise ?? event.samewise ?? {};
+// A chunk as a burst: the first `accepted` tokens were drafted, the last one is the target model's own.
+function burstOf(choice, event) {
+  const draft = choice.samewise ?? event.samewise ?? {};
   const ids = choice.token_ids ?? [];
   const entries = choice.logprobs?.content ?? [];
   const tokens = entries.map((entry, i) => ({ text: entry.token, id: ids[i], logprob: entry.logprob }));
-  const guessed = fared.guessed ?? 0;
-  return { text: choice.delta?.content ?? "", tokens, guessed, accepted: Math.min(fared.accepted ?? 0, guessed) };
+  const guessed = draft.guessed ?? 0;
+  return { text: choice.delta?.content ?? "", tokens, guessed, accepted: Math.min(draft.accepted ?? 0, guessed) };
 }
 
-function take(answer, burst) {
+function record(answer, burst) {
   answer.text += burst.text;
   answer.bursts.push(burst);
   for (const token of burst.tokens) {
@@ -66,13 +66,13 @@ function take(answer, burst) {
   }
 }
 
-export function tally(answer) {
+export function summarize(answer) {
   const sum = (name) => answer.bursts.reduce((total, burst) => total + burst[name], 0);
   const guessed = sum("guessed");
   const accepted = sum("accepted");
   const seconds = ((answer.ended ?? performance.now()) - (answer.first ?? answer.began)) / 1000;
   return {
-    tokens: answer.ids.length, bursts: answer.bursts.length, guessed, accepted, back: guessed - accepted,
+    tokens: answer.ids.length, bursts: answer.bursts.length, guessed, accepted, rejected: guessed - accepted,
     rate: seconds > 0 && answer.ids.length > 1 ? (answer.ids.length - 1) / seconds : null,
     wait: answer.first === null ? null : (answer.first - answer.began) / 1000,
   };

@@ -1,53 +1,53 @@
-// The engine's panel: numbers from the live feed, put where they belong.
+// The engine panel: shows the snapshots of the live feed.
 
-import { $, make, number, plural, say } from "./dom.js";
-import { describe, Strip } from "./strip.js";
+import { $, announce, make, number, plural } from "./dom.js";
+import { describe, Strip } from "./frame-strip.js";
 
 const rates = [];
 let strip;
 let contract = null;
 
 export function begin() {
-  strip = new Strip($("strip"), (frame, aloud) => {
+  strip = new Strip($("strip"), (frame, announced) => {
     $("frame-readout").textContent = describe(frame);
-    if (aloud) $("frame-said").textContent = `Frame ${frame.number}: ${describe(frame)}`;
+    if (announced) $("frame-announcement").textContent = `Frame ${frame.number}: ${describe(frame)}`;
   });
-  new ResizeObserver(key).observe($("strip"));
+  new ResizeObserver(showRowShares).observe($("strip"));
   $("copy-contract").hidden = !navigator.clipboard;
   $("copy-contract").addEventListener("click", async () => {
     await navigator.clipboard.writeText(contract);
-    say("Contract copied.");
+    announce("Contract copied.");
   });
 }
 
 export function show(snapshot) {
-  status(snapshot.running ? "busy" : "idle", load(snapshot));
+  showStatus(snapshot.running ? "busy" : "idle", loadText(snapshot));
   strip.add(snapshot.frames ?? []);
-  key();
-  speed(snapshot.tokens_per_second ?? 0);
-  proposers(snapshot.proposers ?? {});
-  if (snapshot.timeline) timeline(snapshot.timeline);
+  showRowShares();
+  showSpeed(snapshot.tokens_per_second ?? 0);
+  showProposers(snapshot.proposers ?? {});
+  if (snapshot.timeline) showTimeline(snapshot.timeline);
   if (snapshot.contract !== contract) showContract(snapshot.contract);
-  if (snapshot.facts) facts(snapshot.facts);
+  if (snapshot.facts) showFacts(snapshot.facts);
 }
 
-export function lost(message) {
-  status("lost", message);
+export function showLost(message) {
+  showStatus("lost", message);
 }
 
-function status(state, text) {
+function showStatus(state, text) {
   $("status").dataset.state = state;
   if ($("status-text").textContent !== text) $("status-text").textContent = text;
 }
 
-function load({ running, waiting }) {
+function loadText({ running, waiting }) {
   if (!running && !waiting) return "idle";
   return `${number(running)} running${waiting ? `, ${number(waiting)} waiting` : ""}`;
 }
 
-// Whose the rows were, over the frames in sight.
-function key() {
-  const shown = strip.frames.slice(-strip.fitting);
+// Shares of rows by kind, over the visible frames.
+function showRowShares() {
+  const shown = strip.frames.slice(-strip.numVisible);
   const total = { prompt: 0, known: 0, guess: 0, padding: 0 };
   for (const frame of shown) for (const kind of Object.keys(total)) total[kind] += frame[kind];
   const all = Object.values(total).reduce((a, b) => a + b, 0);
@@ -60,7 +60,7 @@ function key() {
     : "No frames yet");
 }
 
-function speed(rate) {
+function showSpeed(rate) {
   rates.push(rate);
   rates.splice(0, rates.length - 120);
   $("rate").textContent = number(rate, rate > 0 && rate < 10 ? 1 : 0);
@@ -70,27 +70,27 @@ function speed(rate) {
   const ratio = devicePixelRatio || 1;
   canvas.width = width * ratio;
   canvas.height = height * ratio;
-  const pen = canvas.getContext("2d");
-  pen.scale(ratio, ratio);
+  const context = canvas.getContext("2d");
+  context.scale(ratio, ratio);
   const style = getComputedStyle(canvas);
   const top = Math.max(1, ...rates);
   const x = (i) => width - (rates.length - 1 - i) * width / 119;
   const y = (value) => height - 1.5 - value / top * (height - 4);
-  pen.beginPath();
-  rates.forEach((value, i) => pen.lineTo(x(i), y(value)));
-  pen.strokeStyle = style.getPropertyValue("--accent");
-  pen.lineWidth = 1.5;
-  pen.lineJoin = "round";
-  pen.stroke();
-  pen.lineTo(width, height);
-  pen.lineTo(x(0), height);
-  pen.globalAlpha = 0.12;
-  pen.fillStyle = style.getPropertyValue("--accent");
-  pen.fill();
+  context.beginPath();
+  rates.forEach((value, i) => context.lineTo(x(i), y(value)));
+  context.strokeStyle = style.getPropertyValue("--accent");
+  context.lineWidth = 1.5;
+  context.lineJoin = "round";
+  context.stroke();
+  context.lineTo(width, height);
+  context.lineTo(x(0), height);
+  context.globalAlpha = 0.12;
+  context.fillStyle = style.getPropertyValue("--accent");
+  context.fill();
 }
 
-function proposers(found) {
-  const rows = Object.entries(found).filter(([name, one]) => name !== "none" || one.tokens_per_second || Object.keys(found).length === 1);
+function showProposers(proposers) {
+  const rows = Object.entries(proposers).filter(([name, one]) => name !== "none" || one.tokens_per_second || Object.keys(proposers).length === 1);
   if (!rows.length) return;
   $("proposers").replaceChildren(...rows.map(([name, one]) => make("tr", {},
     make("th", { scope: "row" }, name === "none" ? "no guess" : name),
@@ -100,15 +100,15 @@ function proposers(found) {
 }
 
 function bar(rate) {
-  const made = make("span", { class: "bar", "aria-hidden": "true" }, make("i"));
-  made.firstChild.style.width = `${Math.round(100 * rate)}%`;
-  return made;
+  const element = make("span", { class: "bar", "aria-hidden": "true" }, make("i"));
+  element.firstChild.style.width = `${Math.round(100 * rate)}%`;
+  return element;
 }
 
 const WORDS = { accumulate: "gathering context", optimise: "searching layers", accelerate: "accelerating" };
 const MARKS = { accumulate: "▤", optimise: "◇", accelerate: "»" };
 
-function timeline(events) {
+function showTimeline(events) {
   $("timeline-card").hidden = events.length === 0;
   if (!events.length) return;
   const last = events.at(-1);
@@ -116,22 +116,22 @@ function timeline(events) {
   const first = events[0].tokens;
   const end = Math.max(last.tokens + 1, first + 1);
   $("track").replaceChildren(...events.map((one, i) => {
-    const made = make("i", { "data-event": one.event, title: sentence(one) }, MARKS[one.event] ?? "·");
-    made.style.flexGrow = String(Math.max(0.02, ((events[i + 1]?.tokens ?? end) - one.tokens) / (end - first)));
-    return made;
+    const segment = make("i", { "data-event": one.event, title: sentence(one) }, MARKS[one.event] ?? "·");
+    segment.style.flexGrow = String(Math.max(0.02, ((events[i + 1]?.tokens ?? end) - one.tokens) / (end - first)));
+    return segment;
   }));
   $("events").replaceChildren(...events.slice(-5).reverse().map((one) => make("li", {}, sentence(one))));
 }
 
-// What happened, what the set promises, and which sublayers it leaves out.
+// The event, the expected speed, and the sublayers that are skipped.
 function sentence(one) {
-  const said = [`${MARKS[one.event] ?? "·"} ${WORDS[one.event] ?? one.event} at ${plural(one.tokens, "token")}`];
-  if (one.rate) said.push(`${Math.round(100 * one.rate)}% right`);
-  if (one.score) said.push(`${number(one.score, 1)} tokens/s promised`);
+  const parts = [`${MARKS[one.event] ?? "·"} ${WORDS[one.event] ?? one.event} at ${plural(one.tokens, "token")}`];
+  if (one.rate) parts.push(`${Math.round(100 * one.rate)}% right`);
+  if (one.score) parts.push(`${number(one.score, 1)} tokens/s promised`);
   for (const [kind, layers] of Object.entries(one.set ?? {})) {
-    if (layers.length) said.push(`without ${kind === "mlp" ? "MLP" : kind} ${layers.join(" ")}`);
+    if (layers.length) parts.push(`without ${kind === "mlp" ? "MLP" : kind} ${layers.join(" ")}`);
   }
-  return said.join(", ");
+  return parts.join(", ");
 }
 
 function showContract(id) {
@@ -140,6 +140,6 @@ function showContract(id) {
   $("copy-contract").disabled = !id;
 }
 
-function facts(found) {
-  $("facts").replaceChildren(...Object.entries(found).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))]));
+function showFacts(facts) {
+  $("facts").replaceChildren(...Object.entries(facts).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))]));
 }
