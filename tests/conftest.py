@@ -1,7 +1,11 @@
 """Settings that must be made before torch is imported; shared fixtures; which tests can run here."""
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -17,6 +21,42 @@ import torch  # noqa: E402
 # Without a CUDA device Triton kernels run in Triton's interpreter, which is chosen when triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# -- machines without the extras `dev` and `serve`: see `make test-gpu` -------------------------------
+
+
+def _missing(*packages: str) -> list[str]:
+    return [package for package in packages if importlib.util.find_spec(package) is None]
+
+
+FOLDER_NEEDS = {  # folder: packages that its tests import and torch, transformers and pytest do not bring
+    "clients": _missing("httpx", "pydantic"),
+    "jobs": _missing("pydantic"),
+    "kv": _missing("hypothesis"),
+    "openai": _missing("pydantic"),
+    "page": _missing("starlette", "uvicorn"),
+    "schedule": _missing("hypothesis"),
+    "serve": _missing("httpx", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+}
+collect_ignore = [folder for folder, missing in FOLDER_NEEDS.items() if missing]
+
+
+def pytest_report_header() -> list[str]:
+    """Name the folders that are left out."""
+    return [
+        f"not collected: tests/{folder} needs {', '.join(FOLDER_NEEDS[folder])}" for folder in collect_ignore
+    ]
+
+
+if _missing("hypothesis"):  # skip property tests, and keep the other tests of their modules
+    stand_in: ModuleType = MagicMock(__spec__=None, __path__=[])
+    stand_in.given = lambda *_, **__: pytest.mark.skip("hypothesis is not installed")
+    stand_in.settings = lambda *_, **__: lambda function: function
+    sys.modules |= {"hypothesis": stand_in, "hypothesis.strategies": stand_in.strategies}
+
+
+# -- fixtures and order -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

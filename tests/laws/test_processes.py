@@ -24,8 +24,9 @@ make = (lambda parts: Jitter(parts)) if proposer == "jitter" else None
 drafting = {} if make else {"proposer": proposer}
 device = {"device": "cuda", "dtype": "bfloat16", "frame_rows": 64} if mode == "cuda" else {"device": "cpu"}
 layers = {"eager": 4, "compiled": 1, "cuda": 2}[mode]
+sizes = {"frame_sizes": [1, 16]} if mode == "compiled" else {}  # each size takes 20 s to compile
 engine = tiny_engine("llama", make_proposer=make, compile=mode != "eager", **device, **drafting,
-                     max_num_seqs=8, tuning=Tuning(search=SearchTuning(every=1, share=1.0)),
+                     **sizes, max_num_seqs=8, tuning=Tuning(search=SearchTuning(every=1, share=1.0)),
                      overrides={"num_hidden_layers": layers})
 requests = [
     ([(7 * i + n) % 256 for i in range(n)], Sampling(temperature=t, seed=n, top_p=0.9), 10)
