@@ -69,7 +69,7 @@ def check(engine: Engine, rows: int, seed: int = 0) -> dict[str, Any]:
     """Compare at least this many rows with the reference."""
     rng, runner, sizes = random.Random(seed), FrameRunner(engine), tuple(engine.runner.sizes)
     longest = min(LONGEST, engine.max_model_len)
-    # Enough texts to fill the widest frame three times; at most 24 more, fewer where few rows are wanted.
+    # Texts for three of the widest frame, or up to 24 if that is more; fewer where few rows are wanted.
     num = max(3 * sizes[-1] * 2 // (SHORTEST + LONGEST), min(24, rows // LONGEST)) + 1
     available = engine.stats()["pages"]
     lengths = [rng.randint(min(SHORTEST, longest), longest) for _ in range(num)]

@@ -41,15 +41,15 @@ def case_line(row: Figures) -> str:
     return ", ".join(parts)
 
 
-def case_table(found: Figures) -> Table:
+def case_table(report: Figures) -> Table:
     """A row per case, with vLLM's figures where they were measured at the same shape and lengths."""
-    modes = list(dict.fromkeys(mode for row in found["cases"] for mode in row["modes"]))
+    modes = list(dict.fromkeys(mode for row in report["cases"] for mode in row["modes"]))
     table = Table(title="milliseconds per decode step (over unverified)", caption=peers.SOURCE)
     ours, theirs = ("prompt tok/s", "tok/s", "host ms", "device waits"), ("vLLM", "vLLM invariant")
     for heading in ("prompt/output", "live", "ceiling", *modes, *theirs, *ours):
         table.add_column(heading, justify="left" if heading == "prompt/output" else "right")
-    for row in found["cases"]:
-        known = (peers.ORDINARY, peers.INVARIANT) if _comparable(found, row) else ({}, {})
+    for row in report["cases"]:
+        known = (peers.ORDINARY, peers.INVARIANT) if _comparable(report, row) else ({}, {})
         first = next(iter(row["modes"].values()))
         table.add_row(
             row["lengths"], str(row["live"]), f"{row['ceiling_ms']:.2f}",
@@ -61,10 +61,10 @@ def case_table(found: Figures) -> Table:
     return table
 
 
-def draw(found: Figures, path: Path) -> None:
+def draw(report: Figures, path: Path) -> None:
     """Milliseconds per step by live sequences at the first lengths: our modes, vLLM twice, the ceiling."""
     plt = pyplot()
-    rows = [row for row in found["cases"] if row["lengths"] == found["cases"][0]["lengths"]]
+    rows = [row for row in report["cases"] if row["lengths"] == report["cases"][0]["lengths"]]
     figure, axis = plt.subplots(figsize=(8, 5))
     lives = [row["live"] for row in rows]
     axis.plot(
@@ -78,7 +78,7 @@ def draw(found: Figures, path: Path) -> None:
         points = [(r["live"], r["modes"][mode]["ms"]) for r in rows if r["modes"].get(mode, {}).get("ms")]
         if points:
             axis.plot(*zip(*points, strict=True), style, label="10% verified" if mode == "10%" else mode)
-    if _comparable(found, rows[0]):
+    if _comparable(report, rows[0]):
         names = ("vLLM 0.24.0, ordinary", "vLLM 0.24.0, batch-invariant")
         for name, known, color in zip(names, (peers.ORDINARY, peers.INVARIANT), ("C4", "C3"), strict=True):
             axis.plot(list(known), list(known.values()), "x-", color=color, alpha=0.7, label=name)
@@ -87,29 +87,29 @@ def draw(found: Figures, path: Path) -> None:
     axis.set_ylim(bottom=0)
     axis.set_xlabel("live sequences")
     axis.set_ylabel("ms per decode step")
-    axis.set_title(f"{found['device']}, {found['shape']}, {found['dtype']}, {rows[0]['lengths']}")
+    axis.set_title(f"{report['device']}, {report['shape']}, {report['dtype']}, {rows[0]['lengths']}")
     axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def summary(found: Figures) -> Figures:
+def summary(report: Figures) -> Figures:
     """The JSON of the last line: everything but the single measurements."""
     cases = [
         {name: row[name] for name in ("lengths", "live", "context", "ceiling_ms")}
         | {"modes": {mode: _compact(figures) for mode, figures in row["modes"].items()}}
-        for row in found["cases"]
+        for row in report["cases"]
     ]
-    own = {"own": _compact(found["own"])} if "own" in found else {}
-    sizes = {"sizes": shorten_sizes(found["sizes"])} if "sizes" in found else {}
-    rounded: Figures = json.loads(json.dumps(found | {"cases": cases} | own | sizes), parse_float=_round)
+    own = {"own": _compact(report["own"])} if "own" in report else {}
+    sizes = {"sizes": shorten_sizes(report["sizes"])} if "sizes" in report else {}
+    rounded: Figures = json.loads(json.dumps(report | {"cases": cases} | own | sizes), parse_float=_round)
     return rounded
 
 
-def _comparable(found: Figures, row: Figures) -> bool:
+def _comparable(report: Figures, row: Figures) -> bool:
     """Whether vLLM's figures were measured at this shape and these lengths."""
-    return found["shape"] == "8B, 32 layers" and (row["prompt"], row["output"]) == peers.MEASURED_AT
+    return report["shape"] == "8B, 32 layers" and (row["prompt"], row["output"]) == peers.MEASURED_AT
 
 
 def _cell(figures: Figures | None, mode: str) -> str:
@@ -145,10 +145,10 @@ def shorten_sizes(sizes: list[int]) -> str:
     return ", ".join(str(size) for size in shown)
 
 
-def save_picture(found: Figures, out: Path) -> str:
+def save_picture(report: Figures, out: Path) -> str:
     """Draw to `out`/h200.png; returns a line that says where, or why there is none."""
     try:
-        draw(found, out / "h200.png")
+        draw(report, out / "h200.png")
         return f"picture: {out / 'h200.png'}"
     except MachineError as error:
         return f"no picture: {error}; later, --draw {out / 'h200.json'}"

@@ -45,12 +45,12 @@ def read_output(path: Path) -> list[dict[str, Any]]:
 
 def answers(path: Path) -> dict[str, Any]:
     """The parts of each answer that depend on its request alone (not `created`, not cached tokens)."""
-    found = {}
+    by_id = {}
     for record in read_output(path):
-        assert record["custom_id"] not in found, "a line was answered twice"
+        assert record["custom_id"] not in by_id, "a line was answered twice"
         body = record["response"]["body"]
-        found[record["custom_id"]] = (record["id"], body["id"], body["system_fingerprint"], body["choices"])
-    return found
+        by_id[record["custom_id"]] = (record["id"], body["id"], body["system_fingerprint"], body["choices"])
+    return by_id
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +181,11 @@ def test_response_format_is_followed(engine: Engine, tmp_path: Path) -> None:
         chat_line("b", response_format=response_format),
     )
     run_batch(engine, source, tmp_path / "out.jsonl")
-    found = {
+    bodies = {
         record["custom_id"]: record["response"]["body"] for record in read_output(tmp_path / "out.jsonl")
     }
-    assert found["a"]["choices"][0]["text"] in ("yes!", "no!")
-    assert found["b"]["choices"][0]["message"]["content"] in ("yes!", "no!")
+    assert bodies["a"]["choices"][0]["text"] in ("yes!", "no!")
+    assert bodies["b"]["choices"][0]["message"]["content"] in ("yes!", "no!")
 
 
 def test_lines_are_answered_together(engine: Engine, tmp_path: Path) -> None:
@@ -382,9 +382,9 @@ def test_killed_batch_is_completed_by_the_next_run(folder: Path, tmp_path: Path)
     with LLM(folder, device="cpu", kv_memory="4MiB") as llm:  # another contract would be refused
         summary, errors = run_batch(llm.engine, source, target, names=("tiny-llama",))
     assert (summary.done_before, summary.answered, errors) == (before, num - before, [])
-    found = answers(target)
-    assert sorted(found) == sorted(f"r{i}" for i in range(num))
-    assert len({fingerprint for _, _, fingerprint, _ in found.values()}) == 1
+    completed = answers(target)
+    assert sorted(completed) == sorted(f"r{i}" for i in range(num))
+    assert len({fingerprint for _, _, fingerprint, _ in completed.values()}) == 1
 
 
 def test_line_numbers_count_empty_lines(tmp_path: Path) -> None:

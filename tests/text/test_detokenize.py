@@ -241,16 +241,16 @@ def cut_at(text: str, places: list[int]) -> list[str]:
 def test_stop_strings_do_not_depend_on_the_pieces(
     text: str, stops: tuple[str, ...], include: bool, places: list[int]
 ) -> None:
-    finder, out, found = StopStrings(stops, include), "", None
+    finder, out, match = StopStrings(stops, include), "", None
     expected, stop = reference_stop(text, stops, include)
     for piece in cut_at(text, places):
-        released, found = finder.push(piece)
+        released, match = finder.push(piece)
         out += released
         assert expected.startswith(out)
-        if found is not None:
+        if match is not None:
             break
-    out += finder.flush() if found is None else ""
-    assert (out, found) == (expected, stop)
+    out += finder.flush() if match is None else ""
+    assert (out, match) == (expected, stop)
 
 
 def test_first_complete_stop_string_wins_then_the_longest() -> None:

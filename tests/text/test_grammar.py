@@ -69,7 +69,10 @@ def test_grammars_of_equal_kind_and_text_are_equal():
         (lambda: Grammar.json_schema({"a": object()}), "not JSON"),
         (lambda: Grammar.json_schema("3"), "an object"),
         (lambda: SamplingParams(grammar="a"), "give a Grammar"),
-        (lambda: SamplingParams(grammar=Grammar.regex("a"), allowed_token_ids=[1]), "combined with a grammar"),
+        (
+            lambda: SamplingParams(grammar=Grammar.regex("a"), allowed_token_ids=[1]),
+            "combined with a grammar",
+        ),
     ],
 )
 def test_invalid_grammar_is_refused_when_created(make, message):
