@@ -27,7 +27,7 @@ machine.pin_environment()
 import torch  # noqa: E402
 
 import shapes  # noqa: E402
-from kernels import Kernel, labelled, recorded, seconds_by_group  # noqa: E402
+from kernel_times import Kernel, labelled, recorded, seconds_by_group  # noqa: E402
 from loads import Load, replaced  # noqa: E402
 from samewise.bench.report import pyplot  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402

@@ -318,6 +318,7 @@ __all__ = [
     "EngineConfig",
     "Setting",
     "parse_memory",
+    "setting",
     "settings_page",
     "settings_signature",
 ]

@@ -224,4 +224,4 @@ def derive_seed(engine_seed: int, prompt: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 
-__all__ = ["GREEDY_BELOW", "SamplingParams", "derive_seed"]
+__all__ = ["GREEDY_BELOW", "SamplingParams", "derive_seed", "param"]

@@ -189,7 +189,7 @@ def test_wrapped_methods_are_restored():
 
 def test_kernels_are_grouped_by_name_and_place():
     """As on a GPU: the last linear before a copy to the host is the head, followed by the sampler."""
-    import kernels
+    import kernel_times
 
     names = {
         "Memcpy HtoD (Pinned -> Device)": "copies",
@@ -202,19 +202,19 @@ def test_kernels_are_grouped_by_name_and_place():
         "Memcpy DtoH (Device -> Pinned)": "copies",
     }
     raw = [(name, 2.0 * i, 2.0 * i + 1) for i, name in enumerate([*names, *names])]
-    grouped = kernels._grouped(raw, cuda=True)
+    grouped = kernel_times._grouped(raw, cuda=True)
     assert [kernel.group for kernel in grouped] == [*names.values(), *names.values()]
-    spent = kernels.seconds_by_group(grouped)
+    spent = kernel_times.seconds_by_group(grouped)
     assert spent["head"] == 2.0
     assert spent["sampler"] == 4.0
     assert spent["idle"] == len(raw) - 1
 
 
 def test_overlapping_kernels_count_once():
-    import kernels
+    import kernel_times
 
-    spent = kernels.seconds_by_group(
-        [kernels.Kernel("a", 0, 4, "linears"), kernels.Kernel("b", 1, 5, "copies")]
+    spent = kernel_times.seconds_by_group(
+        [kernel_times.Kernel("a", 0, 4, "linears"), kernel_times.Kernel("b", 1, 5, "copies")]
     )
     assert spent == {"linears": 4, "copies": 1, "idle": 0}
 

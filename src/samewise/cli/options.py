@@ -61,7 +61,7 @@ def _parameter(declared: Setting, default: Any) -> inspect.Parameter:
     )
     panel = None if declared.name == "model" else "Engine"
     option = typer.Option(*declared.options, help=meaning, rich_help_panel=panel)
-    annotation = Annotated[kind if default is not None else Optional[kind], option]
+    annotation: Any = Annotated[kind if default is not None else Optional[kind], option]
     return inspect.Parameter(
         declared.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
