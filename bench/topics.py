@@ -1,14 +1,13 @@
-"""A change of topic on real text: does `skip` notice, search again and recover?
+"""A change of topic on real text: does `skip` notice it, search again and recover?
 
     python bench/topics.py --workload questions.jsonl --tasks math_reasoning,translation,summarization
 
-A small model has no sublayer to spare, so none whose loss depends on the topic. This one is the embedded
-model with every MLP once for each topic: each copy works on one of them and adds nothing on the others. Which
-it is, a first layer tells by the words so far. Exactly one copy works at every place, so the model says what
-the embedded one says; but what can be left out without loss changes with the topic.
+A small model has no sublayer to spare. So this one is the embedded model with one copy of every MLP per topic: at
+each layer exactly one copy is active, chosen by a first layer from the tokens so far, and the others add nothing.
+The model gives the embedded model's logits, but which MLPs can be skipped without loss depends on the topic.
 
-Words are told apart by half of each task's questions; the other half is asked, one task after the other, then
-the first again. The last line is JSON; the picture has acceptance, phases and the sublayers left out.
+Tokens are assigned to topics by half of each task's questions; the other half is asked, one task after the other,
+then the first task again. The last line is JSON; the picture shows acceptance, phases and skipped sublayers.
 """
 
 import argparse
@@ -25,39 +24,50 @@ from transformers import AutoModelForCausalLM
 
 from samewise.bench import timeline, workload
 from samewise.config import EngineConfig
+from samewise.draft.tuning import SearchTuning, Tuning
 from samewise.engine import Engine
 from samewise.execute.load import fingerprint, load
 from samewise.model.arch import inspect_model
 from samewise.model.attention_binding import ATTENTION
 from samewise.model.load import wrap_modules
 
-EXTRA = 32  # channels of the residual stream beside the model's own: a whole group of its four-bit grid
-LONGEST = 1200  # tokens of a question
-FEW = 0.1  # times that a word is taken to have been said, beside those it was
-CLIP = 3.0  # of what one word may say for a topic
-LEAN = 0.02  # to the first topic, where no word has said anything
-SHARP = 2000.0  # how clearly a little more of one topic than of another is one topic alone
-SHUT = 15 * 2.0**21  # what closes the gates of the copies for other topics, by a mark however faint
+NUM_CHANNELS = 32
+"""Channels added to the residual stream: a whole group of the weights' four-bit grid."""
+MAX_PROMPT = 1200
+"""Tokens of a question; longer ones are left out."""
+PSEUDO_COUNT = 0.1
+"""Occurrences added to each token of each topic, so that a token seen in one topic only stays finite."""
+MAX_EVIDENCE = 3.0
+"""Limit of one token's log-likelihood ratio: no single token decides."""
+FIRST_TOPIC_BIAS = 0.02
+"""Added to the first topic, so that one topic is active before any token has evidence."""
+SHARPNESS = 2000.0
+"""Slope of the comparison of two topics: a small difference already switches completely."""
+GATE_WEIGHT = 15 * 2.0**21
+"""Weight that closes the gates of a copy for another topic, however small the topic's mark is."""
 
 
-def evidence(texts, vocab):
-    """[topics, vocab]: how much a token says for each topic, by texts of each."""
-    counts = [Counter(token for text in some for token in text) for some in texts]
-    table, words = torch.zeros(len(texts), vocab), set().union(*counts)
-    for token in words:
-        chances = [log((each[token] + FEW) / (each.total() + FEW * len(words))) for each in counts]
-        middle = sum(chances) / len(chances)
-        table[:, token] = torch.tensor([max(-CLIP, min(CLIP, chance - middle)) for chance in chances])
-    table[0] += LEAN
+def topic_evidence(texts, vocab):
+    """[topics, vocab]: the log-likelihood ratio of a token for each topic, from texts of each."""
+    counts = [Counter(token for text in of_topic for token in text) for of_topic in texts]
+    table, tokens = torch.zeros(len(texts), vocab), set().union(*counts)
+    for token in tokens:
+        logs = [
+            log((each[token] + PSEUDO_COUNT) / (each.total() + PSEUDO_COUNT * len(tokens))) for each in counts
+        ]
+        mean = sum(logs) / len(logs)
+        ratios = [max(-MAX_EVIDENCE, min(MAX_EVIDENCE, value - mean)) for value in logs]
+        table[:, token] = torch.tensor(ratios)
+    table[0] += FIRST_TOPIC_BIAS
     return table
 
 
 @torch.no_grad()
-def manifold(loaded, table):
-    """The same model with a copy of each MLP for every topic; `table` is what words say of them."""
-    topics, old = len(table), loaded.model
+def copy_per_topic(loaded, table):
+    """The model with a copy of each MLP for every topic; `table`: the tokens' evidence for topics."""
+    num_topics, old = len(table), loaded.model
     config = copy.deepcopy(old.config)
-    own, config.hidden_size = config.hidden_size, config.hidden_size + EXTRA
+    width, config.hidden_size = config.hidden_size, config.hidden_size + NUM_CHANNELS
     config.head_dim = loaded.arch.layers[0].head_dim
     config.num_hidden_layers, config.tie_word_embeddings = 1 + topics * config.num_hidden_layers, False
     arch = inspect_model(config)
@@ -83,10 +93,10 @@ def manifold(loaded, table):
         teller.self_attn.o_proj.weight[sums + topic, topic] = spread
     pairs = [(a, b) for a in range(topics) for b in range(topics) if a != b]
     for unit, (loser, winner) in enumerate(pairs):
-        teller.mlp.gate_proj.weight[unit, sums + winner] = 32 * SHARP
-        teller.mlp.gate_proj.weight[unit, sums + loser] = -32 * SHARP
+        teller.mlp.gate_proj.weight[unit, sums + winner] = 32 * SHARPNESS
+        teller.mlp.gate_proj.weight[unit, sums + loser] = -32 * SHARPNESS
         teller.mlp.up_proj.weight[unit, one] = 1.0
-        teller.mlp.down_proj.weight[mark + loser, unit] = -spread / (8 * SHARP)
+        teller.mlp.down_proj.weight[mark + loser, unit] = -spread / (8 * SHARPNESS)
 
     for i, layer in enumerate(old.model.layers):
         for topic in range(topics):
@@ -100,7 +110,7 @@ def manifold(loaded, table):
             new.post_attention_layernorm.weight[mark:] = 1.0
             for name in ("gate_proj", "up_proj"):
                 getattr(new.mlp, name).weight[:, :own] = getattr(layer.mlp, name).weight
-            new.mlp.gate_proj.weight[:, mark + topic] = SHUT
+            new.mlp.gate_proj.weight[:, mark + topic] = GATE_WEIGHT
             new.mlp.down_proj.weight[:own] = layer.mlp.down_proj.weight
     wrapped = wrap_modules(made)
     return replace(loaded, model=wrapped, arch=arch, facts={"weights": fingerprint(wrapped)})
@@ -130,8 +140,8 @@ def main():
     args = parser.parse_args()
     args.plot.parent.mkdir(parents=True, exist_ok=True)
     tasks = args.tasks.split(",")
-    if not 2 <= len(tasks) <= (EXTRA - 1) // 3:
-        raise SystemExit(f"--tasks {args.tasks}: give two to {(EXTRA - 1) // 3} of the workload's tasks")
+    if not 2 <= len(tasks) <= (NUM_CHANNELS - 1) // 3:
+        raise SystemExit(f"--tasks {args.tasks}: give two to {(NUM_CHANNELS - 1) // 3} of the workload's tasks")
     loaded = load(EngineConfig(model="smollm2", device="cpu", dtype="float32"))
     texts = {task: prompts(loaded.tokenizer, workload.read(args.workload, tasks=[task])) for task in tasks}
     known = {task: some[1::2] for task, some in texts.items()}
@@ -142,11 +152,12 @@ def main():
     print(f"{sum(told)} of {len(told)} questions are told by their words, "
           f"which {sum(map(len, known.values()))} others taught")  # fmt: skip
     asked[f"{tasks[0]} again"] = fresh[tasks[0]][args.limit : 2 * args.limit] or asked[tasks[0]]
-    model = manifold(loaded, table)
-    settings = {"model": "manifold", "device": "cpu", "kv_memory": 2**31, "search_share": args.share,
-                "max_model_len": LONGEST + args.tokens, "workload": f"bench-{time.time()}"}  # fmt: skip
+    model = copy_per_topic(loaded, table)
+    settings = {"model": "topics", "device": "cpu", "kv_memory": 2**31,
+                "max_model_len": MAX_PROMPT + args.tokens, "workload": f"bench-{time.time()}"}  # fmt: skip
     for proposer in ("none", "skip") if args.beside else ("skip",):
-        engine = Engine(model, EngineConfig(**settings, proposer=proposer))
+        tuning = Tuning(search=SearchTuning(share=args.share))
+        engine = Engine(model, EngineConfig(**settings, proposer=proposer), tuning=tuning)
         line = timeline.record(engine, asked, args.batch, args.tokens)
         tokens = engine.scheduler.counters.output_tokens
         print(f"{proposer}: {tokens} tokens in {line.seconds:.1f} s, {tokens / line.seconds:.1f} a second")
@@ -167,7 +178,7 @@ def prompts(tokenizer, questions):
     made = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
     ]
-    return [text for text in made if len(text) <= LONGEST]
+    return [text for text in made if len(text) <= MAX_PROMPT]
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from samewise.errors import BadParameter, CallerError
         ("linear", "mkl", "choose one of auto, native, torch"),
         ("draft_weights", "int2", "choose one of auto, same"),
         ("draft_tokens", 0, "from 1 to 4096"),
-        ("verify_deadline", -1, "whole number"),
         ("explain", 1, "give True or False"),
         ("max_num_seqs", 0, "from 1 to"),
         ("max_num_seqs", True, "whole number"),

@@ -106,10 +106,6 @@ MEMORY = Values(
     lambda value: _bytes_or_share(value) is not None,
 )
 DATE = Values("a date as YYYY-MM-DD", _is_date)
-SHARE = Values(
-    "a share of the time, above 0 and at most 1",
-    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,13 +168,6 @@ class EngineConfig:
         "Weights decode drafts with: int8, int4 on CPU, fp8 on CUDA; auto: int8 where smaller, else same.",
         (*ANSWERING, "bench"),
     )  # fmt: skip
-    verify_deadline: int = setting(
-        4, integer(0, 10**6), "Steps a finished draft may wait for others in its frame."
-    )
-    search_every: int = setting(16, integer(1, 10**9), "Tokens between two scores of a layer set.")
-    search_share: float = setting(0.02, SHARE, "Share of the time that layer sets are scored.")
-    search_rounds: int = setting(64, integer(1, 10**6), "Most scores of a search.")
-    search_window: int = setting(64, integer(32, 4096), "Tokens a layer set is scored on.")
     workload: str = setting(
         "", string("a short text", empty=True),
         "Name under which the proposer skip remembers the layer sets it found.", ANSWERING,
