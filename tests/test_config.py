@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import samewise
 from samewise.config import SETTINGS, UNITS, EngineConfig, parse_memory, settings_page, settings_signature
 from samewise.errors import BadParameter, CallerError
 
@@ -211,6 +212,11 @@ def test_the_signature_lists_every_setting_with_its_default() -> None:
     assert [p.name for p in others] == [f.name for f in dataclasses.fields(EngineConfig)][1:]
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in others)
     assert EngineConfig(**{p.name: p.default for p in (model, *others)}) == EngineConfig()
+
+
+@pytest.mark.parametrize("name", ["LLM", "AsyncLLM"])
+def test_help_of_the_python_interface_lists_the_settings(name: str) -> None:
+    assert inspect.signature(getattr(samewise, name)) == settings_signature()
 
 
 def test_every_setting_has_a_meaning_that_is_a_sentence() -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from samewise.config import EngineConfig
+from samewise.config import EngineConfig, settings_signature
 from samewise.contract import Contract
 from samewise.engine import Engine, build
 from samewise.errors import CallerError, MachineError
@@ -126,6 +126,8 @@ class AsyncLLM:
 
     Keywords are those of EngineConfig.
     """
+
+    __signature__ = settings_signature()
 
     def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Any) -> None:
         self._begin(build(EngineConfig.of(model=os.fspath(model), **settings)))

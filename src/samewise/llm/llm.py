@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from tqdm.auto import tqdm
 
-from samewise.config import EngineConfig
+from samewise.config import EngineConfig, settings_signature
 from samewise.contract import Contract
 from samewise.engine import Engine, build
 from samewise.errors import BadParameter, BadPrompt
@@ -29,6 +29,8 @@ class LLM:
     `model` is `"smollm2"` (built in), a folder of safetensors, a hub id or a GGUF file. Keywords are those of
     EngineConfig. `close()` it, or leave its context, to free its memory.
     """
+
+    __signature__ = settings_signature()
 
     def __init__(self, model: str | os.PathLike[str] = "smollm2", **settings: Any) -> None:
         self._begin(build(EngineConfig.of(model=os.fspath(model), **settings)))
