@@ -1,11 +1,11 @@
-"""How soon the search for a layer set finds what there is to gain, on losses that are known. Last line: JSON.
+"""How soon the layer-set search reaches the possible gain, on simulated losses. The last line is JSON.
 
     python bench/search.py                     # beside Optuna's TPE, where it is installed
 
-Every sublayer loses some agreement when it is left out: `few`: one in five matters and the others hardly, or
-`even`: all alike, give or take. A score is how often a set was right on some tokens, so it is as noisy as in
-an engine. `hinted` is told each loss, wrong by up to a factor of two either way, as the hidden states would.
-Shares of the gain that is possible over skipping nothing, mean over seeds. Host only, nothing is timed.
+Each skipped sublayer loses some agreement. `few`: one sublayer in five matters and the others hardly; `even`:
+all lose about alike. A score is the share of some tokens that a set predicts, so it is as noisy as in an
+engine. `hinted` is told each loss, wrong by up to a factor of two either way, as hidden states would tell it.
+Printed are shares of the possible gain over skipping nothing, mean over seeds. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -21,121 +21,125 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from samewise.draft.skip.search import Prices, Search
+from samewise.draft.skip.search import ATTENTION, MLP, Prices, Search
+from samewise.draft.tuning import SearchTuning
 from samewise.types import LayerSet
 
-AFTER = (5, 10, 20, 40)
+ROUNDS = (5, 10, 20, 40)
 FRAMES = tuple(1 + 0.02 * k for k in range(17))
 
 
-class World:
-    """A model of so many layers whose losses are known, and what scoring a set on some tokens says of it."""
+class SimulatedModel:
+    """A model whose losses per sublayer are known, and the noisy score of a set on some tokens."""
 
-    def __init__(self, kind: str, layers: int, tokens: int, seed: int) -> None:
-        self.layers, self.tokens, self.random = layers, tokens, np.random.default_rng(seed)
-        self.prices = Prices(1, 0.1, 0.9 / layers * 0.35, 0.9 / layers * 0.65, FRAMES)
-        places = [(i, sublayer) for i in range(1, layers - 1) for sublayer in (0, 1)]
-        self.loss = {place: self._loss(kind) for place in places}
+    def __init__(self, losses: str, num_layers: int, num_targets: int, seed: int) -> None:
+        self.num_layers, self.num_targets = num_layers, num_targets
+        self.random = np.random.default_rng(seed)
+        self.prices = Prices(1, 0.1, 0.9 / num_layers * 0.35, 0.9 / num_layers * 0.65, FRAMES)
+        sublayers = [(i, kind) for i in range(1, num_layers - 1) for kind in (ATTENTION, MLP)]
+        self.losses = {sublayer: self._loss(losses) for sublayer in sublayers}
 
-    def _loss(self, kind: str) -> float:
-        if kind == "even":
+    def _loss(self, losses: str) -> float:
+        if losses == "even":
             return float(self.random.uniform(0.0, 0.03))
-        hardly = self.random.random() < 0.8
-        return float(self.random.exponential(0.02) if hardly else self.random.uniform(0.5, 2.0))
+        small = self.random.random() < 0.8
+        return float(self.random.exponential(0.02) if small else self.random.uniform(0.5, 2.0))
 
     def hints(self) -> list[tuple[float, float]]:
-        """Each loss, off by up to a factor of two."""
-        off = {place: loss * 2.0 ** self.random.uniform(-1, 1) for place, loss in self.loss.items()}
-        return [(off.get((i, 0), 1.0), off.get((i, 1), 1.0)) for i in range(self.layers)]
+        """Each loss, wrong by up to a factor of two."""
+        wrong = {sub: loss * 2.0 ** self.random.uniform(-1, 1) for sub, loss in self.losses.items()}
+        return [(wrong.get((i, ATTENTION), 1.0), wrong.get((i, MLP), 1.0)) for i in range(self.num_layers)]
 
     def rate(self, skipped: LayerSet) -> float:
-        """How often it is right in truth."""
-        lost = sum(self.loss[i, 0] for i in skipped.attention) + sum(self.loss[i, 1] for i in skipped.mlp)
-        return math.exp(-lost)
+        """The true match rate."""
+        loss = sum(self.losses[i, ATTENTION] for i in skipped.attention)
+        loss += sum(self.losses[i, MLP] for i in skipped.mlp)
+        return math.exp(-loss)
 
-    def seen(self, skipped: LayerSet) -> float:
-        """How often it was right on some tokens."""
-        return float(self.random.binomial(self.tokens, self.rate(skipped))) / self.tokens
+    def scored_rate(self, skipped: LayerSet) -> float:
+        """The match rate on some tokens."""
+        return float(self.random.binomial(self.num_targets, self.rate(skipped))) / self.num_targets
 
-    def pace(self, skipped: LayerSet, rate: float) -> float:
-        """Tokens per second at this rate."""
-        kept = self.layers - len(skipped.attention), self.layers - len(skipped.mlp)
-        return self.prices.pace(rate, self.prices.draft(*kept))
+    def throughput(self, skipped: LayerSet, rate: float) -> float:
+        """Tokens per second at this match rate."""
+        left = self.num_layers - len(skipped.attention), self.num_layers - len(skipped.mlp)
+        return self.prices.throughput(rate, self.prices.draft_pass(*left))
 
-    def gained(self, skipped: LayerSet) -> float:
-        """Of what is possible over skipping nothing."""
-        plain = self.prices.plain
-        return (self.pace(skipped, self.rate(skipped)) - plain) / (self._possible() - plain)
+    def gain_share(self, skipped: LayerSet) -> float:
+        """The gain over skipping nothing, as a share of the possible gain."""
+        plain = self.prices.plain_throughput
+        return (self.throughput(skipped, self.rate(skipped)) - plain) / (self._best_throughput() - plain)
 
-    def _possible(self) -> float:
-        """Leaving out what loses least per second saved, as much of it as pays."""
+    def _best_throughput(self) -> float:
+        """Skipping the sublayers that lose least per second saved, as many as pay."""
         saved = (self.prices.attention, self.prices.mlp)
         parts: tuple[set[int], set[int]] = (set(), set())
-        best = self.prices.plain
-        for i, sublayer in sorted(self.loss, key=lambda place: self.loss[place] / saved[place[1]]):
-            parts[sublayer].add(i)
-            skipped = LayerSet(frozenset(parts[0]), frozenset(parts[1]))
-            best = max(best, self.pace(skipped, self.rate(skipped)))
+        best = self.prices.plain_throughput
+        for i, kind in sorted(self.losses, key=lambda sub: self.losses[sub] / saved[sub[1]]):
+            parts[kind].add(i)
+            skipped = LayerSet(frozenset(parts[ATTENTION]), frozenset(parts[MLP]))
+            best = max(best, self.throughput(skipped, self.rate(skipped)))
         return best
 
 
-def own(world: World, seed: int, *, hinted: bool) -> Iterator[float]:
+def engine_search(model: SimulatedModel, seed: int, *, hinted: bool) -> Iterator[float]:
     """The gain after every round of the engine's search."""
-    search = Search(world.layers, seed=seed, rounds=AFTER[-1], patience=AFTER[-1])
+    tuning = SearchTuning(rounds=ROUNDS[-1], patience=ROUNDS[-1])
+    search = Search(model.num_layers, seed=seed, tuning=tuning)
     if hinted:
-        search.inform(world.hints())
-    for _ in range(AFTER[-1]):
+        search.inform(model.hints())
+    for _ in range(ROUNDS[-1]):
         if search.open:
-            candidate = search.suggest(world.prices)
-            trial, before = world.seen(candidate), world.seen(search.best.skipped)
-            search.score(candidate, trial, before, world.tokens, world.prices)
-        yield world.gained(search.best.skipped)
+            candidate = search.suggest(model.prices)
+            rate, own_rate = model.scored_rate(candidate), model.scored_rate(search.best.skipped)
+            search.score(candidate, rate, own_rate, model.num_targets, model.prices)
+        yield model.gain_share(search.best.skipped)
 
 
-def tpe(world: World, seed: int) -> Iterator[float]:
-    """The same with Optuna: one yes or no for every sublayer, the incumbent scored on the same text."""
+def optuna_tpe(model: SimulatedModel, seed: int) -> Iterator[float]:
+    """The same with Optuna: one choice for every sublayer, the incumbent scored on the same text."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5)
     study, best = optuna.create_study(direction="maximize", sampler=sampler), LayerSet()
-    for _ in range(AFTER[-1]):
+    for _ in range(ROUNDS[-1]):
         trial = study.ask()
-        chosen = [p for p in world.loss if trial.suggest_categorical(f"{p[0]} {p[1]}", [False, True])]
-        skipped = LayerSet(*(frozenset(i for i, part in chosen if part == one) for one in (0, 1)))
-        pace = world.pace(skipped, world.seen(skipped))
-        study.tell(trial, pace)
-        if pace > world.pace(best, world.seen(best) if best else 1.0):
+        chosen = [s for s in model.losses if trial.suggest_categorical(f"{s[0]} {s[1]}", [False, True])]
+        skipped = LayerSet(*(frozenset(i for i, kind in chosen if kind == one) for one in (ATTENTION, MLP)))
+        throughput = model.throughput(skipped, model.scored_rate(skipped))
+        study.tell(trial, throughput)
+        if throughput > model.throughput(best, model.scored_rate(best) if best else 1.0):
             best = skipped
-        yield world.gained(best)
+        yield model.gain_share(best)
 
 
 def main() -> None:
-    """Look, and tell."""
+    """Run every search on every kind of losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=48, help="that a score is of")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per score")
     parser.add_argument("--seeds", type=int, default=10)
     args = parser.parse_args()
-    ways: dict[str, Callable[[World, int], Iterator[float]]] = {
-        "hinted": lambda world, seed: own(world, seed, hinted=True),
-        "unhinted": lambda world, seed: own(world, seed, hinted=False),
+    searches: dict[str, Callable[[SimulatedModel, int], Iterator[float]]] = {
+        "hinted": lambda model, seed: engine_search(model, seed, hinted=True),
+        "unhinted": lambda model, seed: engine_search(model, seed, hinted=False),
     }
     if importlib.util.find_spec("optuna"):
-        ways["Optuna's TPE"] = tpe
-    shown = Table(
-        "losses", "search", *(f"after {rounds}" for rounds in AFTER), title="share of the possible gain"
+        searches["Optuna's TPE"] = optuna_tpe
+    table = Table(
+        "losses", "search", *(f"after {rounds}" for rounds in ROUNDS), title="share of the possible gain"
     )
-    found: list[dict[str, Any]] = []
-    for kind in ("few", "even"):
-        for name, way in ways.items():
-            worlds = [(World(kind, args.layers, args.tokens, seed), seed) for seed in range(args.seeds)]
-            gains = np.array([list(way(world, seed)) for world, seed in worlds])
-            means = {rounds: float(gains[:, rounds - 1].mean()) for rounds in AFTER}
-            shown.add_row(kind, name, *(f"{mean:.0%}" for mean in means.values()))
-            found.append({"losses": kind, "search": name, "gain": means})
-    Console().print(shown)
-    print(json.dumps({"layers": args.layers, "tokens": args.tokens, "seeds": args.seeds, "found": found}))
+    results: list[dict[str, Any]] = []
+    for losses in ("few", "even"):
+        for name, search in searches.items():
+            models = [(SimulatedModel(losses, args.layers, args.tokens, s), s) for s in range(args.seeds)]
+            gains = np.array([list(search(model, seed)) for model, seed in models])
+            means = {rounds: float(gains[:, rounds - 1].mean()) for rounds in ROUNDS}
+            table.add_row(losses, name, *(f"{mean:.0%}" for mean in means.values()))
+            results.append({"losses": losses, "search": name, "gain": means})
+    Console().print(table)
+    print(json.dumps({"layers": args.layers, "tokens": args.tokens, "seeds": args.seeds, "found": results}))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
     python bench/topics.py --workload questions.jsonl --tasks math_reasoning,translation,summarization
 
-A small model has no sublayer to spare. So this one is the embedded model with one copy of every MLP per topic: at
-each layer exactly one copy is active, chosen by a first layer from the tokens so far, and the others add nothing.
-The model gives the embedded model's logits, but which MLPs can be skipped without loss depends on the topic.
+A small model has no sublayer to spare. So this one is the embedded model with one copy of every MLP per
+topic: at each layer exactly one copy is active, chosen by a first layer from the tokens so far, and the
+others add nothing. The model gives the embedded model's logits, but which MLPs can be skipped without loss
+depends on the topic.
 
-Tokens are assigned to topics by half of each task's questions; the other half is asked, one task after the other,
-then the first task again. The last line is JSON; the picture shows acceptance, phases and skipped sublayers.
+Tokens are assigned to topics by half of each task's questions; the other half is asked, one task after the
+other, then the first task again. The last line is JSON; the picture shows acceptance, phases and skipped
+sublayers.
 """
 
 import argparse
@@ -69,116 +71,123 @@ def copy_per_topic(loaded, table):
     config = copy.deepcopy(old.config)
     width, config.hidden_size = config.hidden_size, config.hidden_size + NUM_CHANNELS
     config.head_dim = loaded.arch.layers[0].head_dim
-    config.num_hidden_layers, config.tie_word_embeddings = 1 + topics * config.num_hidden_layers, False
+    config.num_hidden_layers, config.tie_word_embeddings = 1 + num_topics * config.num_hidden_layers, False
     arch = inspect_model(config)
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
-    made = made.to_empty(device="cpu")
-    for weight in made.parameters():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+    model = model.to_empty(device="cpu")
+    for weight in model.parameters():
         weight.zero_()
-    made.model.rotary_emb = copy.deepcopy(old.model.rotary_emb)
-    one, said, sums, mark = own, own + 1, own + 1 + topics, own + 1 + 2 * topics  # channels
-    spread = float(old.model.embed_tokens.weight.square().mean().sqrt())
-    made.model.embed_tokens.weight[:, :own] = old.model.embed_tokens.weight
-    made.model.embed_tokens.weight[:, one] = spread / 4
-    made.model.embed_tokens.weight[:, said:sums] = spread / 32 * table.T
-    made.lm_head.weight[:, :own] = old.lm_head.weight
-    _wider(made.model.norm, old.model.norm, own)
+    model.model.rotary_emb = copy.deepcopy(old.model.rotary_emb)
+    # Added channels: a constant, the token's evidence per topic, its mean per topic, and a mark per topic.
+    constant, token, mean = width, width + 1, width + 1 + num_topics
+    mark = mean + num_topics
+    scale = float(old.model.embed_tokens.weight.square().mean().sqrt())
+    model.model.embed_tokens.weight[:, :width] = old.model.embed_tokens.weight
+    model.model.embed_tokens.weight[:, constant] = scale / 4
+    model.model.embed_tokens.weight[:, token:mean] = scale / 32 * table.T
+    model.lm_head.weight[:, :width] = old.lm_head.weight
+    _widen_norm(model.model.norm, old.model.norm, width)
 
-    teller = made.model.layers[0]  # attention takes the mean of what words say, the MLP the largest
-    for norm in (teller.input_layernorm, teller.post_attention_layernorm):
-        norm.weight[own:] = 1.0
-    for topic in range(topics):
-        teller.self_attn.v_proj.weight[topic, said + topic] = 1.0
-        teller.self_attn.o_proj.weight[sums + topic, topic] = spread
-    pairs = [(a, b) for a in range(topics) for b in range(topics) if a != b]
+    # The first layer finds the topic: attention averages the evidence, the MLP marks all but the largest.
+    first = model.model.layers[0]
+    for norm in (first.input_layernorm, first.post_attention_layernorm):
+        norm.weight[width:] = 1.0
+    for topic in range(num_topics):
+        first.self_attn.v_proj.weight[topic, token + topic] = 1.0
+        first.self_attn.o_proj.weight[mean + topic, topic] = scale
+    pairs = [(a, b) for a in range(num_topics) for b in range(num_topics) if a != b]
     for unit, (loser, winner) in enumerate(pairs):
-        teller.mlp.gate_proj.weight[unit, sums + winner] = 32 * SHARPNESS
-        teller.mlp.gate_proj.weight[unit, sums + loser] = -32 * SHARPNESS
-        teller.mlp.up_proj.weight[unit, one] = 1.0
-        teller.mlp.down_proj.weight[mark + loser, unit] = -spread / (8 * SHARPNESS)
+        first.mlp.gate_proj.weight[unit, mean + winner] = 32 * SHARPNESS
+        first.mlp.gate_proj.weight[unit, mean + loser] = -32 * SHARPNESS
+        first.mlp.up_proj.weight[unit, constant] = 1.0
+        first.mlp.down_proj.weight[mark + loser, unit] = -scale / (8 * SHARPNESS)
 
     for i, layer in enumerate(old.model.layers):
-        for topic in range(topics):
-            new = made.model.layers[1 + topics * i + topic]
+        for topic in range(num_topics):
+            new = model.model.layers[1 + num_topics * i + topic]
             for name in ("input_layernorm", "post_attention_layernorm"):
-                _wider(getattr(new, name), getattr(layer, name), own)
-            if topic == 0:  # the others' attention adds nothing at all
+                _widen_norm(getattr(new, name), getattr(layer, name), width)
+            if topic == 0:  # attention stands only in the first copy
                 for name in ("q_proj", "k_proj", "v_proj"):
-                    getattr(new.self_attn, name).weight[:, :own] = getattr(layer.self_attn, name).weight
-                new.self_attn.o_proj.weight[:own] = layer.self_attn.o_proj.weight
+                    getattr(new.self_attn, name).weight[:, :width] = getattr(layer.self_attn, name).weight
+                new.self_attn.o_proj.weight[:width] = layer.self_attn.o_proj.weight
             new.post_attention_layernorm.weight[mark:] = 1.0
             for name in ("gate_proj", "up_proj"):
-                getattr(new.mlp, name).weight[:, :own] = getattr(layer.mlp, name).weight
+                getattr(new.mlp, name).weight[:, :width] = getattr(layer.mlp, name).weight
             new.mlp.gate_proj.weight[:, mark + topic] = GATE_WEIGHT
-            new.mlp.down_proj.weight[:own] = layer.mlp.down_proj.weight
-    wrapped = wrap_modules(made)
+            new.mlp.down_proj.weight[:width] = layer.mlp.down_proj.weight
+    wrapped = wrap_modules(model)
     return replace(loaded, model=wrapped, arch=arch, facts={"weights": fingerprint(wrapped)})
 
 
-def _wider(norm, old, own):
-    """A mean over more channels, of which the new ones are next to nothing, is smaller."""
-    norm.weight[:own] = old.weight * sqrt(own / norm.weight.numel())
+def _widen_norm(norm, old, width):
+    """The mean square over more channels is smaller, because the added ones are nearly zero."""
+    norm.weight[:width] = old.weight * sqrt(width / norm.weight.numel())
+
+
+def prompts_of(tokenizer, questions):
+    """Questions as chat prompts, but for those that are too long."""
+    chats = [[{"role": "user", "content": question.text}] for question in questions]
+    prompts = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
+    ]
+    return [prompt for prompt in prompts if len(prompt) <= MAX_PROMPT]
+
+
+def show_events(events, num_topics, num_layers):
+    """One line per change of the layer set: how many MLPs of each topic are kept."""
+    for event in events:
+        skipped = event["set"]["mlp"]
+        kept = [sum(i not in skipped for i in range(1 + topic, num_layers, num_topics))
+                for topic in range(num_topics)]  # fmt: skip
+        print(f"{event['tokens']:6d} tokens  {event['event']:<10}  right {event['rate']:.0%}  MLPs kept, "
+              f"by topic: {kept}; attentions skipped: {len(event['set']['attention'])}")  # fmt: skip
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--workload", type=Path, help="questions in Spec-Bench's format; else the project's own"
-    )
-    parser.add_argument(
-        "--tasks", default="maths,translating,summarising", help="of its tasks, one after the other"
-    )
-    parser.add_argument("--limit", type=int, default=8, help="questions of each task that are asked")
+    parser.add_argument("--workload", type=Path, help="in Spec-Bench's format; default: the project's own")
+    parser.add_argument("--tasks", default="maths,translating,summarising", help="tasks, in this order")
+    parser.add_argument("--limit", type=int, default=8, help="questions per task")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--share", type=float, default=0.1)
-    parser.add_argument("--beside", action="store_true", help="also without speculation, for the pace")
+    parser.add_argument("--share", type=float, default=0.1, help="of the time, that the search may take")
+    parser.add_argument("--beside", action="store_true", help="also without speculation, to compare speed")
     parser.add_argument("--plot", type=Path, default=Path("bench-out/topics.png"))
     args = parser.parse_args()
     args.plot.parent.mkdir(parents=True, exist_ok=True)
     tasks = args.tasks.split(",")
-    if not 2 <= len(tasks) <= (NUM_CHANNELS - 1) // 3:
-        raise SystemExit(f"--tasks {args.tasks}: give two to {(NUM_CHANNELS - 1) // 3} of the workload's tasks")
+    max_topics = (NUM_CHANNELS - 1) // 3
+    if not 2 <= len(tasks) <= max_topics:
+        raise SystemExit(f"--tasks {args.tasks}: give two to {max_topics} of the workload's tasks")
     loaded = load(EngineConfig(model="smollm2", device="cpu", dtype="float32"))
-    texts = {task: prompts(loaded.tokenizer, workload.read(args.workload, tasks=[task])) for task in tasks}
-    known = {task: some[1::2] for task, some in texts.items()}
-    fresh = {task: some[::2] for task, some in texts.items()}
-    table = evidence(list(known.values()), loaded.arch.vocab)
+    texts = {task: prompts_of(loaded.tokenizer, workload.read(args.workload, tasks=[task])) for task in tasks}
+    training = {task: prompts[1::2] for task, prompts in texts.items()}
+    fresh = {task: prompts[::2] for task, prompts in texts.items()}
+    table = topic_evidence(list(training.values()), loaded.arch.vocab)
     asked = {task: fresh[task][: args.limit] for task in tasks}
-    told = [table[:, text].mean(1).argmax() == i for i, some in enumerate(asked.values()) for text in some]
-    print(f"{sum(told)} of {len(told)} questions are told by their words, "
-          f"which {sum(map(len, known.values()))} others taught")  # fmt: skip
+    right = [
+        table[:, prompt].mean(1).argmax() == i for i, some in enumerate(asked.values()) for prompt in some
+    ]
+    print(f"the topic of {sum(right)} of {len(right)} questions follows from their tokens, "
+          f"by {sum(map(len, training.values()))} other questions")  # fmt: skip
     asked[f"{tasks[0]} again"] = fresh[tasks[0]][args.limit : 2 * args.limit] or asked[tasks[0]]
     model = copy_per_topic(loaded, table)
     settings = {"model": "topics", "device": "cpu", "kv_memory": 2**31,
                 "max_model_len": MAX_PROMPT + args.tokens, "workload": f"bench-{time.time()}"}  # fmt: skip
+    tuning = Tuning(search=SearchTuning(share=args.share))
     for proposer in ("none", "skip") if args.beside else ("skip",):
-        tuning = Tuning(search=SearchTuning(share=args.share))
         engine = Engine(model, EngineConfig(**settings, proposer=proposer), tuning=tuning)
         line = timeline.record(engine, asked, args.batch, args.tokens)
         tokens = engine.scheduler.counters.output_tokens
         print(f"{proposer}: {tokens} tokens in {line.seconds:.1f} s, {tokens / line.seconds:.1f} a second")
-    for event in line.events:
-        left = event["set"]["mlp"]
-        kept = [sum(i not in left for i in range(1 + topic, len(model.arch.layers), len(tasks)))
-                for topic in range(len(tasks))]  # fmt: skip
-        print(f"{event['tokens']:6d} tokens  {event['event']:<10}  right {event['rate']:.0%}  MLPs kept, "
-              f"by topic: {kept}; attentions left out: {len(event['set']['attention'])}")  # fmt: skip
+    show_events(line.events, len(tasks), len(model.arch.layers))
     timeline.plot(line, args.plot, "the embedded model, an MLP for each topic", len(model.arch.layers))
     about = {"contract": engine.contract.id, "threads": torch.get_num_threads(), "torch": torch.__version__}
     print(json.dumps(about | {"tasks": tasks, "batch": args.batch, "tokens": args.tokens} | line.as_json()))
-
-
-def prompts(tokenizer, questions):
-    """Questions as a chat, unless they are too long."""
-    chats = [[{"role": "user", "content": question.text}] for question in questions]
-    made = [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
-    ]
-    return [text for text in made if len(text) <= MAX_PROMPT]
 
 
 if __name__ == "__main__":
