@@ -285,9 +285,9 @@ def test_a_model_with_an_mlp_for_each_topic_has_the_logits_of_the_model():
 
     loaded, words = tiny(), [range(80), range(80, 160), range(160, 240)]
     rng = random.Random(0)
-    table = topics.evidence([[list(vocabulary)] for vocabulary in words], loaded.arch.vocab)
+    table = topics.topic_evidence([[list(vocabulary)] for vocabulary in words], loaded.arch.vocab)
     config = EngineConfig(model="tiny", kv_memory=2**24, device="cpu", proposer="none")
-    plain, many = Engine(loaded, config), Engine(topics.manifold(loaded, table), config)
+    plain, many = Engine(loaded, config), Engine(topics.copy_per_topic(loaded, table), config)
     depth = len(loaded.arch.layers)
     assert len(many.loaded.arch.layers) == 1 + 3 * depth
 
