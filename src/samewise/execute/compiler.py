@@ -23,7 +23,8 @@ def allow_compiling() -> AbstractContextManager[Any]:
     import torch._dynamo.config as dynamo  # takes seconds to import
 
     limits: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
-    return dynamo.patch(fail_on_recompile_limit_hit=True, **limits)
+    context: AbstractContextManager[Any] = dynamo.patch(fail_on_recompile_limit_hit=True, **limits)
+    return context
 
 
 def forbid_compiling() -> AbstractContextManager[Any]:
