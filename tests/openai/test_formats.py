@@ -12,7 +12,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 @pytest.mark.parametrize(
     ("given", "grammar"),
     [
-        (None, None),
         ({"type": "text"}, None),
         ({"type": "json_object"}, Grammar.json_object()),
         (

@@ -20,7 +20,8 @@ from samewise.errors import (
 from samewise.openai.bodies import CHAT, COMPLETIONS, UNSUPPORTED, Body
 from samewise.openai.errors import ApiError
 from samewise.openai.parse import SAMPLING_FIELDS, ParsedRequest, ParseOptions, parse, served_name
-from samewise.openai.stream import encode_event, encode_json
+from samewise.openai.replies import encode_json
+from samewise.openai.stream import encode_event
 from samewise.params import SamplingParams
 
 USER = [{"role": "user", "content": "hi"}]
@@ -55,6 +56,7 @@ def test_null_is_the_same_as_absent() -> None:
         "echo",
         "stream",
         "stream_options",
+        "response_format",
     )
     assert complete(**dict.fromkeys(fields)) == complete()
 

@@ -35,8 +35,8 @@ def all_of(driver: Driver, selector: str) -> list[Any]:
 
 
 def text(driver: Driver, selector: str) -> str:
-    found = all_of(driver, selector)
-    return found[-1].text if found else ""
+    elements = all_of(driver, selector)
+    return elements[-1].text if elements else ""
 
 
 def focused(driver: Driver) -> Any:

@@ -104,17 +104,17 @@ def driver(tmp_path_factory: pytest.TempPathFactory, downloads: Path) -> Iterato
     options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
     options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    found.set_script_timeout(30)
-    yield found
-    found.quit()
+    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    chrome.set_script_timeout(30)
+    yield chrome
+    chrome.quit()
 
 
 @pytest.fixture(scope="session")
 def llm(driver: Any) -> Iterator[AsyncLLM]:
-    found = AsyncLLM("smollm2") if SHOTS else AsyncLLM.over(letters_engine())
-    yield found
-    found.close()
+    engine = AsyncLLM("smollm2") if SHOTS else AsyncLLM.over(letters_engine())
+    yield engine
+    engine.close()
 
 
 @pytest.fixture(scope="session")

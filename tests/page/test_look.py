@@ -33,9 +33,10 @@ QUESTION = (
 SHOTS = os.environ.get("SAMEWISE_SHOTS") == "1"
 
 CONTRAST = """
+const HIDDEN = ".visually-hidden, .skip, noscript, dialog, :disabled";
 const parse = (colour) => {
-  const found = colour.match(/[\\d.]+/g).map(Number);
-  return found.length > 3 ? found : [...found, 1];
+  const parts = colour.match(/[\\d.]+/g).map(Number);
+  return parts.length > 3 ? parts : [...parts, 1];
 };
 const over = (top, below) => top.slice(0, 3).map((v, i) => v * top[3] + below[i] * (1 - top[3])).concat(1);
 const linear = (v) => (v <= 10.31475 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4);
@@ -48,7 +49,7 @@ const ground = (e) => {
 const poor = [];
 for (const e of document.querySelectorAll("body *")) {
   const own = [...e.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-  if (!own || e.closest(".visually-hidden, .skip, noscript, dialog, :disabled") || !e.checkVisibility()) continue;
+  if (!own || e.closest(HIDDEN) || !e.checkVisibility()) continue;
   const style = getComputedStyle(e);
   const back = ground(e);
   const [a, b] = [light(over(parse(style.color), back)), light(back)].sort((x, y) => y - x);
@@ -66,9 +67,10 @@ const { data } = c.getContext("2d").getImageData(0, 0, c.width, c.height);
 return new Set(new Uint32Array(data.buffer)).size;
 """
 
-COUNT_WORDS = """
-window.said = 0;
-new MutationObserver(() => { window.said++; }).observe(document.getElementById("announcement"), { childList: true });
+COUNT_ANNOUNCEMENTS = """
+window.announced = 0;
+new MutationObserver(() => { window.announced++; })
+  .observe(document.getElementById("announcement"), { childList: true });
 """
 
 RING = """
@@ -82,18 +84,19 @@ return style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
 
 def test_frames_and_speed_are_shown_live(page: Driver) -> None:
     ask(page)
-    label = wait_until(
-        lambda: (found := all_of(page, "#strip")[0].accessible_name) != "No frames yet" and found
-    )
-    assert "rows used by prompts" in label
+    strip = all_of(page, "#strip")[0]
+    wait_until(lambda: strip.accessible_name != "No frames yet")
+    assert "rows used by prompts" in strip.accessible_name
     wait_until(lambda: "slow" in text(page, "#proposers") or "jitter" in text(page, "#proposers"))
     assert "%" in text(page, "#key")
     assert "tokens per frame" in text(page, "#yield")
     page.execute_script("document.getElementById('strip').focus()")
     press(page, Key.ARROW_LEFT, Key.ARROW_LEFT)
-    said = page.execute_script("return document.getElementById('frame-announcement').textContent")
-    assert said.startswith("Frame ")
-    assert "→" in said
+    announcement_text = page.execute_script(
+        "return document.getElementById('frame-announcement').textContent"
+    )
+    assert announcement_text.startswith("Frame ")
+    assert "→" in announcement_text
     assert page.execute_script(COLOURS) > 3, "something is drawn"
 
 
@@ -132,8 +135,8 @@ def test_the_page_is_readable_in_light_dark_and_narrow_windows(page: Driver) -> 
     for scheme in ("light", "dark"):
         emulate(page, scheme=scheme, motion="reduce")
         assert page.execute_script(CONTRAST) == []
-        found = page.execute_script(paper)
-        assert (max(found) < 60) if scheme == "dark" else (min(found) > 200)
+        colour = page.execute_script(paper)
+        assert (max(colour) < 60) if scheme == "dark" else (min(colour) > 200)
     moving = "return getComputedStyle(document.querySelector('button')).transitionProperty"
     assert page.execute_script(moving) == "none"
     metrics = {"width": 360, "height": 720, "deviceScaleFactor": 1, "mobile": False}
@@ -157,9 +160,9 @@ def test_the_page_is_readable_in_light_dark_and_narrow_windows(page: Driver) -> 
 
 
 def test_elements_have_accessible_names_and_answers_are_announced_once(page: Driver) -> None:
-    page.execute_script(COUNT_WORDS)
+    page.execute_script(COUNT_ANNOUNCEMENTS)
     ask(page)
-    assert 1 <= page.execute_script("return window.said") <= 3, (
+    assert 1 <= page.execute_script("return window.announced") <= 3, (
         "an answer is announced once, not token by token"
     )
     assert "32 tokens" in page.execute_script(ANNOUNCED)

@@ -130,12 +130,12 @@ def test_a_single_differing_bit_is_reported(page: Driver) -> None:
 def test_digests_are_sha256_of_the_bits(page: Driver) -> None:
     data = [bytes(range(256)) * 4, b"", b"abc", *(b"x" * n for n in (55, 56, 63, 64, 65, 119, 120))]
     values = [-0.0, 0.0, -1.2345678806304932, -9999.0, 5e-324]
-    asked = [list(one) for one in data], [1, 2, 70000], [repr(value) for value in values]
-    found = page.execute_async_script(DIGESTS, *asked)
-    assert found[0] == [hashlib.sha256(one).hexdigest() for one in data]
-    assert found[1] == hashlib.sha256(struct.pack("<3I", 1, 2, 70000)).hexdigest()
-    assert found[2] == hashlib.sha256(struct.pack("<5d", *values)).hexdigest()
-    assert found[3:] == [{"at": 0, "what": "log-probability"}, {"at": 1, "what": "token"}, None]
+    arguments = [list(one) for one in data], [1, 2, 70000], [repr(value) for value in values]
+    digests = page.execute_async_script(DIGESTS, *arguments)
+    assert digests[0] == [hashlib.sha256(one).hexdigest() for one in data]
+    assert digests[1] == hashlib.sha256(struct.pack("<3I", 1, 2, 70000)).hexdigest()
+    assert digests[2] == hashlib.sha256(struct.pack("<5d", *values)).hexdigest()
+    assert digests[3:] == [{"at": 0, "what": "log-probability"}, {"at": 1, "what": "token"}, None]
 
 
 def test_a_receipt_can_be_downloaded(page: Driver, downloads: Path) -> None:

@@ -14,8 +14,8 @@ from samewise.testing import tiny_engine
 
 def engine_answer(prompt: Any, **params: Any) -> Any:
     """The same request to the engine, without a server."""
-    asked = SamplingParams(**{"temperature": 0, "max_tokens": 6} | params)
-    return LLM.over(tiny_engine()).generate(prompt, asked, use_tqdm=False)[0]
+    sampling = SamplingParams(**{"temperature": 0, "max_tokens": 6} | params)
+    return LLM.over(tiny_engine()).generate(prompt, sampling, use_tqdm=False)[0]
 
 
 def test_a_chat_returns_logprobs_in_order_of_rank() -> None:
@@ -49,14 +49,14 @@ def test_a_chat_returns_logprobs_in_order_of_rank() -> None:
 def test_developer_messages_and_text_parts_equal_plain_messages() -> None:
     async def work() -> None:
         async with served_app() as served:
-            asked = {"temperature": 0, "max_tokens": 6}
+            request = {"temperature": 0, "max_tokens": 6}
             plain = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a\nb"}]
-            fancy = [
+            parts = [
                 {"role": "developer", "content": "be kind"},
                 {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             ]
-            one = await served.post(CHAT, {"messages": plain} | asked)
-            two = await served.post(CHAT, {"messages": fancy} | asked)
+            one = await served.post(CHAT, {"messages": plain} | request)
+            two = await served.post(CHAT, {"messages": parts} | request)
             assert one["choices"][0]["message"] == two["choices"][0]["message"]
 
     run(work())
@@ -65,11 +65,11 @@ def test_developer_messages_and_text_parts_equal_plain_messages() -> None:
 def test_template_fields_reach_the_chat_template() -> None:
     async def work() -> None:
         async with served_app() as served:
-            said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well"}]
+            messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well"}]
 
             async def text(**fields: Any) -> str:
-                found = await served.post("/tokenize", {"messages": said} | fields)
-                return str((await served.post("/detokenize", {"tokens": found["tokens"]}))["prompt"])
+                tokenized = await served.post("/tokenize", {"messages": messages} | fields)
+                return str((await served.post("/detokenize", {"tokens": tokenized["tokens"]}))["prompt"])
 
             assert (await text()).endswith("<s>assistant: well\n<s>assistant: ")
             assert (await text(continue_final_message=True)).endswith("<s>assistant: well")
@@ -77,7 +77,7 @@ def test_template_fields_reach_the_chat_template() -> None:
             served.llm.intake.tokenizer.chat_template += "{{ mood }}"
             assert (await text(chat_template_kwargs={"mood": "glad"})).endswith("glad")
             both = {"add_generation_prompt": True, "continue_final_message": True}
-            status, error = await served.refusal("/tokenize", {"messages": said} | both)
+            status, error = await served.refusal("/tokenize", {"messages": messages} | both)
             assert (status, error["param"]) == (400, "continue_final_message")
 
     run(work())
@@ -86,17 +86,17 @@ def test_template_fields_reach_the_chat_template() -> None:
 def test_a_streamed_chat_joins_to_the_whole_one() -> None:
     async def work() -> None:
         async with served_app() as served:
-            asked = {
+            request = {
                 "messages": [{"role": "user", "content": "hello"}], "max_tokens": 9, "n": 2, "seed": 5,
                 "logprobs": True, "top_logprobs": 1, "return_token_ids": True,
             }  # fmt: skip
-            body = await served.post(CHAT, asked)
-            found = await served.events(
-                CHAT, asked | {"stream_options": {"include_usage": True}, "explain": True}
+            body = await served.post(CHAT, request)
+            events = await served.events(
+                CHAT, request | {"stream_options": {"include_usage": True}, "explain": True}
             )
-            *chunks, last = found
-            assert {event["object"] for event in found} == {"chat.completion.chunk"}
-            assert len({event["id"] for event in found}) == 1
+            *chunks, last = events
+            assert {event["object"] for event in events} == {"chat.completion.chunk"}
+            assert len({event["id"] for event in events}) == 1
             assert last["choices"] == []
             for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
                 assert last["usage"][name] == body["usage"][name]
@@ -125,13 +125,15 @@ def test_bytes_of_tokens_join_to_characters() -> None:
         async with served_app() as served:
             word = "héllo 🙂 漢"
             ids = list(word.encode())
-            asked = {
+            request = {
                 "messages": [{"role": "user", "content": "a"}], "max_tokens": len(ids), "logprobs": True,
                 "response_format": {"type": "grammar", "syntax": "regex", "definition": word},
             }  # fmt: skip
-            content = (await served.post(CHAT, asked))["choices"][0]["logprobs"]["content"]
+            content = (await served.post(CHAT, request))["choices"][0]["logprobs"]["content"]
             assert bytes(byte for part in content for byte in part["bytes"]) == word.encode()
-            pieces = [e["choices"][0]["delta"].get("content") or "" for e in await served.events(CHAT, asked)]
+            pieces = [
+                e["choices"][0]["delta"].get("content") or "" for e in await served.events(CHAT, request)
+            ]
             assert "".join(pieces) == word
             assert not any("\ufffd" in piece for piece in pieces)
 
@@ -141,7 +143,7 @@ def test_bytes_of_tokens_join_to_characters() -> None:
 def test_an_error_of_the_chat_template_is_the_callers() -> None:
     async def work() -> None:
         async with served_app() as served:
-            asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+            request = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
             for template, message in (
                 ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
                 ("{{ 1 / 0 }}", "division"),
@@ -150,11 +152,11 @@ def test_an_error_of_the_chat_template_is_the_callers() -> None:
                 ("{{ messages.__class__.__mro__ }}", "unsafe"),
             ):
                 served.llm.intake.tokenizer.chat_template = template
-                status, error = await served.refusal(CHAT, asked)
+                status, error = await served.refusal(CHAT, request)
                 assert status == 400, error
                 assert message in error["message"]
             served.llm.intake.tokenizer.chat_template = None
-            status, error = await served.refusal(CHAT, asked)
+            status, error = await served.refusal(CHAT, request)
             assert (status, error["param"]) == (400, "messages")
             assert "no chat template" in error["message"]
 

@@ -18,8 +18,8 @@ LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 400, "ignore_eos": Tr
 
 def engine_answer(prompt: Any, **params: Any) -> Any:
     """The same request to the engine, without a server."""
-    asked = SamplingParams(**{"temperature": 0, "max_tokens": 6} | params)
-    return LLM.over(tiny_engine()).generate(prompt, asked, use_tqdm=False)[0]
+    sampling = SamplingParams(**{"temperature": 0, "max_tokens": 6} | params)
+    return LLM.over(tiny_engine()).generate(prompt, sampling, use_tqdm=False)[0]
 
 
 def test_a_completion_equals_the_engines_own_answer() -> None:
@@ -73,8 +73,8 @@ def test_echo_with_logprobs_returns_the_prompts_logprobs(max_tokens: int, as_ids
     async def work() -> None:
         async with served_app() as served:
             prompt = wanted.prompt_token_ids if as_ids else "hello there"
-            asked = {"max_tokens": max_tokens, "logprobs": 1, "echo": True, "temperature": 0}
-            body = await served.complete(prompt, **asked)
+            request = {"max_tokens": max_tokens, "logprobs": 1, "echo": True, "temperature": 0}
+            body = await served.complete(prompt, **request)
             (choice,) = body["choices"]
             table = choice["logprobs"]
             assert choice["text"] == "hello there" + wanted.outputs[0].text
@@ -85,7 +85,7 @@ def test_echo_with_logprobs_returns_the_prompts_logprobs(max_tokens: int, as_ids
             assert "".join(table["tokens"][: len("hello there")]) == "hello there"
             assert table["text_offset"][:3] == [0, 1, 2]
             assert body["usage"]["completion_tokens"] == max_tokens
-            streamed = await served.events(COMPLETIONS, {"prompt": prompt} | asked)
+            streamed = await served.events(COMPLETIONS, {"prompt": prompt} | request)
             columns: dict[str, list[Any]] = {name: [] for name in table}
             for event in streamed:
                 for name, column in event["choices"][0]["logprobs"].items():
@@ -99,21 +99,21 @@ def test_echo_with_logprobs_returns_the_prompts_logprobs(max_tokens: int, as_ids
 def test_usage_can_be_returned_in_every_chunk() -> None:
     async def work() -> None:
         async with served_app() as served:
-            asked = {"prompt": ["hello", "you"], "max_tokens": 5, "temperature": 0}
-            found = await served.events(
+            request = {"prompt": ["hello", "you"], "max_tokens": 5, "temperature": 0}
+            events = await served.events(
                 COMPLETIONS,
-                asked | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+                request | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
             )
-            counts = [event["usage"]["completion_tokens"] for event in found]
+            counts = [event["usage"]["completion_tokens"] for event in events]
             assert counts == sorted(counts)
             assert counts[-1] == 10
-            assert found[-1]["usage"]["total_tokens"] == 18
-            plain = await served.events(COMPLETIONS, asked)
+            assert events[-1]["usage"]["total_tokens"] == 18
+            plain = await served.events(COMPLETIONS, request)
             assert all("usage" not in event for event in plain)
             texts = ["", ""]
             for event in plain:
                 texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
-            body = await served.post(COMPLETIONS, asked)
+            body = await served.post(COMPLETIONS, request)
             assert texts == [choice["text"] for choice in body["choices"]]
 
     run(work())
@@ -122,16 +122,16 @@ def test_usage_can_be_returned_in_every_chunk() -> None:
 def test_usage_counts_cached_and_drafted_tokens() -> None:
     async def work() -> None:
         async with served_app(proposer="ngram") as served:
-            asked = {"max_tokens": 60, "ignore_eos": True}
-            first = await served.complete("ab" * 40, **asked)
-            again = await served.complete("ab" * 40, **asked)
+            request = {"max_tokens": 60, "ignore_eos": True}
+            first = await served.complete("ab" * 40, **request)
+            again = await served.complete("ab" * 40, **request)
             assert first["choices"][0]["text"] == again["choices"][0]["text"]
             assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
             details = again["usage"]["completion_tokens_details"]
             assert details["accepted_prediction_tokens"] > 0
             assert details["rejected_prediction_tokens"] >= 0
-            none = await served.complete("ab" * 40, **asked, proposer="none")
+            none = await served.complete("ab" * 40, **request, proposer="none")
             assert none["choices"][0]["text"] == first["choices"][0]["text"]
             assert none["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
             assert none["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0
@@ -207,24 +207,26 @@ def test_concurrent_requests_get_the_bits_of_single_ones() -> None:
 
     async def work() -> None:
         async with served_app(on_port=True, kv_memory=2**18, max_num_seqs=16) as served:
-            asked = [
+            requests = [
                 {"prompt": f"question {i}", "max_tokens": 40, "seed": i, "logprobs": 1} for i in range(6)
             ]
-            alone = [await served.post(COMPLETIONS, body) for body in asked]
+            alone = [await served.post(COMPLETIONS, body) for body in requests]
 
             async def again(i: int, stream: bool) -> None:
                 wanted = alone[i]["choices"][0]
                 if not stream:
-                    found = (await served.post(COMPLETIONS, asked[i]))["choices"][0]
-                    assert found == wanted
+                    choice = (await served.post(COMPLETIONS, requests[i]))["choices"][0]
+                    assert choice == wanted
                     return
-                parts = [event["choices"][0] for event in await served.events(COMPLETIONS, asked[i])]
+                parts = [event["choices"][0] for event in await served.events(COMPLETIONS, requests[i])]
                 assert "".join(part["text"] for part in parts) == wanted["text"]
                 bits = [value for part in parts for value in part["logprobs"]["token_logprobs"]]
                 assert bits == wanted["logprobs"]["token_logprobs"]
 
-            noise = [served.complete("noise", verify=False, max_tokens=30) for _ in range(6)]
-            await asyncio.gather(*(again(i, stream) for i in range(6) for stream in (False, True)), *noise)
+            unverified = [served.complete("noise", verify=False, max_tokens=30) for _ in range(6)]
+            await asyncio.gather(
+                *(again(i, stream) for i in range(6) for stream in (False, True)), *unverified
+            )
             assert served.llm._engine.scheduler.counters.preempted > 0
             await served.check_idle()
 

@@ -53,7 +53,7 @@ def test_the_timeline_is_sent_where_the_proposer_has_one() -> None:
     assert "timeline" not in RateMeter().read(STATS, 0.0)
     assert "timeline" not in RateMeter().read(STATS | {"skip": None}, 0.0)
     sets = {"attention": [3], "mlp": [4, 5]}
-    one = {"event": "optimise", "tokens": 64, "score": 31.5, "rate": 0.7, "set": sets, "more": "than asked"}
+    one = {"event": "optimise", "tokens": 64, "score": 31.5, "rate": 0.7, "set": sets, "other": "not sent"}
     many = [one | {"tokens": i} for i in range(100)]
     snapshot = RateMeter().read(STATS | {"skip": {"timeline": many}}, 0.0)
     assert len(snapshot["timeline"]) == 64

@@ -22,9 +22,9 @@ async def client(
 ) -> AsyncIterator[tuple[AsyncOpenAI, ServedApp]]:
     async with (
         served_app(settings, on_port=True, **engine) as served,
-        AsyncOpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0) as made,
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0) as openai_client,
     ):
-        yield made, served
+        yield openai_client, served
 
 
 def test_chats_whole_and_streamed() -> None:

@@ -64,12 +64,12 @@ class Process:
 
     def end(self, seconds: float = 30) -> int:
         try:
-            _, rest = self.process.communicate(timeout=seconds)
+            _, remaining = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            _, rest = self.process.communicate()
-            raise AssertionError("it did not end:\n" + "".join(self.lines) + rest) from None
-        self.lines += rest.splitlines(keepends=True)
+            _, remaining = self.process.communicate()
+            raise AssertionError("it did not end:\n" + "".join(self.lines) + remaining) from None
+        self.lines += remaining.splitlines(keepends=True)
         return self.process.returncode
 
 
@@ -110,9 +110,9 @@ def test_a_server_listens_loads_answers_drains_and_exits_with_0(folder: str, tmp
                 with connect("secret-one") as other:
                     late = other.post("/v1/completions", json=LONG)
                     assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
-                rest = [line for line in lines if line]
-            assert rest[-1] == "data: [DONE]"
-            assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+                remaining = [line for line in lines if line]
+            assert remaining[-1] == "data: [DONE]"
+            assert json.loads(remaining[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         assert server.end() == 0
     assert all(json.loads(line) for line in server.lines)
     assert not path.exists()
@@ -190,10 +190,10 @@ def test_requests_are_aborted_after_the_timeout_or_a_second_signal(signals: int)
                 time.sleep(0.05)
             return [line for line in lines if line]
 
-    code, rest = serve_here(client, tiny, ServeSettings(shutdown_timeout=0.02 if signals == 1 else 60))
+    code, remaining = serve_here(client, tiny, ServeSettings(shutdown_timeout=0.02 if signals == 1 else 60))
     assert code == 0
-    assert rest[-1] == "data: [DONE]"
-    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "draining"
+    assert remaining[-1] == "data: [DONE]"
+    assert json.loads(remaining[-2].removeprefix("data: "))["error"]["code"] == "draining"
 
 
 def test_the_server_exits_with_1_when_its_engine_stops(caplog: pytest.LogCaptureFixture) -> None:
@@ -243,14 +243,14 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
     now = dt.datetime.now(dt.UTC)
     host = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    made = (
+    certificate_ = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
         .not_valid_before(now)
         .not_valid_after(now + dt.timedelta(hours=1))
         .add_extension(host, critical=True)
         .sign(key, hashes.SHA256())
     )
-    (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    (folder / "cert.pem").write_bytes(certificate_.public_bytes(serialization.Encoding.PEM))
     (folder / "key.pem").write_bytes(
         key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -34,8 +34,8 @@ def no_model() -> AsyncLLM:
 @asynccontextmanager
 async def client(worker: Worker | AsyncLLM, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(make_app(worker, ServeSettings(**settings)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://here") as found:
-        yield found
+    async with httpx.AsyncClient(transport=transport, base_url="http://served") as http:
+        yield http
 
 
 def test_every_file_is_served_with_its_type_and_tag() -> None:
@@ -83,11 +83,11 @@ def test_the_page_loads_nothing_from_other_servers_and_has_no_inline_script() ->
     page = (web_page.PAGE / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"\son\w+=|\sstyle=|javascript:|<style", page)
     assert not re.search(r"<script(?![^>]*\bsrc=)", page)
-    for found in re.findall(r'(?:src|href)="([^"#]+)"', page):
-        assert found.removeprefix("samewise/page/") in FILES, found
+    for link in re.findall(r'(?:src|href)="([^"#]+)"', page):
+        assert link.removeprefix("samewise/page/") in FILES, link
     for name in (name for name in FILES if name.endswith(".js")):
-        for found in re.findall(r'from "\./([^"]+)"', (web_page.PAGE / name).read_text(encoding="utf-8")):
-            assert found in FILES, f"{name} imports {found}"
+        for module in re.findall(r'from "\./([^"]+)"', (web_page.PAGE / name).read_text(encoding="utf-8")):
+            assert module in FILES, f"{name} imports {module}"
 
 
 def test_every_id_used_by_a_script_is_on_the_page() -> None:
@@ -95,10 +95,10 @@ def test_every_id_used_by_a_script_is_on_the_page() -> None:
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     wanted = {
-        found
+        element_id
         for name in FILES
         if name.endswith(".js")
-        for found in re.findall(
+        for element_id in re.findall(
             r'(?:\$|numberIn)\("([\w-]+)"\)', (web_page.PAGE / name).read_text(encoding="utf-8")
         )
     }

@@ -17,15 +17,13 @@ _SCHEMA_KEYS = ("name", "description", "schema", "strict")
 _SYNTAXES = ("regex", "lark")
 
 
-def grammar_of(response_format: dict[str, Any] | None) -> Grammar | None:
+def grammar_of(response_format: dict[str, Any]) -> Grammar | None:
     """The grammar a `response_format` asks for; None for plain text.
 
     `text`, `json_object` and `json_schema` are OpenAI's. A schema is always followed exactly, with or without
     `strict`. `{"type": "grammar", "syntax": "regex" | "lark", "definition": …}` is OpenAI's form for the
     formats of custom tools.
     """
-    if response_format is None:
-        return None
     if not isinstance(response_format, dict):
         raise _bad(response_format, 'give an object, such as {"type": "json_object"}')
     kind = response_format.get("type")

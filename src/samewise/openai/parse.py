@@ -33,10 +33,11 @@ from samewise.openai.tool_calls import call_ids
 from samewise.openai.tools import RequestTools, request_tools, special_tokens
 from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
+from samewise.types import Grammar
 
 B = TypeVar("B", bound=BaseModel)
 C = TypeVar("C")
-Checked = TypeVar("Checked", covariant=True)
+Checked_co = TypeVar("Checked_co", covariant=True)
 Prompt = str | Sequence[int]
 
 COMPLETION_MAX_TOKENS = 16
@@ -62,7 +63,7 @@ class DeltaParser(Protocol):
         ...
 
 
-class Intake(Protocol[Checked]):
+class Intake(Protocol[Checked_co]):
     """The part of `llm.intake.Intake` that is used here. (That module imports torch, this one must not.)"""
 
     tokenizer: Any
@@ -79,7 +80,7 @@ class Intake(Protocol[Checked]):
         """Token ids of a conversation."""
         ...
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> Checked:
+    def check(self, prompt: Prompt, params: SamplingParams) -> Checked_co:
         """A checked request."""
         ...
 
@@ -238,7 +239,7 @@ def _completion(body: CompletionBody, options: ParseOptions) -> ParsedRequest:
         max_tokens=COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs,
-        grammar=_checked(lambda: grammar_of(body.response_format)),
+        grammar=_checked(lambda: _response_grammar(body)),
     )
     if len(prompts) * params.n > options.max_choices:
         raise invalid(
@@ -288,7 +289,7 @@ def _chat_max_tokens(body: ChatBody) -> int | None:
 
 
 def _tools(body: ChatBody, options: ParseOptions) -> RequestTools:
-    response = grammar_of(body.response_format)
+    response = _response_grammar(body)
     if not body.tools and not body.tool_choice:
         return RequestTools(grammar=response)
     return request_tools(
@@ -299,6 +300,10 @@ def _tools(body: ChatBody, options: ParseOptions) -> RequestTools:
         special=options.special_tokens,
         response=response,
     )
+
+
+def _response_grammar(body: Body) -> Grammar | None:
+    return None if body.response_format is None else grammar_of(body.response_format)
 
 
 def _template_text(tools: Any, options: ParseOptions) -> str | None:

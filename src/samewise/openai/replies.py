@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,19 @@ TokenBytes = Callable[[int], bytes | None]
 
 MIN_LOGPROB = -9999.0
 """Written for minus infinity, which JSON cannot express. OpenAI's value."""
+
+
+# One encoder each: json.dumps() with these options would construct one per call.
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_ENCODE_ASCII = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+def encode_json(body: Any) -> bytes:
+    """JSON in UTF-8; where a text holds a lone surrogate, which UTF-8 cannot express, escaped."""
+    try:
+        return _ENCODE(body).encode()
+    except UnicodeEncodeError:
+        return _ENCODE_ASCII(body).encode()
 
 
 def respond(
@@ -275,6 +289,7 @@ __all__ = [
     "TokenBytes",
     "chat_logprobs",
     "echo",
+    "encode_json",
     "finish_reason",
     "refuse_aborted",
     "respond",

@@ -1,8 +1,7 @@
-"""Answers → streams of server-sent events, and the encoding of JSON and events."""
+"""Answers → server-sent events."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from samewise.openai.replies import (
     TokenBytes,
     chat_logprobs,
     echo,
+    encode_json,
     finish_reason,
     usage,
     usage_of,
@@ -23,18 +23,6 @@ from samewise.outputs import Chunk, RequestOutput
 DONE = b"data: [DONE]\n\n"
 TEXT_PLACEHOLDER = "\0the text of a chunk\0"
 """Stands for a chunk's text while the constant parts of its event are encoded."""
-
-# One encoder each: json.dumps() with these options would construct one per call.
-_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-_ENCODE_ASCII = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
-
-
-def encode_json(body: Any) -> bytes:
-    """JSON in UTF-8; where a text holds a lone surrogate, which UTF-8 cannot express, escaped."""
-    try:
-        return _ENCODE(body).encode()
-    except UnicodeEncodeError:
-        return _ENCODE_ASCII(body).encode()
 
 
 def encode_event(body: Any) -> bytes:
@@ -213,4 +201,4 @@ class StreamWriter:
         return event
 
 
-__all__ = ["DONE", "StreamWriter", "encode_event", "encode_json", "join_chunks"]
+__all__ = ["DONE", "StreamWriter", "encode_event", "join_chunks"]

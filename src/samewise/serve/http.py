@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from samewise.openai.errors import ApiError
-from samewise.openai.stream import encode_json
+from samewise.openai.replies import encode_json
 
 T = TypeVar("T")
 
@@ -35,19 +35,21 @@ def error_response(error: BaseException) -> JsonResponse:
 
 async def read_body(request: Request, max_body: int) -> bytes:
     """The request's body; 413 as soon as it is known to be larger than `max_body` bytes."""
-    too_large = ApiError(
-        f"the body is larger than {max_body} bytes; send less at once", status=413, code="body_too_large"
-    )
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_body:
-        raise too_large
+        raise _too_large(max_body)
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > max_body:
-            raise too_large
+            raise _too_large(max_body)
         parts.append(part)
     return b"".join(parts)
+
+
+def _too_large(max_body: int) -> ApiError:
+    message = f"the body is larger than {max_body} bytes; send less at once"
+    return ApiError(message, status=413, code="body_too_large")
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -78,7 +78,7 @@ class AuthMiddleware:
         """Handle one request."""
         if scope["type"] == "http":
             digest: bytes | None = b""
-            if self._keys and not _is_public(scope):
+            if self._keys.digests and not _is_public(scope):
                 digest = self._keys.match(_bearer(Headers(scope=scope)))
             if digest is None:
                 refusal = ApiError(

@@ -223,4 +223,4 @@ def _open_unix(path: Path) -> socket.socket:
     return listening
 
 
-__all__ = ["Listen", "run"]
+__all__ = ["Listen", "ProcessTimes", "run"]
