@@ -163,8 +163,8 @@ def plot_overhead(points: list[tuple[float, float, float]], path: Path, title: s
     figure, axis = plt.subplots(figsize=(7, 4))
     rates = [100 * rate for rate, _, _ in points]
     axis.plot(rates, [relative for _, relative, _ in points], "o-", label="throughput / unverified")
-    axis.plot(rates, [lost for _, _, lost in points], "s--", label="guesses recomputed")
-    axis.set_xlabel("injected mismatches, % of guesses")
+    axis.plot(rates, [lost for _, _, lost in points], "s--", label="drafted tokens recomputed")
+    axis.set_xlabel("injected mismatches, % of drafted tokens")
     axis.set_ylim(bottom=0)
     axis.legend()
     axis.set_title(title)

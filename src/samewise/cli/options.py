@@ -38,9 +38,9 @@ def engine_options(command: str, **defaults: Any) -> Callable[[Callable[..., Non
             if command in declared.commands and declared.name not in names
         ]
 
-        def run(**given: Any) -> None:
-            settings = {parameter.name: given.pop(parameter.name) for parameter in added}
-            function(**given, settings={name: value for name, value in settings.items() if value is not None})
+        def run(**arguments: Any) -> None:
+            values = {parameter.name: arguments.pop(parameter.name) for parameter in added}
+            function(**arguments, settings={name: v for name, v in values.items() if v is not None})
 
         parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *added)]
         run.__name__, run.__doc__ = function.__name__, function.__doc__

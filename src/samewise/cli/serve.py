@@ -21,7 +21,7 @@ from samewise.serve.settings import KEY_VARIABLE, LOG_LEVELS, MAX_QUEUED, ServeS
 if TYPE_CHECKING:
     from samewise.llm.aio import AsyncLLM
 
-MAX_BODY_BYTES = 8 * 2**20
+DEFAULTS = ServeSettings()
 _server = partial(typer.Option, rich_help_panel="Server")
 _access = partial(typer.Option, rich_help_panel="Access")
 
@@ -36,11 +36,11 @@ def serve(
         Optional[list[str]],
         _server(help="What the model is called; repeatable."),
     ] = None,
-    max_body_bytes: Annotated[int, _server(help="Larger bodies get 413.")] = MAX_BODY_BYTES,
+    max_body_bytes: Annotated[int, _server(help="Larger bodies get 413.")] = DEFAULTS.max_body,
     shutdown_timeout: Annotated[
         float,
         _server(help="Seconds that requests may take to end after SIGTERM."),
-    ] = 30.0,
+    ] = DEFAULTS.shutdown_timeout,
     receipts: Annotated[Optional[Path], _server(help="Write a receipt of every answer here.")] = None,
     receipt_key: Annotated[Optional[Path], _server(help="Sign receipts with this private key.")] = None,
     hide_prompts: Annotated[
@@ -56,14 +56,14 @@ def serve(
     api_key_file: Annotated[Optional[Path], _access(help="Keys, one a line.")] = None,
     allowed_origins: Annotated[
         Optional[list[str]],
-        _access(help="Browsers' origins that may ask; repeatable."),
+        _access(help="Origins of web pages that may call the server; repeatable."),
     ] = None,
     ssl_certfile: Annotated[Optional[Path], _access(help="Certificate chain, PEM.")] = None,
     ssl_keyfile: Annotated[Optional[Path], _access(help="Its key, PEM.")] = None,
     *,
     settings: Settings,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI would.
+    """Serve a model over HTTP with OpenAI's API.
 
     [dim]samewise serve[/]
     [dim]samewise serve ./my-model --port 9000 --api-key-file keys.txt[/]
@@ -92,7 +92,7 @@ def serve(
 
 
 def _load(model: str, settings: Settings) -> AsyncLLM:
-    """The engine; its objects stay until the end, so the garbage collector is told to skip them."""
+    """The engine; its objects stay until the end, so the garbage collector need not look at them."""
     with without_garbage_collection():
         from samewise.llm.aio import AsyncLLM
 
