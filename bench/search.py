@@ -4,7 +4,7 @@
 
 Each skipped sublayer loses some agreement. `few`: one sublayer in five matters and the others hardly; `even`:
 all lose about alike. A score is the share of some tokens that a set predicts, so it is as noisy as in an
-engine. `hinted` is told each loss, wrong by up to a factor of two either way, as hidden states would tell it.
+engine. `hinted` gets each loss as a hint, wrong by up to a factor of two either way.
 Printed are shares of the possible gain over skipping nothing, mean over seeds. Nothing is timed.
 """
 

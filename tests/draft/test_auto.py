@@ -190,10 +190,10 @@ def test_without_a_log_handler_explanations_go_to_stderr():
     code = (
         "from samewise.draft.auto.explain import DecisionLog, log; "
         "DecisionLog(); assert not log.handlers; "
-        "DecisionLog(explain=True).explain('heard')"
+        "DecisionLog(explain=True).explain('a reason')"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stderr.strip() == "step 0: heard"
+    assert result.stderr.strip() == "step 0: a reason"
 
 
 def test_forgetting_a_sequence_leaves_no_state():

@@ -32,23 +32,23 @@ class SimulatedDevice:
         self.clock, self.right, self.live = Clock(), right, live
         frames = frame_costs(self.FRAME, self.ROW)
         self.auto = Auto(ngram or Ngram(), [], frames, self.clock, ahead=True, explain=explain)
-        self.text, self.num_said = text, self.PROMPT_LEN
+        self.text, self.num_committed = text, self.PROMPT_LEN
         self.num_asked = self.num_frames = 0
 
     def run(self, until):
         """Commit the text up to this length."""
         draft = ()  # in the frame in flight
-        while self.num_said < until:
+        while self.num_committed < until:
             self.num_frames += 1
             self.clock.now += self.FRAME + self.ROW * len(draft)
-            agreed = [a == b for a, b in zip(draft, self.text[self.num_said :], strict=False)]
+            agreed = [a == b for a, b in zip(draft, self.text[self.num_committed :], strict=False)]
             accepted = [*agreed, False].index(False) if self.right else 0
-            tokens = self.text[self.num_said : self.num_said + 1 + accepted]
-            kv_len = self.num_said + accepted
+            tokens = self.text[self.num_committed : self.num_committed + 1 + accepted]
+            kv_len = self.num_committed + accepted
             committed = Verdict(
                 0, tuple(tokens), (0.0,) * len(tokens), (), kv_len, len(draft), accepted, drafter="ngram"
             )
-            self.num_said += len(tokens)
+            self.num_committed += len(tokens)
             was_quiet = self.auto.quiet
             self.auto.observe([committed._replace(seq_id=i) for i in range(self.live)])
             draft = ()
@@ -56,12 +56,12 @@ class SimulatedDevice:
                 continue  # the next frame was launched ahead
             self.clock.now += self.ASKING
             self.num_asked += 1
-            proposals = self.auto.propose([ask(i, self.text[: self.num_said]) for i in range(self.live)])
+            proposals = self.auto.propose([ask(i, self.text[: self.num_committed]) for i in range(self.live)])
             draft = proposals[0].tokens if proposals else ()
 
     @property
     def tokens_per_frame_time(self):
-        return (self.num_said - self.PROMPT_LEN) / (self.clock.now / self.FRAME)
+        return (self.num_committed - self.PROMPT_LEN) / (self.clock.now / self.FRAME)
 
 
 def test_it_pauses_only_where_frames_are_launched_ahead():
@@ -147,10 +147,10 @@ def test_one_slow_frame_does_not_begin_a_pause():
     device = SimulatedDevice([1, 2, 3, 4, 5, 6, 7, 8] * 300)
     device.run(400)
     device.clock.now += 1.0
-    asked, frames, said = device.num_asked, device.num_frames, device.num_said
+    asked, frames, committed = device.num_asked, device.num_frames, device.num_committed
     device.run(800)
     assert device.num_asked - asked > 0.8 * (device.num_frames - frames)
-    assert device.num_said - said > 8 * (device.num_frames - frames)
+    assert device.num_committed - committed > 8 * (device.num_frames - frames)
 
 
 class LateDrafter(TimedDrafter):

@@ -27,8 +27,8 @@ from samewise.errors import CallerError
 from samewise.execute.load import Loaded, fingerprint, load
 from samewise.schedule.scheduler import Scheduler
 from samewise.types import Ask, Delta, Guide, Request, Span
-from samewise.verify.judge import trust
 from samewise.verify.frame_sizes import recheck_frame_sizes
+from samewise.verify.judge import trust
 from samewise.verify.verifier import FrameInFlight
 
 MEET_TOKENS = 4096
@@ -53,7 +53,7 @@ class Engine:
         self.parts = parts = assemble(loaded, config, tuning, ahead=ahead)
         self.device, self.runner, self.verifier = parts.device, parts.runner, parts.verifier
         self.limits = parts.limits
-        self.frames = FrameCosts(self.runner.sizes)
+        self.frames = FrameCosts(self.runner.sizes, tuning.cost_model)
         self.frame_log = FrameLog()
         counters = Counters()
         proposer_parts = ProposerParts(

@@ -48,9 +48,8 @@ class LayerSetOptimiser:
         frame_is_full_pass: bool,
         tuning: Tuning = DEFAULTS,
     ) -> None:
-        self.search, self.scorer, self._active, self._pricing, self.store = (
-            search, scorer, active, pricing, store
-        )  # fmt: skip
+        self.search, self.scorer, self.store = search, scorer, store
+        self._active, self._pricing = active, pricing
         self._frames, self._counters, self._clock = frames, counters, clock
         self._frame_is_full_pass, self._tuning = frame_is_full_pass, tuning
         self.budget = SearchBudget(tuning.search)

@@ -25,8 +25,9 @@ from samewise.types import LayerSet
 
 Vector = npt.NDArray[np.float64]
 
-ATTENTION, MLP = 0, 1
-"""The kinds of a sublayer."""
+# The kinds of a sublayer.
+ATTENTION = 0
+MLP = 1
 
 
 class Prices(NamedTuple):
@@ -123,7 +124,7 @@ class Search:
     ) -> bool:
         """Both sets' match rates on the same tokens. True: the candidate is the new incumbent.
 
-        A candidate must be better on these tokens and by all scores so far: one lucky score is not enough.
+        A candidate must be better on these tokens and by all scores so far: one high score may be chance.
         """
         self._learn(candidate, rate, trials)
         self._learn(self.best.skipped, incumbent_rate, trials)

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 from samewise.types import LayerSet
 
-ACCUMULATE, OPTIMISE, ACCELERATE = "accumulate", "optimise", "accelerate"
-"""SWIFT's phases: context accumulation and layer-set optimisation (phase 1), acceleration (phase 2)."""
+# SWIFT's phases: context accumulation and layer-set optimisation (phase 1), acceleration (phase 2).
+ACCUMULATE = "accumulate"
+OPTIMISE = "optimise"
+ACCELERATE = "accelerate"
 
 
 class Event(NamedTuple):
