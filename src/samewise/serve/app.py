@@ -75,7 +75,7 @@ class Service:
         self.worker, self.settings, self.version = worker, settings, version
         self.metrics = Metrics(worker, settings)
         self._started = int(time.time())
-        self._parse_options: ParseOptions | None = None  # made at the first request
+        self._parse_options: ParseOptions | None = None  # of the current contract
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
@@ -191,12 +191,12 @@ class Service:
         return [receipt.as_json() for receipt in receipts] if parsed.receipt else None
 
     def _options(self) -> ParseOptions:
-        if self._parse_options is None:
-            llm = self.worker.llm
-            self._parse_options = ParseOptions.of(
+        llm, options = self.worker.llm, self._parse_options
+        if options is None or options.contract_id != llm.contract.id:  # new weights are another contract
+            options = self._parse_options = ParseOptions.of(
                 llm.intake, proposer=llm.config.proposer, contract_id=llm.contract.id
             )
-        return self._parse_options
+        return options
 
     # ---- the model
 
@@ -378,7 +378,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # for the log: the client has gone
+    return Response(status_code=499)  # for the log: the client has disconnected
 
 
 EXCEPTION_HANDLERS = {

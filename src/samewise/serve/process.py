@@ -152,13 +152,13 @@ class _Process:
         try:
             loading = asyncio.ensure_future(self._worker.load())
             if not await self._before_stop(loading, serving):
-                log.info("told to end while loading")
+                log.info("stopped by a signal while loading")
                 os._exit(0)  # the loading thread cannot be interrupted
             llm = loading.result()
             log.info("ready: %s, contract %s", llm.config.model, llm.contract)
             stopped = asyncio.ensure_future(self._engine_stopped())
             if await self._before_stop(stopped, serving):
-                log.error("the engine died; the server ends", exc_info=self._worker.failure)
+                log.error("the engine has stopped; the server ends", exc_info=self._worker.failure)
                 return 1
             stopped.cancel()
             await self._drain()
