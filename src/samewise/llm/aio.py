@@ -399,4 +399,4 @@ class AsyncLLM:
                 call.fail(self._stopped_error())
 
 
-__all__ = ["AsyncLLM", "ResponseReader"]
+__all__ = ["GATHER", "AsyncLLM", "GatherTimes", "ResponseReader"]
