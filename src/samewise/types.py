@@ -31,7 +31,7 @@ GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "lark")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the output: its kind and its source text. `text/grammar.py` compiles it for a tokenizer."""
+    """A constraint on the output: its kind and source text. `text/grammar.py` compiles it."""
 
     kind: str
     text: str = ""
@@ -100,7 +100,7 @@ class Guide(Protocol):
         ...
 
     def masks(self, guesses: tuple[int, ...]) -> list[bytes | None]:
-        """The allowed next tokens before the first guess and after each one: a bit per token id, lowest first.
+        """The allowed next tokens before the first guess and after each: a bit per token id, lowest first.
 
         None where there is no constraint to apply: after the end of the text, or where no token fits.
         """
@@ -261,7 +261,7 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether known tokens before the last one still lack KV: a prompt, or tokens of a preempted sequence."""
+        """Whether known tokens before the last one lack KV: a prompt, or tokens after a preemption."""
         return len(self.tokens) - self.kv_len > 1
 
     def check(self) -> None:

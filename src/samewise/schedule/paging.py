@@ -28,7 +28,7 @@ class Paging:
         return -(-num_tokens // self._page)
 
     def start(self, seq: Sequence, *, force: bool) -> bool:
-        """Give a sequence the cached pages of its prefix. False, and nothing taken, if the rest would not fit.
+        """Give a sequence its prefix's cached pages. False, and nothing taken, if the rest would not fit.
 
         With `force` it starts in any case: nothing else runs whose pages it could wait for.
         """

@@ -1,4 +1,4 @@
-"""Pure functions from a sequence to its Ask, its next Span, and the Span after the one in flight. Host only."""
+"""Pure functions from a sequence to its Ask, its next Span, and the Span after the one in flight."""
 
 from __future__ import annotations
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from samewise.counters import Counters, DrafterCounters
 from samewise.errors import QueueFull
 from samewise.kv.prefix import PrefixIndex
+from samewise.schedule.drafts import append_tokens, burst_room, clear_draft, draft_room, extend_draft
 from samewise.schedule.limits import Limits
 from samewise.schedule.paging import Paging
 from samewise.schedule.plan import ask_of, continued, must_land, span_of
-from samewise.types import Ask, Branch, Delta, Finish, Guide, Proposal, Request, Sequence, Span, Verdict
+from samewise.types import Ask, Delta, Finish, Guide, Proposal, Request, Sequence, Span, Verdict
 
 PATIENCE = 4
 """Steps without a row after which a sequence is served before generating ones. Set by hand."""
@@ -117,7 +118,7 @@ class Scheduler:
             if verified and not request.speculate:
                 continue
             if request.id in self._running and (seq.drafting or not seq.draft):
-                room = self._draft_room(seq) if verified else self._burst_room(seq)
+                room = draft_room(seq, self.limits) if verified else burst_room(seq, self.limits)
                 end = len(seq.tokens) + len(seq.draft) + room
                 # Drafts may use free pages; they never preempt a sequence. An unverified request needs its
                 # pages to go on, so it may.
@@ -135,7 +136,7 @@ class Scheduler:
         for proposal in proposals:
             running = self._running.get(proposal.seq_id)
             if running is not None and not running.prefilling and running.request.verify:
-                self._extend(running, proposal)
+                extend_draft(running, proposal, self.limits)
 
     def spans(self) -> list[Span]:
         """The next frame, at most `frame_rows` rows. Empty when no verification is due yet."""
@@ -271,7 +272,7 @@ class Scheduler:
         if seq.num_cached is None:
             seq.num_cached = seq.kv_len
             self.counters.cached_tokens += seq.kv_len
-        if seq.request.verify and seq.request.speculate and self._draft_room(seq) > 0:
+        if seq.request.verify and seq.request.speculate and draft_room(seq, self.limits) > 0:
             self._newcomers.append(seq)
         seq.last_served = self._step - 1  # as if just served: sequences already generating go first
         self._running[seq.request.id] = seq
@@ -299,7 +300,7 @@ class Scheduler:
         self._paging.release(seq)
         seq.kv_len = 0
         seq.num_indexed = 0
-        _clear_draft(seq)
+        clear_draft(seq)
         seq.unverified_kv = False
         self._preempted = True
         self.counters.preempted += 1
@@ -314,52 +315,10 @@ class Scheduler:
             self._preempt(youngest)
         return True
 
-    # ---- drafts
-
-    def _extend(self, seq: Sequence, proposal: Proposal) -> None:
-        if not seq.draft:
-            seq.drafter = proposal.drafter
-        stop_ids = seq.request.sampling.stop_ids
-        before = len(seq.draft)
-        guesses = proposal.tokens[: max(0, self._draft_room(seq))]
-        if seq.guide is not None:
-            guesses = guesses[: seq.guide.fits(seq.draft, guesses)]
-        for token in guesses:
-            if not 0 <= token < self.limits.vocab:
-                break
-            seq.draft.append(token)
-            if token in stop_ids:  # guesses after the end of the text are useless
-                break
-        grown = len(seq.draft) > before
-        seq.branches = tuple(branch for branch in proposal.branches if self._is_valid(seq, branch))
-        more = proposal.more and grown and self._draft_room(seq) > 0
-        seq.drafting = more and seq.draft[-1] not in stop_ids
-
-    def _is_valid(self, seq: Sequence, branch: Branch) -> bool:
-        """Whether a branch starts inside the draft, ends within the limits and follows the grammar."""
-        at, tokens = branch
-        room = seq.max_len - len(seq.tokens) - 1
-        max_draft = min(self.limits.max_draft, self.limits.frame_rows - 1, room)
-        inside = bool(tokens) and 0 <= at <= len(seq.draft) and at + len(tokens) <= max_draft
-        if not inside or not all(0 <= token < self.limits.vocab for token in tokens):
-            return False
-        return seq.guide is None or seq.guide.fits(seq.draft[:at], tokens) == len(tokens)
-
-    def _draft_room(self, seq: Sequence) -> int:
-        """How many more guesses can be used."""
-        # Verification adds one token of its own, so the last token need not be guessed.
-        left = seq.max_len - len(seq.tokens) - len(seq.draft) - 1
-        max_draft = min(self.limits.max_draft, self.limits.frame_rows - 1)
-        return min(left, max_draft - len(seq.draft))
-
-    def _burst_room(self, seq: Sequence) -> int:
-        """Tokens an unverified sequence may take in this step; at least one, so that it can end."""
-        return max(1, min(seq.max_len - len(seq.tokens), self.limits.burst))
-
     # ---- frames
 
     def _frame_due(self) -> bool:
-        """Whether a frame should run: it is full, a prompt waits, no draft is growing, or one waited too long."""
+        """Whether a frame should run: it is full, a prompt waits, no draft grows, or one waited too long."""
         drafting, rows, oldest = False, 0, self._step
         for seq in self._running.values():
             if seq.prefilling:
@@ -424,8 +383,8 @@ class Scheduler:
     def _branch_spans(self, draft: Span, left: int) -> list[Span]:
         """Spans for a sequence's branches, in pages of their own, while there are rows and free pages.
 
-        Each repeats the known tokens and the draft up to its fork, so that its KV is canonical and can be kept
-        as it is if it wins.
+        Each repeats the known tokens and the draft up to its fork, so that its KV is canonical and can be
+        kept as it is if it wins.
         """
         seq = self._running[draft.seq_id]
         if not seq.branches or len(draft.inputs) != seq.given + len(seq.draft):
@@ -459,7 +418,7 @@ class Scheduler:
         if verdict.branch:
             self._paging.keep_branch(seq, verdict.branch)
         self._paging.release_branches(seq)
-        num = _append(seq, verdict.tokens)
+        num = append_tokens(seq, verdict.tokens)
         seq.kv_len = min(verdict.kv_len, len(seq.tokens) - 1)
         if verdict.scores and seq.score_next is not None:
             seq.score_next += len(verdict.scores)
@@ -471,7 +430,7 @@ class Scheduler:
         self.counters.output_tokens += num
         if verdict.guessed:
             self._count_guesses(verdict)
-        _clear_draft(seq)
+        clear_draft(seq)
         if seq.finish is not None:
             self._retire(seq)
             self.counters.finished += 1
@@ -491,31 +450,6 @@ class Scheduler:
         drafter.guessed += guessed
         drafter.accepted += verdict.accepted
         drafter.branches += verdict.branch > 0
-
-
-def _append(seq: Sequence, new: tuple[int, ...]) -> int:
-    """Append tokens until one of them, or the length limit, ends the sequence. Returns how many were added."""
-    tokens, stop_ids = seq.tokens, seq.request.sampling.stop_ids
-    before, guide = len(tokens), seq.guide
-    for token in new[: seq.max_len - before]:
-        if guide is not None:
-            seq.finish = guide.take(token)
-            if seq.finish is Finish.ABORT:  # the grammar does not allow this token
-                break
-        tokens.append(token)
-        if token in stop_ids:
-            seq.finish, seq.stop_id = Finish.STOP, token
-        if seq.finish is not None:
-            break
-    if new and len(tokens) >= seq.max_len and seq.finish is None:
-        seq.finish = Finish.LENGTH  # also with max_tokens=0: the prompt was only to be scored
-    return len(tokens) - before
-
-
-def _clear_draft(seq: Sequence) -> None:
-    if seq.draft:
-        seq.draft.clear()
-    seq.drafter, seq.drafting, seq.ready_since, seq.branches = "", False, None, ()
 
 
 def _arrival(seq: Sequence) -> int:
