@@ -1,13 +1,9 @@
-"""Limits: which requests can never run, and what a caller is told about them."""
+"""Limits: which requests can never run, and what the refusal says."""
 
 import pytest
+from fake_engine import make_limits
 
 from samewise.errors import BadPrompt
-from samewise.schedule.limits import Limits
-
-
-def limits(num_pages: int = 40) -> Limits:
-    return Limits(num_pages=num_pages, page=4, frame_rows=8, max_num_seqs=4, max_model_len=60)
 
 
 @pytest.mark.parametrize(
@@ -23,15 +19,15 @@ def test_a_request_that_could_never_run_is_refused_with_a_remedy(
     prompt_len: int, max_tokens: int, message: str
 ) -> None:
     with pytest.raises(BadPrompt, match=message) as refused:
-        limits(num_pages=10 if max_tokens == 40 else 40).refuse_misfit(prompt_len, max_tokens)
+        make_limits(num_pages=10 if max_tokens == 40 else 40).refuse_misfit(prompt_len, max_tokens)
     assert refused.value.param == "prompt"
 
 
 @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(1, 0), (59, 1), (60, 0), (20, 40)])
 def test_a_request_that_just_fits_is_not_refused(prompt_len: int, max_tokens: int) -> None:
-    limits().refuse_misfit(prompt_len, max_tokens)
+    make_limits().refuse_misfit(prompt_len, max_tokens)
 
 
 def test_the_longest_sequence_is_bounded_by_the_context_and_by_the_kv_cache() -> None:
-    assert limits().longest == 60
-    assert limits(num_pages=10).longest == 36
+    assert make_limits().longest == 60
+    assert make_limits(num_pages=10).longest == 36
