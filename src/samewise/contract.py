@@ -7,7 +7,7 @@ same request. The id is printed at start and returned with every answer.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 ENGINE_VERSION = "3"
@@ -21,17 +21,17 @@ class Contract:
     """Facts, sorted by name."""
 
     facts: tuple[tuple[str, str], ...]
+    id: str = field(init=False, compare=False)
+    """A short digest: equal if and only if all facts are equal."""
+
+    def __post_init__(self) -> None:
+        text = json.dumps(self.facts, ensure_ascii=True, separators=(",", ":"))
+        object.__setattr__(self, "id", "sw-" + sha256(text.encode()).hexdigest()[:20])
 
     @classmethod
     def of(cls, facts: dict[str, str]) -> Contract:
         """The contract of these facts and this engine's version."""
         return cls(tuple(sorted((facts | {"engine": ENGINE_VERSION}).items())))
-
-    @property
-    def id(self) -> str:
-        """A short digest: equal if and only if all facts are equal."""
-        text = json.dumps(self.facts, ensure_ascii=True, separators=(",", ":"))
-        return "sw-" + sha256(text.encode()).hexdigest()[:20]
 
     def differences(self, other: Contract) -> list[tuple[str, str, str]]:
         """(fact, here, there) for every fact that differs; "(absent)" where one side lacks it."""

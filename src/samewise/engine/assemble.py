@@ -30,8 +30,8 @@ from samewise.model.rope import pin_rope
 from samewise.model.surgery import copy_modules
 from samewise.schedule.limits import Limits
 from samewise.verify import operators
-from samewise.verify.operators import Operator
 from samewise.verify.frame_sizes import select_frame_sizes
+from samewise.verify.operators import Operator
 from samewise.verify.verifier import Verifier
 
 log = logging.getLogger("samewise")

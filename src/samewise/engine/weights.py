@@ -12,22 +12,24 @@ from torch import nn
 from samewise.errors import BadParameter, GuaranteeLost
 from samewise.model.folder import read_tensors
 from samewise.model.linear import pack_linears
-from samewise.model.load import touch_weights, weights_version
 
 Update = Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """New weights: tensors by their name in the state dict, or a folder or file of safetensors."""
 
 
 class CertifiedWeights:
-    """The version of the shared weights that an engine's contract was made for. Owned by the Engine."""
+    """The version of the shared weights that an engine's contract was made for. Owned by the Engine.
+
+    The version counts replacements. It is kept on the model itself, which several engines may share.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model  # shared by every engine over these weights
-        self._version: int | None = weights_version(model)
+        self._model = model
+        self._version: int | None = self._current
 
     def check(self) -> None:
         """Raise GuaranteeLost unless the weights in memory are the certified ones."""
-        if self._version != weights_version(self._model):
+        if self._version != self._current:
             raise GuaranteeLost(
                 "the weights are not the certified ones: an update failed, or another engine over the same "
                 "model changed them; call update_weights() again or build a new engine"
@@ -36,11 +38,15 @@ class CertifiedWeights:
     def revoke(self) -> None:
         """From now until `certify`, the engine refuses to serve: no answer may name the old contract."""
         self._version = None
-        touch_weights(self._model)
+        self._model.samewise_weights_version = self._current + 1  # type: ignore[assignment]
 
     def certify(self) -> None:
         """The weights in memory were certified."""
-        self._version = weights_version(self._model)
+        self._version = self._current
+
+    @property
+    def _current(self) -> int:
+        return int(getattr(self._model, "samewise_weights_version", 0))
 
 
 def read_update(update: Update, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -61,16 +61,4 @@ def wrap_modules(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval().requires_grad_(requires_grad=False)
 
 
-def weights_version(model: nn.Module) -> int:
-    """How often the weights of this model were changed since they were loaded."""
-    return int(getattr(model, "samewise_weights_version", 0))
-
-
-def touch_weights(model: nn.Module) -> int:
-    """Record that the weights were changed, for every engine that shares them. Returns the new version."""
-    version = weights_version(model) + 1
-    model.samewise_weights_version = version  # type: ignore[assignment]
-    return version
-
-
-__all__ = ["load_model", "touch_weights", "weights_version", "wrap_modules"]
+__all__ = ["load_model", "wrap_modules"]

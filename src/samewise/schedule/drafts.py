@@ -1,4 +1,4 @@
-"""A sequence's draft and tokens: how far a draft may grow, which guesses are kept, what ends it. Host only."""
+"""A sequence's draft and tokens: how far a draft may grow, which guesses are kept, what ends it."""
 
 from __future__ import annotations
 

@@ -104,7 +104,9 @@ class Verifier:
     def run(self, spans: list[Span]) -> FrameResult:
         """One frame: logits, sampled tokens, top log-probabilities and scores of targets."""
         sampler, runner = self._sampler, self._runner
-        runner.store.copy([span.copy for span in spans if span.copy is not None])
+        copies = [span.copy for span in spans if span.copy is not None]
+        if copies:
+            runner.store.copy(copies)
         inputs, keep = runner.stage_frame(spans, _rows_to_sample(spans) if runner.elastic else None)
         raw = runner.frame(inputs)
         logit_rows: LogitRows = (
