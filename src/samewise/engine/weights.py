@@ -14,7 +14,7 @@ from samewise.model.folder import read_tensors
 from samewise.model.linear import pack_linears
 
 Update = Mapping[str, torch.Tensor] | str | os.PathLike[str]
-"""New weights: tensors by their name in the state dict, or a folder or file of safetensors."""
+"""New weights: tensors by their name in the state dict, or a folder of safetensors."""
 
 
 class CertifiedWeights:

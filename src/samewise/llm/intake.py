@@ -118,12 +118,14 @@ class Intake:
         self._limits.refuse_misfit(len(before), 0)
         if isinstance(completion, str):
             if self.tokenizer is None:
-                raise BadPrompt("this model has no tokenizer; give the completion as token ids")
+                raise BadPrompt(
+                    "this model has no tokenizer; give the completion as token ids", param="completions"
+                )
             after = self.encode(completion, add_special_tokens=False)
         else:
-            after = _as_ids(completion)
+            after = _as_ids(completion, param="completions")
         if not after:
-            raise BadPrompt("the completion is empty; there is nothing to score")
+            raise BadPrompt("the completion is empty; there is nothing to score", param="completions")
         self.refuse_unknown_tokens(after)
         self._limits.refuse_misfit(len(before) + len(after), 0)
         return CheckedScore(before, after)
@@ -236,18 +238,16 @@ class Intake:
             raise BadPrompt("this model has no tokenizer; it reads and writes token ids", param="prompt")
 
 
-def _as_ids(prompt: Any) -> list[int]:
+def _as_ids(prompt: Any, *, param: str = "prompt") -> list[int]:
     """A list of ints from any iterable of integer-like values (numpy's too; a bool is left to be refused)."""
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
-        raise BadPrompt(
-            f"a prompt is text or a list of token ids, not {type(prompt).__name__}", param="prompt"
-        )
+        raise BadPrompt(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", param=param)
     try:
         return [token if isinstance(token, bool) else operator.index(token) for token in prompt]
     except TypeError:
         odd = next(token for token in prompt if not hasattr(token, "__index__"))
         raise BadPrompt(
-            f"the prompt holds {odd!r}; a prompt is text or a list of token ids", param="prompt"
+            f"the prompt holds {odd!r}; a prompt is text or a list of token ids", param=param
         ) from None
 
 
