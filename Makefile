@@ -56,7 +56,7 @@ test-kernels: $(READY) ## kernel and probe tests on each instruction set, and wi
 	  ATEN_CPU_CAPABILITY=$$isa $(PYTEST) $(XDIST) -m "not gpu" $(KERNEL_TESTS) || exit 1; \
 	done
 	@echo "== kernels, portable C++"
-	@CXX="$${CXX:-c++} -DSAMEWISE_PORTABLE" $(PYTEST) $(XDIST) -m "not gpu" $(KERNEL_TESTS)
+	@SAMEWISE_PORTABLE=1 $(PYTEST) $(XDIST) -m "not gpu" $(KERNEL_TESTS)
 
 test-clients: $(CLIENTS_READY) ## openai, lm-evaluation-harness and schemathesis against a server process
 	@echo "== clients"
