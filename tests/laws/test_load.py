@@ -165,7 +165,7 @@ def test_verified_output_is_the_same_beside_unverified_requests(variant):
     outputs = run_cases(engine, [*others[:4], *CASES, *others[4:]])
     assert outputs[4 : 4 + len(CASES)] == variant.references
     # A frame of 128 rows has room for all of them; a smaller one leaves some to the fast path.
-    roomy = engine.scheduler.limits.frame_rows >= 128
+    roomy = engine.scheduler.limits.max_rows >= 128
     assert roomy or engine.scheduler.counters.unverified_tokens > 0
 
 

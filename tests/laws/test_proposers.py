@@ -87,7 +87,7 @@ def test_a_perfect_draft_takes_one_frame_and_brings_a_bonus_token(basic, basic_r
     counters = engine.scheduler.counters
     # The last of twelve tokens is the bonus token. The first comes with the prompt's last chunk, unless
     # that chunk is a single token: then the draft shares its frame.
-    full_chunks, last = divmod(len(CASES[i].prompt) - 1, engine.scheduler.limits.frame_rows)
+    full_chunks, last = divmod(len(CASES[i].prompt) - 1, engine.scheduler.limits.max_rows)
     guessed = 11 if last == 0 else 10
     frames = full_chunks + 1 if last == 0 else full_chunks + 2
     assert (counters.guessed, counters.accepted, counters.frames) == (guessed, guessed, frames)

@@ -112,9 +112,8 @@ def test_names_used_by_another_module_are_in_all(name):
 def test_the_docstring_of_a_package_says_what_it_holds_and_imports(name):
     docstring = ast.get_docstring(_tree(name))
     assert docstring, f"samewise/{name.replace('.', '/')}/__init__.py has no docstring"
-    if "." not in name:
-        for word in ("Holds", "State", "Imports"):
-            assert f"{word}:" in docstring, f"the docstring of samewise.{name} has no line {word!r}"
+    for word in ("Holds", "State", "Imports"):
+        assert f"{word}:" in docstring, f"the docstring of samewise.{name} has no line {word!r}"
 
 
 def test_every_public_name_of_the_package_can_be_imported():

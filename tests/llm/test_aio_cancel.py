@@ -7,7 +7,7 @@ import pytest
 from aio_cases import LONG, SHORT, assert_idle, bits, paced_llm, run_async, wait_until
 
 from samewise import AsyncLLM
-from samewise.llm.aio import _Call
+from samewise.llm.aio import _EngineCall
 from samewise.testing import Scripted
 
 
@@ -71,7 +71,7 @@ def test_a_request_cancelled_before_the_engine_takes_it_is_aborted() -> None:
 
     async def work() -> None:
         async with paced_llm() as llm:
-            llm._calls.put(_Call(lambda: gate.wait(20) and None, lambda _: None))
+            llm._calls.put(_EngineCall(lambda: gate.wait(20) and None, lambda _: None))
             await wait_until(llm._calls.empty)
             task = asyncio.create_task(llm.generate("hello", LONG))
             await wait_until(lambda: llm._calls.qsize() > 0)

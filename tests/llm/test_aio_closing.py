@@ -9,7 +9,7 @@ from aio_cases import LONG, SHORT, bits, run_async, wait_until
 
 from samewise import AsyncLLM
 from samewise.errors import MachineError
-from samewise.llm.aio import _Call
+from samewise.llm.aio import _EngineCall
 from samewise.testing import Scripted, paced, tiny_engine
 
 
@@ -34,7 +34,7 @@ def test_closing_fails_calls_that_are_still_queued() -> None:
 
     async def work() -> None:
         llm = AsyncLLM.over(tiny_engine())
-        llm._calls.put(_Call(lambda: gate.wait(20) and None, lambda _: None))
+        llm._calls.put(_EngineCall(lambda: gate.wait(20) and None, lambda _: None))
         await wait_until(llm._calls.empty)
         closing = asyncio.create_task(asyncio.to_thread(llm.close))
         await wait_until(lambda: llm._calls.qsize() == 1)

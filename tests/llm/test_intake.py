@@ -16,7 +16,7 @@ from samewise.schedule.limits import Limits
 from samewise.types import Grammar
 
 ENGINE_SEED = 11
-LIMITS = Limits(num_pages=17, page=16, frame_rows=16, max_num_seqs=4, max_model_len=64)
+LIMITS = Limits(num_pages=17, page=16, max_rows=16, max_num_seqs=4, max_model_len=64)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ Propose = Callable[[Ask], list[int]]
 
 
 def make_limits(**changes: Any) -> Limits:
-    defaults = {"num_pages": 40, "page": PAGE, "frame_rows": 8, "max_num_seqs": 4, "max_model_len": 60}
+    defaults = {"num_pages": 40, "page": PAGE, "max_rows": 8, "max_num_seqs": 4, "max_model_len": 60}
     return Limits(**(defaults | changes))  # type: ignore[arg-type]
 
 
@@ -250,7 +250,7 @@ class FakeEngine:
     def check_frame(self, spans: list[Span]) -> None:
         """Spans fit the frame and the limits, start with known tokens, and write each slot once."""
         limits = self.limits
-        assert sum(len(span.inputs) for span in spans) <= limits.frame_rows
+        assert sum(len(span.inputs) for span in spans) <= limits.max_rows
         assert len({(span.seq_id, span.branch) for span in spans}) == len(spans), "one span per branch"
         slots: list[tuple[int, int]] = []
         for span in spans:

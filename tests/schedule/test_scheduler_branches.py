@@ -10,7 +10,7 @@ from samewise.types import Ask, Branch, Proposal
 
 def engine_with_read_prompt(prompt_len: int, **limits: int) -> FakeEngine:
     """An engine with one sequence that has read its prompt and generated one token."""
-    engine = FakeEngine(make_limits(**{"frame_rows": 16} | limits))
+    engine = FakeEngine(make_limits(**{"max_rows": 16} | limits))
     engine.add([1, 2, 3, 4, 0, 1][:prompt_len], 12)
     engine.step()
     engine.land()
@@ -72,7 +72,7 @@ def test_a_sequence_that_stops_running_frees_the_pages_of_its_branches(how: str)
 
 @pytest.mark.parametrize(
     ("limit", "num_spans"),
-    [({"frame_rows": 6}, 2), ({"num_pages": 4}, 1), ({"num_pages": 6}, 2), ({}, 3)],
+    [({"max_rows": 6}, 2), ({"num_pages": 4}, 1), ({"num_pages": 6}, 2), ({}, 3)],
 )
 def test_branches_use_only_free_rows_and_free_pages(limit: dict[str, int], num_spans: int) -> None:
     engine = engine_with_read_prompt(3, **{"max_model_len": 12} | limit)

@@ -25,7 +25,7 @@ def test_right_guesses_save_frames_and_wrong_ones_cost_none() -> None:
 
 
 def test_room_for_guesses_is_limited_by_the_frame_and_by_max_tokens() -> None:
-    engine = FakeEngine(make_limits(frame_rows=4, max_draft=16))
+    engine = FakeEngine(make_limits(max_rows=4, max_draft=16))
     engine.add([1, 2], 6)
     rooms = []
 
@@ -75,14 +75,14 @@ def test_preemption_drops_the_draft() -> None:
 
 
 def test_a_draft_is_kept_until_a_frame_has_rows_for_it() -> None:
-    engine = FakeEngine(make_limits(frame_rows=3, max_num_seqs=4))
+    engine = FakeEngine(make_limits(max_rows=3, max_num_seqs=4))
     for i in range(4):
         engine.add([i], 9)
     engine.drain(draft_with([True, True]))
 
 
 def test_guesses_after_a_stop_token_are_dropped() -> None:
-    engine = FakeEngine(make_limits(frame_rows=16, deadline=100))
+    engine = FakeEngine(make_limits(max_rows=16, deadline=100))
     read_prompts(engine, 1)
     seq = engine.scheduler._running[0]
     seq.request = Request(0, seq.request.prompt, Sampling(stop_ids=frozenset({3})), 20)
@@ -92,7 +92,7 @@ def test_guesses_after_a_stop_token_are_dropped() -> None:
 
 
 def test_a_draft_is_never_longer_than_a_frame_can_verify() -> None:
-    engine = FakeEngine(make_limits(frame_rows=4, deadline=100, max_draft=16))
+    engine = FakeEngine(make_limits(max_rows=4, deadline=100, max_draft=16))
     read_prompts(engine, 1)
     for _ in range(6):
         next_frame(engine, one_guess_each({0}))
@@ -100,7 +100,7 @@ def test_a_draft_is_never_longer_than_a_frame_can_verify() -> None:
 
 
 def test_a_draft_that_does_not_fit_the_frame_is_not_cut() -> None:
-    engine = FakeEngine(make_limits(frame_rows=6, deadline=0, max_num_seqs=3))
+    engine = FakeEngine(make_limits(max_rows=6, deadline=0, max_num_seqs=3))
     read_prompts(engine, 3)
 
     def propose(ask: Ask) -> Proposal:

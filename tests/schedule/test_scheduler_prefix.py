@@ -54,7 +54,7 @@ def test_a_page_that_reaches_past_the_end_of_the_text_is_not_shared() -> None:
         third = next_token([*prompt, next_token(prompt), next_token([*prompt, next_token(prompt)])])
         if third == STOP and STOP not in expected_tokens(Request(0, candidate, Sampling(), 2), 60)[0]:
             break
-    engine = FakeEngine(make_limits(frame_rows=16))
+    engine = FakeEngine(make_limits(max_rows=16))
     one = engine.add(prompt, 30, sampling=Sampling(stop_ids=frozenset({STOP})))
     engine.drain(draft_with([True] * 12))
     assert len(engine.outputs[one].tokens) == 3
@@ -63,7 +63,7 @@ def test_a_page_that_reaches_past_the_end_of_the_text_is_not_shared() -> None:
 
 
 def test_a_request_waits_until_its_leader_has_read_the_prompt() -> None:
-    engine = FakeEngine(make_limits(frame_rows=4))
+    engine = FakeEngine(make_limits(max_rows=4))
     prompt = [1, 2, 3, 4] * 3
     leader = engine.add(prompt, 4)
     engine.add(prompt, 4, leader=leader)
@@ -75,7 +75,7 @@ def test_a_request_waits_until_its_leader_has_read_the_prompt() -> None:
 
 @pytest.mark.parametrize("how", ["abort", "preempt", "end"])
 def test_a_request_does_not_wait_for_a_leader_that_no_longer_runs(how: str) -> None:
-    engine = FakeEngine(make_limits(frame_rows=2))
+    engine = FakeEngine(make_limits(max_rows=2))
     prompt = [1, 2, 3, 4] * 3
     leader = engine.add(prompt, 4)
     engine.add(prompt, 4, leader=leader)
@@ -94,7 +94,7 @@ def drain_deltas(engine: FakeEngine) -> list[Delta]:
 
 
 def test_own_pages_found_after_a_preemption_do_not_count_as_cached() -> None:
-    engine = FakeEngine(make_limits(frame_rows=4))
+    engine = FakeEngine(make_limits(max_rows=4))
     engine.add([1, 2, 3, 4] * 4, 2)
     engine.step()
     engine.step()

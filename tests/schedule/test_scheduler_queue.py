@@ -42,7 +42,7 @@ def test_the_youngest_sequence_is_preempted_first() -> None:
 
 
 def test_a_generating_sequence_gets_a_row_of_every_frame_while_a_prompt_is_read() -> None:
-    engine = FakeEngine(make_limits(frame_rows=4))
+    engine = FakeEngine(make_limits(max_rows=4))
     generating = engine.add([1], 10)
     engine.step()
     engine.step()
@@ -55,7 +55,7 @@ def test_a_generating_sequence_gets_a_row_of_every_frame_while_a_prompt_is_read(
 
 
 def test_generating_sequences_get_a_token_per_step_while_many_prompts_are_read() -> None:
-    engine = FakeEngine(make_limits(frame_rows=12, num_pages=200, max_num_seqs=16))
+    engine = FakeEngine(make_limits(max_rows=12, num_pages=200, max_num_seqs=16))
     generating = [engine.add([i], 50) for i in range(4)]
     engine.step()
     engine.step()
@@ -69,7 +69,7 @@ def test_generating_sequences_get_a_token_per_step_while_many_prompts_are_read()
 
 
 def test_a_prompt_is_read_while_generating_sequences_could_use_every_row() -> None:
-    engine = FakeEngine(make_limits(frame_rows=4, num_pages=200, max_num_seqs=9))
+    engine = FakeEngine(make_limits(max_rows=4, num_pages=200, max_num_seqs=9))
     for i in range(8):  # twice the rows of a frame
         engine.add([i % VOCAB], 50)
     for _ in range(6):
@@ -84,7 +84,7 @@ def test_a_prompt_is_read_while_generating_sequences_could_use_every_row() -> No
 
 
 def test_sequences_take_turns_where_a_frame_has_fewer_rows() -> None:
-    engine = FakeEngine(make_limits(frame_rows=2, max_num_seqs=8))
+    engine = FakeEngine(make_limits(max_rows=2, max_num_seqs=8))
     ids = [engine.add([i % VOCAB], 12) for i in range(6)]
     for _ in range(3 * 6):
         engine.step()
@@ -155,7 +155,7 @@ def test_check_detects_a_sequence_with_too_few_pages() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 8, 32])
 @pytest.mark.parametrize("how", ["lazy", "eager", "chained"])
 def test_every_prompt_score_comes_once_for_any_frame_size(rows: int, how: str) -> None:
-    engine = FakeEngine(make_limits(frame_rows=rows))
+    engine = FakeEngine(make_limits(max_rows=rows))
     engine.add([1, 2, 3, 4, 5] * 4, 3, prompt_logprobs=0)
     engine.add([1, 2, 3, 4, 5] * 4, 0, score_from=11)
     engine.add([2, 2], 4, prompt_logprobs=0)

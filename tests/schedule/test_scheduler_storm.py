@@ -26,20 +26,20 @@ class Storm(RuleBasedStateMachine):
     @precondition(lambda self: self.engine is None)
     @rule(
         num_pages=st.integers(8, 14),
-        frame_rows=st.integers(1, 12),
+        max_rows=st.integers(1, 12),
         max_num_seqs=st.integers(1, 5),
         caching=st.booleans(),
         drafting=st.booleans(),
     )
     def build(
-        self, num_pages: int, frame_rows: int, max_num_seqs: int, caching: bool, drafting: bool
+        self, num_pages: int, max_rows: int, max_num_seqs: int, caching: bool, drafting: bool
     ) -> None:
         self.ways = ("drafting", "lazy", "eager") if drafting else ("chained", "chained", "eager")
         self.engine = FakeEngine(
             Limits(
                 num_pages,
                 PAGE,
-                frame_rows,
+                max_rows,
                 max_num_seqs,
                 max_model_len=26,
                 max_draft=5,

@@ -114,8 +114,8 @@ def assemble(loaded: Loaded, config: EngineConfig, tuning: Tuning, *, ahead: boo
     limits = Limits(
         num_pages=num_pages,
         page=PAGE,
-        frame_rows=runner.widest,
-        full=frame_rows,
+        max_rows=runner.widest,
+        canonical_rows=frame_rows,
         frame_sizes=runner.sizes,
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,

@@ -22,7 +22,7 @@ from samewise.engine.assemble import assemble
 from samewise.engine.certify import certify, settings_of
 from samewise.engine.frame_log import FrameLog
 from samewise.engine.stats import Times, stats_of
-from samewise.engine.weights import CertifiedWeights, Update, apply_update, read_update
+from samewise.engine.weights import CertifiedWeights, WeightUpdate, apply_update, read_update
 from samewise.errors import CallerError
 from samewise.execute.load import Loaded, fingerprint, load
 from samewise.schedule.scheduler import Scheduler
@@ -93,9 +93,9 @@ class Engine:
             launched = self._launch(spans) if spans else None
             deltas += self._decode_unverified(unverified, in_frame={span.seq_id for span in spans})
         self._flight = launched
-        newcomers = self.scheduler.newcomers(MEET_TOKENS)
-        if newcomers:
-            self.proposer.meet(newcomers)  # while the device is busy
+        new_sequences = self.scheduler.new_sequences(MEET_TOKENS)
+        if new_sequences:
+            self.proposer.meet(new_sequences)  # while the device is busy
         self._times.stepped += time.perf_counter() - began
         return deltas
 
@@ -195,7 +195,7 @@ class Engine:
 
     # ---- contract and weights
 
-    def update_weights(self, update: Update) -> Contract:
+    def update_weights(self, update: WeightUpdate) -> Contract:
         """Replace weights in place, drop everything computed with the old ones, and certify again.
 
         Nothing is changed unless every tensor fits. The engine must be idle.

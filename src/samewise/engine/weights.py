@@ -13,7 +13,7 @@ from samewise.errors import BadParameter, GuaranteeLost
 from samewise.model.folder import read_tensors
 from samewise.model.linear import pack_linears
 
-Update = Mapping[str, torch.Tensor] | str | os.PathLike[str]
+WeightUpdate = Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """New weights: tensors by their name in the state dict, or a folder of safetensors."""
 
 
@@ -49,7 +49,7 @@ class CertifiedWeights:
         return int(getattr(self._model, "samewise_weights_version", 0))
 
 
-def read_update(update: Update, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def read_update(update: WeightUpdate, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """(the model's tensor, its new value) by name. Raises BadParameter unless every tensor fits."""
     tensors = update if isinstance(update, Mapping) else read_tensors(Path(update))
     own: dict[str, torch.Tensor] = dict(model.named_buffers())
@@ -80,4 +80,4 @@ def apply_update(
         pack_linears(model)
 
 
-__all__ = ["CertifiedWeights", "Update", "apply_update", "read_update"]
+__all__ = ["CertifiedWeights", "WeightUpdate", "apply_update", "read_update"]

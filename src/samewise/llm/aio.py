@@ -55,7 +55,7 @@ class _Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _EngineCall:
     """Work for the engine's thread, and what to do if the thread ends before it."""
 
     run: Callable[[], None]
@@ -141,7 +141,7 @@ class AsyncLLM:
 
     def _begin(self, engine: Engine) -> None:
         self._engine, self._loop = engine, StepLoop(engine)
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_EngineCall | None] = queue.SimpleQueue()
         self._readers: dict[Answer, _Reader] = {}
         self._failure: BaseException | None = None
         self._expected: set[object] = set()  # one mark per request that is on its way
@@ -176,7 +176,7 @@ class AsyncLLM:
         try:
             await self._call(add)
         except asyncio.CancelledError:
-            self._calls.put(_Call(lambda: self._drop(answers), lambda _: None))
+            self._calls.put(_EngineCall(lambda: self._drop(answers), lambda _: None))
             raise
         return [
             ResponseReader(answer, reader.mailbox, self._close_answer)
@@ -319,13 +319,13 @@ class AsyncLLM:
                 raise
             self._waker.call(loop, resolve, (result, error))
 
-        self._calls.put(_Call(run, lambda error: call_in_loop(loop, resolve, (None, error))))
+        self._calls.put(_EngineCall(run, lambda error: call_in_loop(loop, resolve, (None, error))))
         if self._stopped.is_set():
             self._fail_calls()
         return await future
 
     def _close_answer(self, answer: Answer) -> None:
-        self._calls.put(_Call(lambda: self._drop([answer]), lambda _: None))
+        self._calls.put(_EngineCall(lambda: self._drop([answer]), lambda _: None))
 
     def _stopped_error(self) -> MachineError:
         return MachineError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")

@@ -12,7 +12,7 @@ from samewise.outputs import Chunk
 Item = Chunk | BaseException | None
 """What a reader receives: a chunk, the error that ends its stream, or None at the stream's end."""
 
-_Call = tuple[asyncio.AbstractEventLoop, Callable[..., object], object]
+_LoopCall = tuple[asyncio.AbstractEventLoop, Callable[..., object], object]
 """An event loop, a function to call in it, and the function's argument."""
 
 
@@ -46,7 +46,7 @@ class LoopWaker:
     """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_LoopCall | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="samewise-wake", daemon=True)
         self._thread.start()
 

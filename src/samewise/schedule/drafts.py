@@ -10,7 +10,7 @@ def draft_room(seq: Sequence, limits: Limits) -> int:
     """How many more guesses can be used."""
     # Verification adds one token of its own, so the last token need not be guessed.
     left = seq.max_len - len(seq.tokens) - len(seq.draft) - 1
-    max_draft = min(limits.max_draft, limits.frame_rows - 1)
+    max_draft = min(limits.max_draft, limits.max_rows - 1)
     return min(left, max_draft - len(seq.draft))
 
 
@@ -44,7 +44,7 @@ def _is_valid(seq: Sequence, branch: Branch, limits: Limits) -> bool:
     """Whether a branch starts inside the draft, ends within the limits and follows the grammar."""
     at, tokens = branch
     room = seq.max_len - len(seq.tokens) - 1
-    max_draft = min(limits.max_draft, limits.frame_rows - 1, room)
+    max_draft = min(limits.max_draft, limits.max_rows - 1, room)
     inside = bool(tokens) and 0 <= at <= len(seq.draft) and at + len(tokens) <= max_draft
     if not inside or not all(0 <= token < limits.vocab for token in tokens):
         return False

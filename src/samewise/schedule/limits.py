@@ -13,15 +13,15 @@ class Limits:
 
     num_pages: int  # KV pages, the trash page included
     page: int  # tokens of a page
-    frame_rows: int  # rows of the widest frame
+    max_rows: int  # rows of the widest frame
     max_num_seqs: int  # sequences that run at once
     max_model_len: int  # tokens of the longest context
-    frame_sizes: tuple[int, ...] = ()  # rows a frame may have; empty: frame_rows only
-    full: int | None = None  # rows with which a frame is launched at once; None: frame_rows
+    frame_sizes: tuple[int, ...] = ()  # rows a frame may have; empty: max_rows only
+    canonical_rows: int | None = None  # with this many rows of complete drafts a frame is due; None: max_rows
     vocab: int = 2**31
     max_draft: int = 16  # guesses of one sequence in a frame
     burst: int = 1  # tokens an unverified request may take in one step
-    deadline: int = 4  # steps a finished draft may wait for other drafts to share its frame
+    deadline: int = 4  # steps a complete draft may wait for other drafts to share its frame
     max_queued: int | None = None  # requests that may wait; None: any number
     prefix_caching: bool = True
 

@@ -36,7 +36,9 @@ class Scheduler:
     _paging: Paging = field(init=False)
     _waiting: list[Sequence] = field(default_factory=list)  # by arrival
     _running: dict[int, Sequence] = field(default_factory=dict)  # by admission
-    _newcomers: deque[Sequence] = field(default_factory=deque)  # admitted, not yet reported by `newcomers`
+    _new_sequences: deque[Sequence] = field(
+        default_factory=deque
+    )  # admitted, not yet reported by `new_sequences`
     _step: int = 0
     _num_unverified: int = 0  # running or waiting requests with verify=False
     _preempted: bool = False  # whether a sequence was preempted since `_order` was called
@@ -139,10 +141,10 @@ class Scheduler:
                 extend_draft(running, proposal, self.limits)
 
     def spans(self) -> list[Span]:
-        """The next frame, at most `frame_rows` rows. Empty when no verification is due yet."""
+        """The next frame, at most `max_rows` rows. Empty when no verification is due yet."""
         if not self._frame_due():
             return []
-        left = frame_rows = self.limits.frame_rows
+        left = max_rows = self.limits.max_rows
         step, spans = self._step, list[Span]()
         for seq in self._order():
             if left == 0:
@@ -159,10 +161,10 @@ class Scheduler:
                 left -= rows
         if self._preempted:  # a sequence that has a span already may have been preempted for an older one
             spans = [span for span in spans if span.seq_id in self._running]
-            left = frame_rows - sum(len(span.inputs) for span in spans)
+            left = max_rows - sum(len(span.inputs) for span in spans)
         if spans:
             left = self._use_free_rows(spans, left)
-            self._count_frame(frame_rows - left)
+            self._count_frame(max_rows - left)
         return spans
 
     def spans_ahead(self, in_flight: list[Span]) -> list[Span]:
@@ -181,7 +183,7 @@ class Scheduler:
         for span in in_flight:
             row += len(span.inputs)
             last_rows[span.seq_id] = (span, row - 1)
-        left = frame_rows = self.limits.frame_rows
+        left = max_rows = self.limits.max_rows
         spans: list[Span] = []
         served: list[Sequence] = []
         for seq in self._order():
@@ -198,7 +200,7 @@ class Scheduler:
         for seq in served:
             seq.last_served = self._step
         if spans:
-            self._count_frame(frame_rows - left)
+            self._count_frame(max_rows - left)
         return spans
 
     def commit(self, verdicts: list[Verdict]) -> list[Delta]:
@@ -210,11 +212,11 @@ class Scheduler:
                 deltas.append(self._commit(seq, verdict))
         return [delta for delta in deltas if delta.tokens or delta.scores or delta.finish]
 
-    def newcomers(self, max_tokens: int) -> list[Ask]:
+    def new_sequences(self, max_tokens: int) -> list[Ask]:
         """Sequences admitted since the last call, until they have `max_tokens` tokens in all or more."""
         asks: list[Ask] = []
-        while self._newcomers and max_tokens > 0:
-            seq = self._newcomers.popleft()
+        while self._new_sequences and max_tokens > 0:
+            seq = self._new_sequences.popleft()
             if seq.request.id in self._running:
                 asks.append(ask_of(seq, 0))
                 max_tokens -= len(seq.tokens)
@@ -273,7 +275,7 @@ class Scheduler:
             seq.num_cached = seq.kv_len
             self.counters.cached_tokens += seq.kv_len
         if seq.request.verify and seq.request.speculate and draft_room(seq, self.limits) > 0:
-            self._newcomers.append(seq)
+            self._new_sequences.append(seq)
         seq.last_served = self._step - 1  # as if just served: sequences already generating go first
         self._running[seq.request.id] = seq
         return True
@@ -333,7 +335,7 @@ class Scheduler:
         if not drafting:
             return True
         limits = self.limits
-        full = rows >= (limits.full or limits.frame_rows)
+        full = rows >= (limits.canonical_rows or limits.max_rows)
         return full or (rows > 0 and self._step - oldest >= limits.deadline)
 
     def _order(self) -> list[Sequence]:
@@ -341,11 +343,11 @@ class Scheduler:
         self._preempted = False
         running = list(self._running.values())
         wanted = sum(len(seq.tokens) - seq.kv_len + len(seq.draft) for seq in running)
-        if wanted <= self.limits.frame_rows:
+        if wanted <= self.limits.max_rows:
             return running
         generating = sum(1 + len(seq.draft) for seq in running if seq.request.verify and not seq.prefilling)
         # Where generating sequences leave no row for a prompt, one that waited long enough goes first.
-        late = self._step - PATIENCE if generating >= self.limits.frame_rows else -1
+        late = self._step - PATIENCE if generating >= self.limits.max_rows else -1
         return sorted(
             running,
             key=lambda seq: (seq.last_served > late, seq.prefilling, seq.last_served, seq.request.id),
@@ -407,7 +409,7 @@ class Scheduler:
         return spans
 
     def _count_frame(self, rows: int) -> None:
-        sizes = self.limits.frame_sizes or (self.limits.frame_rows,)
+        sizes = self.limits.frame_sizes or (self.limits.max_rows,)
         self.counters.frames += 1
         self.counters.rows += rows
         self.counters.padded_rows += sizes[bisect_left(sizes, rows)] - rows

@@ -1,1 +1,7 @@
-"""`auto`: measure frames, drafters and acceptance, and draft only where that makes tokens come faster."""
+"""`auto`: measure frames, drafters and acceptance, and draft only where that makes tokens come faster.
+
+Holds: auto (the proposer), matches (suffix matches), drafters (model-based drafters), idle_policy (when to
+pause), explain (the log of decisions).
+State: acceptance and cost estimates, owned by the Auto proposer.
+Imports: draft.base, draft.ngram, draft.cost_model, draft.tuning.
+"""

@@ -1,5 +1,8 @@
 """`skip`, SWIFT: the target model drafts for itself with some of its sublayers skipped.
 
-Phase 1, context-based layer-set optimisation: optimiser, search, score_layer_set. Phase 2, confidence-aware
-acceleration: pacing, confidence. Both use the costs in pricing and the set in active_set.
+Holds: skip (the proposer). Phase 1, context-based layer-set optimisation: search (which set to try next),
+score_layer_set (how good a set is), optimiser and budget (when to search). Phase 2, confidence-aware
+acceleration: pacing and confidence. Shared: pricing (costs), active_set, layer_set_store (on disk), timeline.
+State: the Skip proposer owns the search, the set in use and the estimates.
+Imports: draft.base, draft.fast_passes, draft.cost_model, draft.tuning, execute, model (layer views).
 """

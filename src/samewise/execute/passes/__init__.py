@@ -1,1 +1,6 @@
-"""Compiler passes over a compiled layer's graph: equal products merged, sums of a row made order-free."""
+"""Compiler passes over a compiled layer's graph.
+
+Holds: dedupe (equal products computed once), row_sums (sums of a row made order-free), cache_key.
+State: none.
+Imports: nothing of this package.
+"""

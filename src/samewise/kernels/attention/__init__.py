@@ -1,1 +1,7 @@
-"""Canonical paged attention: `base` states the interface; `cpu`, `native` and `triton` implement it."""
+"""Canonical paged attention: one interface, three implementations.
+
+Holds: base (the interface), cpu and native (CPU), triton and triton_kernels (CUDA), tiles (which rows share
+work).
+State: none; KV tensors belong to kv.store.
+Imports: kernels.native and the base modules.
+"""
