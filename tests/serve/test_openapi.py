@@ -25,7 +25,7 @@ from samewise.openai.bodies import (
     TokenizeReply,
     VersionReply,
 )
-from samewise.serve.middleware import PUBLIC_PATHS
+from samewise.serve.settings import Keys, ServeSettings
 
 
 def test_the_openapi_document_describes_every_route() -> None:
@@ -73,9 +73,21 @@ def test_replies_have_the_types_of_the_document() -> None:
 
 def test_public_endpoints_are_those_without_a_key() -> None:
     async def work() -> None:
-        async with served_app() as served:
+        async with served_app(ServeSettings(keys=Keys.of(["a-key"]))) as served:
             endpoints = served.app.state.service.endpoints
-            assert [one.path for one in endpoints if one.public != (one.path in PUBLIC_PATHS)] == []
+            refused = {
+                one.path: (await served.client.request(one.method, one.path)).status_code == 401
+                for one in endpoints
+            }
+            assert refused == {one.path: not one.public for one in endpoints}
+            assert [path for path, needs_key in refused.items() if not needs_key] == [
+                "/health",
+                "/ready",
+                "/version",
+                "/metrics",
+            ]
+            for path in ("/", "/docs", "/openapi.json"):
+                assert (await served.client.get(path)).status_code == 200
             assert len({one.operation_id for one in endpoints}) == len(endpoints)
 
     run(work())

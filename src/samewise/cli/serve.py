@@ -72,7 +72,7 @@ def serve(
         raise BadParameter(
             f"log_level={log_level!r}: choose one of {', '.join(LOG_LEVELS)}", param="log_level"
         )
-    EngineConfig.of(model=model, **settings)  # report mistakes before the model is loaded
+    config = EngineConfig.of(model=model, **settings)
     served = ServeSettings(
         model_names=tuple(served_model_name or ()), keys=gather_keys(api_key or (), api_key_file),
         allowed_origins=tuple(allowed_origins or ()), max_body=max_body_bytes,
@@ -85,18 +85,19 @@ def serve(
     except ModuleNotFoundError as error:
         raise MachineError(f"samewise serve needs {error.name}: pip install 'samewise[serve]'") from error
     listen = Listen(host=host, port=port, unix_socket=unix_socket, certificate=ssl_certfile, key=ssl_keyfile)
-    code = run(lambda: _load(model, settings), served, listen, version=samewise.__version__)
+    code = run(lambda: _load(config), served, listen, version=samewise.__version__)
     gc.unfreeze()  # undo what _load froze, for libraries that look for leaks at exit
     if code:
         raise typer.Exit(code)
 
 
-def _load(model: str, settings: Settings) -> AsyncLLM:
+def _load(config: EngineConfig) -> AsyncLLM:
     """The engine; its objects stay until the end, so the garbage collector need not look at them."""
     with without_garbage_collection():
+        from samewise.engine import build
         from samewise.llm.aio import AsyncLLM
 
-        llm = AsyncLLM(model, **settings)
+        llm = AsyncLLM.over(build(config))
         gc.freeze()
     return llm
 

@@ -67,6 +67,9 @@ DESCRIPTION = (
     "parameters and seed."
 )
 
+PUBLIC_PAGES = frozenset(("/", "/docs", "/openapi.json"))
+"""Paths outside the OpenAPI document that need no key; the others are the endpoints' own `public`."""
+
 
 class Service:
     """The handlers, and what they share: worker, settings, metrics."""
@@ -116,9 +119,11 @@ class Service:
         active = self.worker.begin()
         with ExitStack() as closing:
             closing.callback(active.close)
-            parsed = await until_disconnect(request.receive, self._submit(request, endpoint, raw, active))
+            parsed, name = await until_disconnect(
+                request.receive, self._submit(request, endpoint, raw, active)
+            )
             fields: Any = {
-                "model": self._name(parsed.model, llm),
+                "model": name,
                 "created": int(time.time()),
                 "id": ("chatcmpl-" if parsed.chat else "cmpl-") + request.state.request_id,
                 "decode": llm.intake.decode,
@@ -135,21 +140,24 @@ class Service:
 
     async def _submit(
         self, request: Request, endpoint: str, raw: bytes, active: ActiveRequest
-    ) -> ParsedRequest:
-        """Everything before the engine: parse, validate, render, tokenise and check, in one thread job."""
+    ) -> tuple[ParsedRequest, str]:
+        """Everything before the engine: parse, validate, render, tokenise and check, in one thread job.
+
+        Returns the request and the model's name in its answer.
+        """
         llm, options = self.worker.llm, self._options()
 
-        def prepare() -> tuple[ParsedRequest, list[Any]]:
+        def prepare() -> tuple[ParsedRequest, str, list[Any]]:
             parsed = parse(endpoint, read_json(raw), options)
-            self._name(parsed.model, llm)
+            name = self._name(parsed.model, llm)
             active.reserve(parsed.num_choices)
-            return parsed, parsed.check(llm.intake)
+            return parsed, name, parsed.check(llm.intake)
 
         with llm.expecting():
-            parsed, checked = await asyncio.to_thread(prepare)
+            parsed, name, checked = await asyncio.to_thread(prepare)
         salt = salt_of(request.state.key_digest, parsed.cache_salt)
         active.readers = await llm.submit(checked, salt=salt, whole=not parsed.stream)
-        return parsed
+        return parsed, name
 
     async def _events(
         self, parsed: ParsedRequest, active: ActiveRequest, writer: StreamWriter
@@ -317,7 +325,8 @@ def make_app(
                 allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"],
             )
         )  # fmt: skip
-    middleware.append(Middleware(AuthMiddleware, keys=settings.keys))
+    public_paths = PUBLIC_PAGES | {endpoint.path for endpoint in service.endpoints if endpoint.public}
+    middleware.append(Middleware(AuthMiddleware, keys=settings.keys, public_paths=public_paths))
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
     app.state.service = service
     return app

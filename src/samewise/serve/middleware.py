@@ -21,9 +21,8 @@ from samewise.serve.settings import Keys
 
 log = logging.getLogger("samewise.serve")
 
-PUBLIC_PATHS = ("/", "/docs", "/health", "/metrics", "/openapi.json", "/ready", "/version")
 PUBLIC_PREFIX = "/samewise/page/"
-"""Paths that need no key. Every other path needs one, whether it exists or not."""
+"""Paths of the web page's files, which need no key."""
 
 POLLED_PATHS = ("/health", "/ready", "/metrics")
 """Paths that monitoring requests every few seconds; logged at debug level."""
@@ -69,16 +68,19 @@ class RequestIdMiddleware:
 
 
 class AuthMiddleware:
-    """Refuses requests without a valid key, where there are keys. Puts the key's digest into the state."""
+    """Refuses requests without a valid key, where there are keys. Puts the key's digest into the state.
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self._app, self._keys = app, keys
+    `public_paths` and the web page's files need no key. Every other path needs one, whether it exists or not.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, public_paths: frozenset[str]) -> None:
+        self._app, self._keys, self._public_paths = app, keys, public_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] == "http":
             digest: bytes | None = b""
-            if self._keys.digests and not _is_public(scope):
+            if self._keys.digests and not self._is_public(scope):
                 digest = self._keys.match(_bearer(Headers(scope=scope)))
             if digest is None:
                 refusal = ApiError(
@@ -92,11 +94,10 @@ class AuthMiddleware:
             scope.setdefault("state", {})["key_digest"] = digest
         await self._app(scope, receive, send)
 
-
-def _is_public(scope: Scope) -> bool:
-    """Whether a path needs no key. A prefix at which the application is mounted is ignored."""
-    path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
-    return path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX)
+    def _is_public(self, scope: Scope) -> bool:
+        """Whether a path needs no key. A prefix at which the application is mounted is ignored."""
+        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
+        return path in self._public_paths or path.startswith(PUBLIC_PREFIX)
 
 
 def _bearer(headers: Headers) -> str:
@@ -113,4 +114,4 @@ def _facts(scope: Scope, request_id: str, status: int, seconds: float) -> dict[s
     }  # fmt: skip
 
 
-__all__ = ["PUBLIC_PATHS", "AuthMiddleware", "RequestIdMiddleware"]
+__all__ = ["AuthMiddleware", "RequestIdMiddleware"]
