@@ -9,8 +9,9 @@ from rich.console import Console
 
 from samewise.bench import engines, peers, report, run, workload
 from samewise.bench.measurement import Measurement, median
+from samewise.bench.options import BenchOptions
 from samewise.bench.report import Cell
-from samewise.bench.run import BenchOptions, as_line, bench
+from samewise.bench.run import as_line, bench
 from samewise.config import EngineConfig
 from samewise.errors import BadParameter
 from samewise.testing import byte_tokenizer, tiny_model

@@ -21,8 +21,9 @@ import pytest
 from samewise import AsyncLLM
 from samewise.cli import main as cli
 from samewise.errors import BadParameter, MachineError, UnknownModel
+from samewise.serve.listen import Listen
 from samewise.serve.logs import LOGGERS
-from samewise.serve.process import Listen, run
+from samewise.serve.process import run
 from samewise.serve.settings import KEY_VARIABLE, Keys, ServeSettings, gather_keys
 from samewise.testing import Scripted, byte_tokenizer, paced, tiny_engine, tiny_model
 

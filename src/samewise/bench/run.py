@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import cycle, islice
@@ -20,9 +20,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from samewise.bench import engines, peers, report, timeline, workload
 from samewise.bench.engines import UNVERIFIED, EngineBackend
 from samewise.bench.measurement import Backend, Measurement, joined
+from samewise.bench.options import BenchOptions
 from samewise.bench.report import Cell
 from samewise.config import EngineConfig
-from samewise.draft.tuning import DEFAULTS, SearchTuning, Tuning
 from samewise.engine import Engine
 from samewise.errors import MachineError
 from samewise.execute.load import Loaded, load
@@ -34,32 +34,6 @@ from samewise.types import LayerSet
 
 WARM_UP_TOKENS = 8
 """Tokens per request of the first, unmeasured run, which compiles and reads whatever is used first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """What to measure. `batches` are the numbers of requests at once."""
-
-    proposers: tuple[str, ...] = ("none", "auto")
-    batches: tuple[int, ...] = (1, 8)
-    repeats: int = 3
-    max_tokens: int = 96
-    verified: float = 1.0  # share of requests
-    workload: Path | None = None
-    tasks: tuple[str, ...] = ()
-    limit: int | None = 2  # questions per task
-    synthetic: int | None = None  # length of random prompts instead
-    rate: float | None = None  # requests per second; None: all at once
-    peers: bool = True
-    inject: tuple[float, ...] = ()  # mismatch rates
-    timeline: bool = False
-    search_share: float = DEFAULTS.search.share  # of the time, that the proposer skip may search
-    out: Path = field(default_factory=lambda: Path("bench-out"))
-
-    @property
-    def tuning(self) -> Tuning:
-        """That of the engines."""
-        return Tuning(search=SearchTuning(share=self.search_share))
 
 
 def bench(console: Console, config: EngineConfig, options: BenchOptions) -> dict[str, Any]:
@@ -305,4 +279,4 @@ def as_line(results: dict[str, Any]) -> str:
     return json.dumps(results)
 
 
-__all__ = ["BenchOptions", "as_line", "bench"]
+__all__ = ["as_line", "bench"]

@@ -8,27 +8,36 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
+from samewise.bench.options import BenchOptions
 from samewise.cli.options import MaxTokens, Settings, engine_options
 from samewise.config import PROPOSERS, EngineConfig
-from samewise.draft.tuning import DEFAULTS
+
+DEFAULT_OPTIONS = BenchOptions()
 
 
 @engine_options("bench")
 def bench(
     proposers: Annotated[
         str, typer.Option(help=f"Comma-separated: {', '.join(PROPOSERS)}, ngram+skip, unverified.")
-    ] = "none,ngram,auto",
-    batches: Annotated[str, typer.Option("--batch", help="Requests at once, comma-separated.")] = "1,8",
-    repeats: Annotated[int, typer.Option(help="Interleaved runs of everything.", min=1)] = 3,
-    max_tokens: MaxTokens = 96,
+    ] = ",".join(DEFAULT_OPTIONS.proposers),
+    batches: Annotated[str, typer.Option("--batch", help="Requests at once, comma-separated.")] = ",".join(
+        map(str, DEFAULT_OPTIONS.batches)
+    ),
+    repeats: Annotated[
+        int, typer.Option(help="Interleaved runs of everything.", min=1)
+    ] = DEFAULT_OPTIONS.repeats,
+    max_tokens: MaxTokens = DEFAULT_OPTIONS.max_tokens,
     workload: Annotated[
         Optional[Path], typer.Option(help="A file in Spec-Bench's format; default: the project's own set.")
     ] = None,
     tasks: Annotated[str, typer.Option(help="Only these tasks, comma-separated.")] = "",
-    limit: Annotated[int, typer.Option(help="Questions per task; 0: all.", min=0)] = 2,
+    limit: Annotated[int, typer.Option(help="Questions per task; 0: all.", min=0)] = DEFAULT_OPTIONS.limit
+    or 0,
     synthetic: Annotated[Optional[int], typer.Option(help="Random prompts of this length instead.")] = None,
     rate: Annotated[Optional[float], typer.Option(help="Requests per second; default: all at once.")] = None,
-    verified: Annotated[float, typer.Option(help="Share of requests verified.", min=0, max=1)] = 1.0,
+    verified: Annotated[
+        float, typer.Option(help="Share of requests verified.", min=0, max=1)
+    ] = DEFAULT_OPTIONS.verified,
     inject: Annotated[
         str,
         typer.Option(
@@ -40,11 +49,11 @@ def bench(
     ] = False,
     search_share: Annotated[
         float, typer.Option(help="Share of the time that skip may search.")
-    ] = DEFAULTS.search.share,
+    ] = DEFAULT_OPTIONS.search_share,
     peers: Annotated[
         bool, typer.Option(help="Compare with transformers, and with vLLM and llama.cpp if installed.")
-    ] = True,
-    out: Annotated[Path, typer.Option(help="Folder of the picture.")] = Path("bench-out"),
+    ] = DEFAULT_OPTIONS.peers,
+    out: Annotated[Path, typer.Option(help="Folder of the picture.")] = DEFAULT_OPTIONS.out,
     *,
     settings: Settings,
 ) -> None:
@@ -54,7 +63,7 @@ def bench(
     [dim]samewise bench --proposers auto --workload questions.jsonl --limit 5[/]
     [dim]samewise bench --inject 0,0.01,0.05,0.2[/]
     """
-    from samewise.bench.run import BenchOptions, as_line
+    from samewise.bench.run import as_line
     from samewise.bench.run import bench as measure
 
     config = EngineConfig.of(**settings)

@@ -15,13 +15,15 @@ from samewise.cli.options import Settings, engine_options
 from samewise.config import SETTINGS, EngineConfig
 from samewise.errors import BadParameter, MachineError
 from samewise.receipts.signing import SigningKey
+from samewise.serve.listen import Listen
 from samewise.serve.logs import set_up
 from samewise.serve.settings import KEY_VARIABLE, LOG_LEVELS, MAX_QUEUED, ServeSettings, gather_keys
 
 if TYPE_CHECKING:
     from samewise.llm.aio import AsyncLLM
 
-DEFAULTS = ServeSettings()
+DEFAULT_LISTEN = Listen()
+DEFAULT_SETTINGS = ServeSettings()
 _server = partial(typer.Option, rich_help_panel="Server")
 _access = partial(typer.Option, rich_help_panel="Access")
 
@@ -29,18 +31,18 @@ _access = partial(typer.Option, rich_help_panel="Access")
 @engine_options("serve", max_queued=MAX_QUEUED)
 def serve(
     model: Annotated[str, typer.Argument(help=SETTINGS["model"].meaning)] = SETTINGS["model"].default,
-    host: Annotated[str, _server(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, _server(help="Port; 0: any.")] = 8000,
+    host: Annotated[str, _server(help="Address to listen on.")] = DEFAULT_LISTEN.host,
+    port: Annotated[int, _server(help="Port; 0: any.")] = DEFAULT_LISTEN.port,
     unix_socket: Annotated[Optional[Path], _server(help="Listen on this socket instead.")] = None,
     served_model_name: Annotated[
         Optional[list[str]],
         _server(help="What the model is called; repeatable."),
     ] = None,
-    max_body_bytes: Annotated[int, _server(help="Larger bodies get 413.")] = DEFAULTS.max_body,
+    max_body_bytes: Annotated[int, _server(help="Larger bodies get 413.")] = DEFAULT_SETTINGS.max_body,
     shutdown_timeout: Annotated[
         float,
         _server(help="Seconds that requests may take to end after SIGTERM."),
-    ] = DEFAULTS.shutdown_timeout,
+    ] = DEFAULT_SETTINGS.shutdown_timeout,
     receipts: Annotated[Optional[Path], _server(help="Write a receipt of every answer here.")] = None,
     receipt_key: Annotated[Optional[Path], _server(help="Sign receipts with this private key.")] = None,
     hide_prompts: Annotated[
@@ -81,7 +83,7 @@ def serve(
     )  # fmt: skip
     set_up(log_level, as_json=json_logs)
     try:
-        from samewise.serve.process import Listen, run
+        from samewise.serve.process import run
     except ModuleNotFoundError as error:
         raise MachineError(f"samewise serve needs {error.name}: pip install 'samewise[serve]'") from error
     listen = Listen(host=host, port=port, unix_socket=unix_socket, certificate=ssl_certfile, key=ssl_keyfile)
