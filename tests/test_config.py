@@ -238,7 +238,7 @@ def test_the_page_of_settings_is_made_from_the_declarations() -> None:
     [
         ({"proposer": "magic"}, "proposer='magic': choose one of auto, none"),
         ({"proposer": "ngram+magic"}, "proposer='ngram+magic': choose one of"),
-        ({"proposer": "auto+ngram"}, "auto and none stand alone"),
+        ({"proposer": "auto+ngram"}, "auto and none cannot be combined"),
         ({"proposer": "model"}, "needs draft_model"),
         ({"proposer": "ngram", "draft_model": "x"}, "draft_model='x' is for proposer='model' or 'auto'"),
         ({"proposer": "none", "draft_weights": "int8"}, "draft_weights='int8' is for proposer='decode'"),

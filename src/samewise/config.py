@@ -212,7 +212,7 @@ class EngineConfig:
         """Refuse settings that exclude each other."""
         names = set(self.proposers)
         if len(self.proposers) > 1 and {"auto", "none"} & names:
-            raise BadParameter(f"proposer={self.proposer!r}: auto and none stand alone", param="proposer")
+            raise BadParameter(f"proposer={self.proposer!r}: auto and none cannot be combined with other proposers", param="proposer")
         if "model" in names and not self.draft_model:
             raise BadParameter(
                 "proposer='model' needs draft_model: a smaller model of the same vocabulary",

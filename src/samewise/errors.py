@@ -10,10 +10,10 @@
     │   ├── UnsupportedModel            loads, but cannot be run under the promise; says why
     │   └── QueueFull                   too many requests waiting; try again later
     ├── MachineError (RuntimeError)   the machine's: no compiler, no memory, a full disk
-    ├── GuaranteeLost (RuntimeError)  the probe found an operator that breaks the promise; refuse
+    ├── GuaranteeLost (RuntimeError)  bits may not be the contract's: a probe failed, weights changed
     └── InvariantBroken (AssertionError)  our bug; never caught, please report it
 
-Knows nothing of the rest of the package.
+Imports no other module of the package.
 """
 
 
@@ -66,7 +66,7 @@ class MachineError(SamewiseError, RuntimeError):
 
 
 class GuaranteeLost(SamewiseError, RuntimeError):
-    """The probe found bits that depend on placement or company. The engine refuses to run."""
+    """The bits may not be those of the contract: a probe failed, or weights were replaced. The engine refuses."""
 
 
 class InvariantBroken(SamewiseError, AssertionError):

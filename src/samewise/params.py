@@ -2,7 +2,7 @@
 
 `resolve` turns them into `types.Sampling`: token ids and numbers, with nothing left to look up.
 
-Host only: this module has never heard of a tensor.
+Host only: imports no torch.
 """
 
 from __future__ import annotations
@@ -73,16 +73,17 @@ TOKENS = Values(
         lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes),
         convert=tuple,
     ),
+    json_schema={"items": {"minimum": 0}},
 )
-SOME_TOKENS = Values("at least one token id", bool, within=TOKENS)
+SOME_TOKENS = Values(
+    "at least one token id", bool, within=TOKENS, json_schema={**TOKENS.json_schema, "minItems": 1}
+)
 BIAS = Values(
     "a mapping of token ids to -100 … 100", lambda value: isinstance(value, Mapping), convert=_read_bias
 )
 GRAMMAR = Values("a Grammar, such as Grammar.json_object()", lambda value: isinstance(value, Grammar))
-SEED = Values(
-    "a whole number of at most 64 bits", lambda value: is_integer(value) and -(2**63) <= value < 2**64
-)
-PENALTY = number("-2 to 2 (0: off)", lambda value: -2 <= value <= 2)
+SEED = replace(integer(-(2**63), 2**64 - 1), text="a whole number of at most 64 bits")
+PENALTY = number("-2 to 2 (0: off)", minimum=-2, maximum=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +95,13 @@ class SamplingParams:
     """
 
     n: int = param(1, integer(1))
-    temperature: float = param(1.0, number("0 (greedy) or more", lambda value: value >= 0))
-    top_p: float = param(1.0, number("more than 0 and at most 1 (1: off)", lambda value: 0 < value <= 1))
+    temperature: float = param(1.0, number("0 (greedy) or more", minimum=0))
+    top_p: float = param(1.0, number("more than 0 and at most 1 (1: off)", above=0, maximum=1))
     top_k: int = param(0, replace(integer(-1), convert=lambda value: max(value, 0)))  # 0 or -1: off
-    min_p: float = param(0.0, number("0 (off) to 1", lambda value: 0 <= value <= 1))
+    min_p: float = param(0.0, number("0 (off) to 1", minimum=0, maximum=1))
     presence_penalty: float = param(0.0, PENALTY)
     frequency_penalty: float = param(0.0, PENALTY)
-    repetition_penalty: float = param(1.0, number("0.01 to 100 (1: off)", lambda value: 0.01 <= value <= 100))
+    repetition_penalty: float = param(1.0, number("0.01 to 100 (1: off)", minimum=0.01, maximum=100))
     seed: int | None = param(None, SEED)
     stop: str | Sequence[str] | None = param(None, STRINGS)
     stop_token_ids: Sequence[int] | None = param(None, TOKENS)
@@ -214,6 +215,12 @@ class SamplingParams:
 _PARAMS: dict[str, tuple[Values, bool]] = {f.name: f.metadata["declared"] for f in fields(SamplingParams)}
 
 
+def json_schema_of(name: str) -> dict[str, Any]:
+    """The range of a sampling parameter, in JSON Schema's words; empty where it has none."""
+    values, _ = _PARAMS[name]
+    return dict(values.json_schema)
+
+
 def derive_seed(engine_seed: int, prompt: Sequence[int]) -> int:
     """The seed of a request that gives none: a hash of the engine's seed and the prompt's token ids.
 
@@ -224,4 +231,4 @@ def derive_seed(engine_seed: int, prompt: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 
-__all__ = ["GREEDY_BELOW", "SamplingParams", "derive_seed", "param"]
+__all__ = ["GREEDY_BELOW", "SamplingParams", "derive_seed", "json_schema_of", "param"]

@@ -138,7 +138,7 @@ class Sampling:
     top_logprobs: int | None = None  # None: not wanted; -1: the whole vocabulary
     seed: int = 0
     index: int = 0  # which of the request's n choices
-    edited: bool = field(init=False)  # whether logits are changed in a way that depends on earlier tokens
+    edited: bool = field(init=False)  # whether logits are changed (penalties, bias, grammar, …)
     plain: bool = field(init=False)  # whether the token is the argmax of the model's own logits
 
     def __post_init__(self) -> None:
@@ -224,8 +224,8 @@ class Request:
 class Sequence:
     """The state of a request. The only mutable type here; only the Scheduler writes to it.
 
-    `kv_len` is how far canonical KV reaches: positions below it are never written again, positions above it
-    are scratch. `draft` holds guesses that were not verified yet. `branches` are alternatives to the draft;
+    `kv_len` is how far canonical KV reaches: positions below it are never written again, positions at
+    and above it are scratch. `draft` holds guesses that were not verified yet. `branches` are alternatives to the draft;
     each is verified as a span of its own, in pages that are released after the frame unless it wins.
     """
 
@@ -289,7 +289,7 @@ class Ask(NamedTuple):
     pages: array[int]
     sampling: Sampling
     room: int
-    pool: bytes | None = b""  # requests with equal keys may draft from each other's text; None: not shared
+    share_salt: bytes | None = b""  # requests with equal salts may draft from each other's text; None: none
     guide: Guide | None = None
 
 

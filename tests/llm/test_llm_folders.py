@@ -73,7 +73,7 @@ def test_unknown_models_and_settings_are_refused_by_name(tmp_path: Path) -> None
 
 
 def test_settings_that_do_not_fit_the_model_are_refused() -> None:
-    with pytest.raises(BadParameter, match=r"max_model_len=513: llama here was made for 512"):
+    with pytest.raises(BadParameter, match=r"max_model_len=513: this llama was trained for 512"):
         tiny_engine(max_model_len=513)
     with pytest.raises(BadParameter, match=r"kv_memory=100 is 100 bytes.*give at least 49152 bytes"):
         tiny_engine(kv_memory=100)

@@ -112,7 +112,7 @@ def test_a_request_can_choose_the_servers_proposer_or_none(
 ) -> None:
     body = {"prompt": "a", "proposer": requested}
     if speculates is None:
-        with pytest.raises(ApiError, match="cannot be had"):
+        with pytest.raises(ApiError, match="is not available"):
             parse(COMPLETIONS, body, ParseOptions(proposer=own))
     else:
         assert parse(COMPLETIONS, body, ParseOptions(proposer=own)).params.speculate is speculates

@@ -54,7 +54,7 @@ from samewise.serve.settings import ServeSettings
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
         (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search", "not supported"),
-        (COMPLETIONS, {"prompt": "a", "proposer": "model"}, "proposer", "cannot be had"),
+        (COMPLETIONS, {"prompt": "a", "proposer": "model"}, "proposer", "is not available"),
         (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "stream: true"),
         (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, "cache_salt", "1 to 1024"),
         (COMPLETIONS, {"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "xml"),

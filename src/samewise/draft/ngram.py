@@ -188,7 +188,7 @@ class Ngram(Proposer):
         text = self._texts.get(ask.seq_id)
         if text is None:
             text = self._texts[ask.seq_id] = TextIndex(self._tuning)
-            self._requests[ask.seq_id] = (ask.prompt_len, ask.pool)
+            self._requests[ask.seq_id] = (ask.prompt_len, ask.share_salt)
         num_indexed, num_compared = len(text.tokens), self._tuning.compared_tokens
         if text.tokens[-num_compared:] != ask.tokens[max(0, num_indexed - num_compared) : num_indexed]:
             text, num_indexed = TextIndex(self._tuning), 0
@@ -198,7 +198,7 @@ class Ngram(Proposer):
         return text
 
     def _find_stored(self, ask: Ask) -> Match | None:
-        pool = self._pools.get(ask.pool) if ask.pool is not None else None
+        pool = self._pools.get(ask.share_salt) if ask.share_salt is not None else None
         if pool is None:
             return None
         best = None

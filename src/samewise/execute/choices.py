@@ -90,7 +90,7 @@ def pick_max_model_len(config: EngineConfig, arch: Arch) -> int:
     max_model_len = config.max_model_len or arch.max_positions
     if max_model_len > arch.max_positions:
         raise BadParameter(
-            f"max_model_len={max_model_len}: {arch.model_type} here was made for "
+            f"max_model_len={max_model_len}: this {arch.model_type} was trained for "
             f"{arch.max_positions} positions",
             param="max_model_len",
         )

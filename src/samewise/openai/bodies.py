@@ -14,9 +14,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from typing_extensions import TypedDict  # typing's own is not accepted by pydantic before Python 3.12
 
 from samewise.config import PROPOSERS
+from samewise.params import json_schema_of
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+"""OpenAI's limits of `n` and of the alternatives per token. SamplingParams itself has none."""
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPT = {
@@ -70,13 +75,14 @@ def as_integer(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(as_integer)]
 
 
-def _number(
-    minimum: float | None = None, maximum: float | None = None, description: str | None = None
-) -> Any:
-    """An optional number. The range is shown in the document only."""
-    bounds = {"minimum": minimum, "maximum": maximum}
-    shown: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
-    return Field(None, description=description, json_schema_extra=shown)
+def _ranged(description: str | None = None, **json_schema: Any) -> Any:
+    """An optional field. The range is shown in the document only."""
+    return Field(None, description=description, json_schema_extra=json_schema)
+
+
+def _sampling(name: str, description: str | None = None, **json_schema: Any) -> Any:
+    """An optional field with the range of a parameter of SamplingParams, and `json_schema` besides."""
+    return _ranged(description, **(json_schema_of(name) | json_schema))
 
 
 class StreamOptions(BaseModel):
@@ -94,16 +100,16 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = Field(None, description="One of `/v1/models`; absent: the model served.")
-    max_tokens: Integer | None = _number(0)
-    temperature: float | None = _number(0, description="0 is greedy; absent: the checkpoint's, else 1.")
-    top_p: float | None = _number(0, 1)
-    n: Integer | None = _number(1, 128)
+    max_tokens: Integer | None = _sampling("max_tokens")
+    temperature: float | None = _sampling("temperature", "0 is greedy; absent: the checkpoint's, else 1.")
+    top_p: float | None = _sampling("top_p")
+    n: Integer | None = _sampling("n", maximum=MAX_N)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop = None
-    seed: Integer | None = _number(-(2**63), 2**64 - 1, "Absent: derived from the prompt, and returned.")
-    presence_penalty: float | None = _number(-2, 2)
-    frequency_penalty: float | None = _number(-2, 2)
+    seed: Integer | None = _sampling("seed", "Absent: derived from the prompt, and returned.")
+    presence_penalty: float | None = _sampling("presence_penalty")
+    frequency_penalty: float | None = _sampling("frequency_penalty")
     logit_bias: dict[str, float] | None = None
     user: str | None = None
     response_format: dict[str, Anything] | None = None
@@ -114,19 +120,19 @@ class Body(BaseModel):
         description="`none`: no drafts, and the same output. Otherwise the server's own, "
         f"one of {', '.join(PROPOSERS)}.",
     )
-    top_k: Integer | None = _number(-1)
-    min_p: float | None = _number(0, 1)
-    repetition_penalty: float | None = _number(0.01, 100)
-    min_tokens: Integer | None = _number(0)
+    top_k: Integer | None = _sampling("top_k")
+    min_p: float | None = _sampling("min_p")
+    repetition_penalty: float | None = _sampling("repetition_penalty")
+    min_tokens: Integer | None = _sampling("min_tokens")
     ignore_eos: bool | None = None
-    stop_token_ids: list[Integer] | None = None
-    allowed_token_ids: list[Integer] | None = None
+    stop_token_ids: list[Integer] | None = _sampling("stop_token_ids")
+    allowed_token_ids: list[Integer] | None = _sampling("allowed_token_ids")
     bad_words: list[str] | None = None
-    prompt_logprobs: Integer | None = _number(0, 20)
+    prompt_logprobs: Integer | None = _ranged(minimum=0, maximum=MAX_LOGPROBS)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: Integer | None = _number(1)
+    truncate_prompt_tokens: Integer | None = _sampling("truncate_prompt_tokens")
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, description="Prefixes are shared only under an equal salt.")
@@ -140,16 +146,16 @@ class CompletionBody(Body):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: Integer | None = _number(0, 20)
+    logprobs: Integer | None = _ranged(minimum=0, maximum=MAX_LOGPROBS)
 
 
 class ChatBody(Body):
     """The body of `/v1/chat/completions`."""
 
     messages: Messages
-    max_completion_tokens: Integer | None = _number(0)
+    max_completion_tokens: Integer | None = _sampling("max_tokens")
     logprobs: bool | None = None
-    top_logprobs: Integer | None = _number(0, 20)
+    top_logprobs: Integer | None = _ranged(minimum=0, maximum=MAX_LOGPROBS)
     tools: list[dict[str, Anything]] | None = None
     tool_choice: Anything = None
     parallel_tool_calls: bool | None = None
@@ -185,7 +191,7 @@ class DetokenizeBody(BaseModel):
 UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     # name: (values that change nothing, what to do instead)
     "add_special_tokens": ((), "is not supported; give the prompt as token ids"),
-    "audio": ((), "is not supported; this server speaks text"),
+    "audio": ((), "is not supported; text only"),
     "best_of": ((1,), "is not supported; ask for n answers and choose"),
     "chat_template": ((), "is not taken from requests; the model's own is used"),
     "custom_logit_processor": ((), "is not supported; use logit_bias"),
@@ -212,7 +218,7 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "max_new_tokens": ((), "is not known here; use max_tokens"),
     "mirostat": ((0,), "is not supported; use temperature and top_p"),
     "mirostat_mode": ((0,), "is not supported; use temperature and top_p"),
-    "mm_processor_kwargs": ((), "is not supported; this server speaks text"),
+    "mm_processor_kwargs": ((), "is not supported; text only"),
     "modalities": ((["text"],), "other than ['text'] is not supported"),
     "n_predict": ((), "is not known here; use max_tokens"),
     "no_repeat_ngram_size": ((0,), "is not supported; use repetition_penalty"),
@@ -237,7 +243,7 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "typical_p": ((1, 1.0), "is not supported; use top_p or min_p"),
     "use_beam_search": ((False,), "is not supported; ask for n answers and choose"),
     "verbosity": (("medium",), "is not supported; ask for it in a message"),
-    "web_search_options": ((), "is not supported; this server reaches nothing"),
+    "web_search_options": ((), "is not supported; the server has no network access"),
     "xtc_probability": ((0,), "is not supported; use top_p or min_p"),
 }
 """Fields that would change the output and cannot be honoured."""
@@ -337,6 +343,8 @@ __all__ = [
     "CHAT_ONLY",
     "COMPLETIONS",
     "COMPLETIONS_ONLY",
+    "MAX_LOGPROBS",
+    "MAX_N",
     "UNSUPPORTED",
     "Body",
     "ChatBody",

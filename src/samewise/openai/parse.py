@@ -20,6 +20,8 @@ from samewise.openai.bodies import (
     CHAT_ONLY,
     COMPLETIONS,
     COMPLETIONS_ONLY,
+    MAX_LOGPROBS,
+    MAX_N,
     UNSUPPORTED,
     Body,
     ChatBody,
@@ -97,8 +99,8 @@ class ParseOptions:
     contract_id: str = ""  # ids of tool calls are derived from it
     # Limits of one body: far above what clients send, and low enough to bound the work for one request.
     max_choices: int = 1024  # prompts × n
-    max_n: int = 128  # OpenAI's
-    max_logprobs: int = 20  # OpenAI's
+    max_n: int = MAX_N
+    max_logprobs: int = MAX_LOGPROBS
     max_stops: int = 64
     max_stop_len: int = 1024  # characters
     max_listed: int = 1024  # entries of logit_bias, bad_words, stop_token_ids
@@ -368,7 +370,7 @@ def _speculate(proposer: str | None, options: ParseOptions) -> bool:
     own = (
         f"this server's is {options.proposer!r}" if options.proposer else f"known are {', '.join(PROPOSERS)}"
     )
-    raise unsupported("proposer", f"{proposer[:64]!r} cannot be had; {own}, and 'none' can be")
+    raise unsupported("proposer", f"{proposer[:64]!r} is not available; {own}, or use 'none'")
 
 
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:

@@ -1,6 +1,6 @@
 """Which KV pages a sequence has: matched in the prefix index, taken, lent to branches, released. Host only.
 
-Decides nothing about who runs: preempting a sequence to free its pages is the Scheduler's decision.
+Does not decide which sequences run: preempting a sequence to free its pages is the Scheduler's decision.
 """
 
 from __future__ import annotations

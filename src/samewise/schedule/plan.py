@@ -8,7 +8,7 @@ from samewise.types import Ask, Sequence, Span
 def must_land(span: Span) -> bool:
     """Whether the next span of the sequence depends on this span's tokens.
 
-    True where guesses are verified, or where the next choice depends on the token (penalties, a grammar).
+    True where guesses are verified, or where the next choice needs the host (`Sampling.edited`).
     """
     rows = len(span.inputs)
     return rows > span.given or (span.sampling.edited and rows >= span.given)

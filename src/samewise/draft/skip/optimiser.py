@@ -80,7 +80,7 @@ class LayerSetOptimiser:
         """One step of the search, if it is due."""
         self.tick()
         for ask in asks:
-            if ask.pool is not None:  # a request that shares no text leaves none behind
+            if ask.share_salt is not None:  # a request that shares no text leaves none behind
                 self._texts[ask.seq_id] = (ask.tokens, ask.prompt_len)
         if self.due and not self.search.open:
             self._reopen()
