@@ -37,7 +37,7 @@ def test_none_is_accepted_only_where_optional():
 
 
 def test_a_value_is_first_read_by_the_larger_set():
-    share = number("0 to 1", lambda value: 0 <= value <= 1)
+    share = number("0 to 1", minimum=0, maximum=1)
     with pytest.raises(BadParameter, match="x=nan: give a finite number"):
         share.read("x", math.nan)
     with pytest.raises(BadParameter, match="x=2: give 0 to 1"):
@@ -45,4 +45,16 @@ def test_a_value_is_first_read_by_the_larger_set():
 
 
 def test_numbers_are_stored_as_floats():
-    assert type(number("any", lambda _: True).read("x", 1)) is float
+    assert type(number("any").read("x", 1)) is float
+
+
+def test_ranges_are_described_in_json_schema():
+    assert integer(0).json_schema == {"minimum": 0}
+    assert integer(1, 3).json_schema == {"minimum": 1, "maximum": 3}
+    assert FLAG.json_schema == number("any").json_schema == {}
+    share = number("more than 0, at most 1", above=0, maximum=1)
+    assert share.json_schema == {"exclusiveMinimum": 0, "maximum": 1}
+    assert share.read("x", 1) == 1
+    for value in (0, 1.1):
+        with pytest.raises(BadParameter, match="more than 0, at most 1"):
+            share.read("x", value)

@@ -6,8 +6,8 @@ Host only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from samewise.errors import BadParameter
@@ -17,7 +17,8 @@ from samewise.errors import BadParameter
 class Values:
     """A set of values, described by `text`. `verb` asks for one; `convert` gives the form that is stored.
 
-    `within` is a larger set with an error of its own: a value is read by it first.
+    `within` is a larger set with an error of its own: a value is read by it first. `json_schema` is the range
+    in JSON Schema's words, for documents; it checks nothing.
     """
 
     text: str
@@ -25,6 +26,7 @@ class Values:
     verb: str = "give"
     convert: Callable[[Any], Any] | None = None
     within: Values | None = None
+    json_schema: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def read(self, name: str, value: Any, *, optional: bool = False) -> Any:
         """The value as it is stored; BadParameter where it is not one of these (or None, if `optional`)."""
@@ -45,15 +47,33 @@ def one_of(*choices: str) -> Values:
 def integer(low: int, high: int | None = None) -> Values:
     """A whole number from `low` to `high`, both included."""
     if high is None:
-        return Values(f"a whole number, {low} or more", lambda value: is_integer(value) and value >= low)
+        return Values(
+            f"a whole number, {low} or more",
+            lambda value: is_integer(value) and value >= low,
+            json_schema={"minimum": low},
+        )
     return Values(
-        f"a whole number from {low} to {high}", lambda value: is_integer(value) and low <= value <= high
+        f"a whole number from {low} to {high}",
+        lambda value: is_integer(value) and low <= value <= high,
+        json_schema={"minimum": low, "maximum": high},
     )
 
 
-def number(text: str, contains: Callable[[float], bool]) -> Values:
-    """A finite number, stored as a float."""
-    return Values(text, contains, within=FINITE)
+def number(
+    text: str, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None
+) -> Values:
+    """A finite number of a range, stored as a float. `above` is a lower bound that is not itself allowed."""
+    bounds = {"minimum": minimum, "exclusiveMinimum": above, "maximum": maximum}
+    return Values(
+        text,
+        lambda value: (
+            (minimum is None or value >= minimum)
+            and (above is None or value > above)
+            and (maximum is None or value <= maximum)
+        ),
+        within=FINITE,
+        json_schema={name: bound for name, bound in bounds.items() if bound is not None},
+    )
 
 
 def string(text: str, *, empty: bool = False) -> Values:

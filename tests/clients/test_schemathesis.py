@@ -90,7 +90,6 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
         "max_tokens": {"enum": [0, 1, 2, 7, 24]},
         "max_completion_tokens": {"type": "null"},
         "temperature": {"type": "number", "minimum": 0, "maximum": 3},
-        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "top_k": {"type": "integer", "minimum": -1, "maximum": 400},
         "n": {"type": "integer", "minimum": 1, "maximum": 3},
         "stop": {"type": "array", "items": word, "maxItems": 3},

@@ -1,5 +1,6 @@
 """The OpenAPI document, the page that shows it, and HEAD."""
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -25,6 +26,7 @@ from samewise.openai.bodies import (
     TokenizeReply,
     VersionReply,
 )
+from samewise.params import SamplingParams, json_schema_of
 from samewise.serve.settings import Keys, ServeSettings
 
 
@@ -36,6 +38,12 @@ def test_the_openapi_document_describes_every_route() -> None:
             assert "$defs" not in json.dumps(document)
             fields = document["components"]["schemas"]["ChatBody"]["properties"]
             assert {"messages", "verify", "proposer", "tools", "response_format"} <= set(fields)
+            for name in {*fields} & {entry.name for entry in dataclasses.fields(SamplingParams)}:
+                if "logprobs" not in name:  # a flag, or OpenAI's limit
+                    assert json_schema_of(name).items() <= fields[name].items()
+            assert (fields["n"]["minimum"], fields["n"]["maximum"]) == (1, 128)
+            assert (fields["top_p"]["exclusiveMinimum"], fields["top_p"]["maximum"]) == (0, 1)
+            assert fields["stop_token_ids"]["items"] == {"minimum": 0}
             for path in ("/health", "/ready", "/version"):
                 assert (await served.client.get(path)).status_code == 200
 

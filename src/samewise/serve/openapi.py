@@ -186,6 +186,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _type(schema: Mapping[str, Any]) -> str:
     """A schema's type and range: `integer, minimum 0`."""
+    bounds = {"minimum": "minimum", "exclusiveMinimum": "more than", "maximum": "maximum"}
     if "$ref" in schema:
         text = str(schema["$ref"]).rpartition("/")[2]
     elif "anyOf" in schema:
@@ -194,7 +195,7 @@ def _type(schema: Mapping[str, Any]) -> str:
         text = f"array of {_type(schema.get('items', {}))}"
     else:
         text = str(schema.get("type", "any"))
-    return ", ".join([text, *(f"{key} {schema[key]}" for key in ("minimum", "maximum") if key in schema)])
+    return ", ".join([text, *(f"{word} {schema[key]}" for key, word in bounds.items() if key in schema)])
 
 
 def _resolve(schema: Mapping[str, Any], document: Document) -> Mapping[str, Any]:
