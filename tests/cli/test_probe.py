@@ -8,6 +8,7 @@ from rich.console import Console
 
 from samewise.cli.probe import sizes_table
 from samewise.testing import tiny_engine
+from samewise.verify.frame_sizes import FrameSizeUse
 
 
 def test_the_contract_is_printed_fact_by_fact(run, model):
@@ -30,14 +31,24 @@ def test_the_table_of_sizes_shows_the_rows_at_which_each_operator_runs():
     engine.parts = replace(
         engine.parts,
         operators=[replace(first, pieces={1: 8, 2: 8, 8: 8, 16: 16, 64: 16}), *others],
-        sizes=engine.parts.sizes | {1: "norms of 64: at 16 rows"},
+        sizes=engine.parts.sizes | {1: FrameSizeUse(16, (64,)), 2: FrameSizeUse(reason="too large")},
     )
     text = io.StringIO()
     Console(file=text, width=160).print(sizes_table(engine))
     lines = [line.replace("│", " ").split() for line in text.getvalue().splitlines()]
     name = first.name.split(".")[-1]
     assert [name, f"{first.outputs}×{first.inputs}", "8", "8", "=", "=", "4×16"] in lines
-    assert ["norms", "and", "all", "else", "norms", "of", "64", "=", "=", "=", "="] in lines
+    assert "norms and all else norms of 64 at 16 rows not used = = =".split() in lines
+
+
+def test_uses_of_a_frame_size_are_printed_in_words():
+    words = {
+        "as it is": FrameSizeUse(),
+        "norms of 16 and 64 at 32 rows": FrameSizeUse(32, (16, 64)),
+        "norms at 32 rows": FrameSizeUse(32),
+        "not used: too large": FrameSizeUse(reason="too large"),
+    }
+    assert [str(use) for use in words.values()] == list(words)
 
 
 def test_probe_and_generate_report_the_same_contract(run, model):

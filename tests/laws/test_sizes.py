@@ -178,13 +178,13 @@ def check_every_size(change: Any) -> Engine:
 def test_norms_that_depend_on_the_number_of_rows_run_at_the_canonical_number(change, one_thread):
     engine = check_every_size(change)
     assert engine.runner.sizes == (1, 2, 8, 16, 64)
-    assert [size for size, how in engine.parts.sizes.items() if how.startswith("norms of ")] == [1, 2, 8, 64]
+    assert [size for size, use in engine.parts.sizes.items() if use.norm_widths] == [1, 2, 8, 64]
 
 
 def test_a_frame_size_at_which_an_operator_differs_is_not_used(one_thread):
     engine = check_every_size(replace_activation)
     assert engine.runner.sizes == (16, 64)
-    assert engine.parts.sizes[1].startswith("not used")
+    assert not engine.parts.sizes[1].used
 
 
 def test_linears_that_depend_on_the_number_of_rows_run_at_the_canonical_number(one_thread):

@@ -15,6 +15,7 @@ from samewise.cli.options import AsJson, Settings, engine_options
 
 if TYPE_CHECKING:
     from samewise.engine import Engine
+    from samewise.verify.frame_sizes import FrameSizeUse
 
 
 @engine_options("probe")
@@ -26,7 +27,7 @@ def probe(as_json: AsJson = False, *, settings: Settings) -> None:
         facts = {
             "contract": contract.id,
             "facts": dict(contract.facts),
-            "sizes": {str(size): how for size, how in engine.parts.sizes.items()},
+            "sizes": {str(size): str(use) for size, use in engine.parts.sizes.items()},
             "operators": [asdict(operator) for operator in engine.parts.operators],
         }
         typer.echo(json.dumps(facts, indent=2))
@@ -59,9 +60,15 @@ def sizes_table(engine: Engine) -> Table:
     for operator in engine.parts.operators:
         pieces = [_pieces(size, piece) for size, piece in operator.pieces.items()]
         table.add_row(operator.name.split(".")[-1], f"{operator.outputs}×{operator.inputs}", *pieces)
-    frames = [how if how == "as it is" else how.split(":")[0] for how in engine.parts.sizes.values()]
-    table.add_row("norms and all else", "", *("=" if how == "as it is" else how for how in frames))
+    table.add_row("norms and all else", "", *map(_use, engine.parts.sizes.values()))
     return table
+
+
+def _use(use: FrameSizeUse) -> str:
+    """How frames of one size are run, in a cell of the table."""
+    if use.unchanged:
+        return "="
+    return str(use) if use.used else "not used"
 
 
 def _pieces(size: int, piece: int) -> str:

@@ -30,7 +30,7 @@ from samewise.model.rope import pin_rope
 from samewise.model.surgery import copy_modules
 from samewise.schedule.limits import Limits
 from samewise.verify import operators
-from samewise.verify.frame_sizes import select_frame_sizes
+from samewise.verify.frame_sizes import FrameSizeUse, select_frame_sizes
 from samewise.verify.operators import Operator
 from samewise.verify.verifier import Verifier
 
@@ -50,7 +50,7 @@ class Assembly:
     verifier: Verifier
     limits: Limits
     operators: list[Operator]  # what was found about each linear
-    sizes: dict[int, str]  # frame size → how its bits are kept equal to those of `frame_rows`
+    sizes: dict[int, FrameSizeUse]  # frame size → how its bits are kept equal to those of `frame_rows`
     frame_rows: int  # the canonical number of rows
     linears: str  # whose linears: "native" or "torch"
     rope: str  # how rotary positions were fixed, for the contract

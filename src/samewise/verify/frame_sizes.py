@@ -41,33 +41,61 @@ class TrialLengths:
 
 
 TRIAL = TrialLengths()
-UNCHANGED = "as it is"
 
 
-def select_frame_sizes(runner: Runner, facts: Mapping[str, str], max_model_len: int) -> dict[int, str]:
-    """Drop the runner's sizes that do not give the canonical bits. Returns how each size is run, in words.
+@dataclass(frozen=True, slots=True)
+class FrameSizeUse:
+    """How frames of one size give the canonical bits: as they are, or with norms run at `norm_rows` rows."""
+
+    norm_rows: int | None = None  # the canonical number of rows, where norms are run at it
+    norm_widths: tuple[int, ...] = ()  # of the norms run at `norm_rows`; empty: all
+    reason: str = ""  # why the size is not used; empty: it is
+
+    @property
+    def used(self) -> bool:
+        """Whether frames of this size are run."""
+        return not self.reason
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether everything is run at the size itself."""
+        return self.used and self.norm_rows is None
+
+    def __str__(self) -> str:
+        if not self.used:
+            return f"not used: {self.reason}"
+        if self.norm_rows is None:
+            return "as it is"
+        norms = f"norms of {' and '.join(map(str, self.norm_widths))}" if self.norm_widths else "norms"
+        return f"{norms} at {self.norm_rows} rows"
+
+
+def select_frame_sizes(
+    runner: Runner, facts: Mapping[str, str], max_model_len: int
+) -> dict[int, FrameSizeUse]:
+    """Drop the runner's sizes that do not give the canonical bits. Returns how each size is run.
 
     Native linears give the same bits at every size: nothing is tried, and the probe refuses a difference.
     """
-    outcome = dict.fromkeys(runner.sizes, UNCHANGED)
+    outcome = dict.fromkeys(runner.sizes, FrameSizeUse())
     if runner.native or not runner.elastic:
         return outcome
     trial, rows = _SizeTrial(runner, max_model_len), runner.frame_rows
     differing = _differing_norms(runner, facts)
     for size in [size for size in runner.sizes if size != rows]:
         if not trial.fits(size):
-            outcome[size] = "not used: more rows than the KV cache has room for"
+            outcome[size] = FrameSizeUse(reason="more rows than the KV cache has room for")
             runner.drop_size(size)
             continue
         if widths := differing.get(size):
             runner.fix_norm_rows(size, widths)
-            outcome[size] = f"norms of {' and '.join(map(str, widths))} at {rows} rows"
+            outcome[size] = FrameSizeUse(rows, tuple(widths))
         if trial.agrees(size):
             continue
         runner.fix_norm_rows(size)
-        outcome[size] = f"norms at {rows} rows"
+        outcome[size] = FrameSizeUse(rows)
         if not trial.agrees(size):
-            outcome[size] = "not used: an operator without a remedy gives other bits"
+            outcome[size] = FrameSizeUse(reason="an operator without a remedy gives other bits")
             runner.drop_size(size)
     return outcome
 
@@ -220,4 +248,4 @@ class _SizeTrial:
         return logits[: sum(num for _, num in parts)].clone() if keep is None else logits
 
 
-__all__ = ["TRIAL", "TrialLengths", "recheck_frame_sizes", "select_frame_sizes"]
+__all__ = ["TRIAL", "FrameSizeUse", "TrialLengths", "recheck_frame_sizes", "select_frame_sizes"]
