@@ -1,6 +1,7 @@
-"""Laws 1 to 4 on the embedded model, at its real shapes, on all threads of the machine.
+"""Laws 1 to 4 on the embedded model, at its real shapes.
 
-`make test` runs four prompts; `make test-full` runs twelve, and twelve in bfloat16.
+`make test` runs four prompts on one thread; `make test-full` runs twelve, and twelve in bfloat16, on all
+threads of the machine.
 """
 
 from dataclasses import dataclass, replace
