@@ -390,3 +390,12 @@ def test_killed_batch_is_completed_by_the_next_run(folder: Path, tmp_path: Path)
 def test_line_numbers_count_empty_lines(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", "", completion_line("a"), "  ", completion_line("b"))
     assert [line.number for line in read_lines(source)] == [2, 4]
+
+
+def test_a_line_whose_later_prompt_is_refused_leaves_nothing_running(tmp_path):
+    engine = tiny_engine(max_queued=1)
+    source = write_lines(tmp_path / "in.jsonl", completion_line("a", prompt=["one", "two", "three"]))
+    summary = run(source, tmp_path / "out.jsonl", lambda: engine)
+    assert (summary.answered, summary.failed) == (0, 1)
+    assert engine.idle
+    engine.check()

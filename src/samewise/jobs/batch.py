@@ -103,10 +103,22 @@ class BatchRunner:
             self._refuse(parsed)
             checked = parsed.check(self._loop.intake)
             salt = (parsed.cache_salt or "").encode(errors="surrogatepass")
-            return _LiveLine(line, parsed, [self._loop.submit(one, salt=salt) for one in checked])
+            return _LiveLine(line, parsed, self._submit_all(checked, salt))
         except (ApiError, CallerError) as error:
             reply = ApiError.of(error)
             return _response(line, reply.status, reply.body())
+
+    def _submit_all(self, checked: list[Any], salt: bytes) -> list[Answer]:
+        """The answers of all prompts of a line. If one prompt is refused, those before it are aborted."""
+        answers: list[Answer] = []
+        try:
+            for one in checked:
+                answers.append(self._loop.submit(one, salt=salt))  # noqa: PERF401 - kept up to an error
+        except BaseException:
+            for answer in answers:
+                self._loop.abort(answer)
+            raise
+        return answers
 
     def _refuse(self, parsed: ParsedRequest) -> None:
         if parsed.stream:
