@@ -144,8 +144,8 @@ class Metrics:
             yield counter
         for name, (key, description) in DRAFTERS.items():
             counter = CounterMetricFamily(PREFIX + name, description, labels=["model_name", "proposer"])
-            for drafter, tally in sorted(stats["drafters"].items()):
-                counter.add_metric([self.model, drafter], tally[key])
+            for drafter, counts in sorted(stats["drafters"].items()):
+                counter.add_metric([self.model, drafter], counts[key])
             yield counter
         yield from self._contract()
 

@@ -151,7 +151,7 @@ class Worker:
     def begin(self) -> ActiveRequest:
         """A new request, which the caller closes. Raises 503 while draining."""
         if self._draining:
-            raise unavailable("the server is shutting down; ask another one", "draining")
+            raise unavailable("the server is shutting down; send the request to another server", "draining")
         request = ActiveRequest(self)
         self._active[request] = None
         self._idle.clear()
