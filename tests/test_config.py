@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samewise
-from samewise.config import SETTINGS, UNITS, EngineConfig, parse_memory, settings_page, settings_signature
+from samewise.config import (
+    MEMORY_UNITS,
+    SETTINGS,
+    EngineConfig,
+    parse_memory,
+    settings_page,
+    settings_signature,
+)
 from samewise.errors import BadParameter, CallerError
 
 
@@ -185,9 +192,9 @@ def test_the_error_repeats_the_text(text: str) -> None:
 
 
 @settings(deadline=None)
-@given(num=st.integers(1, 2**20), unit=st.sampled_from(sorted(UNITS)))
+@given(num=st.integers(1, 2**20), unit=st.sampled_from(sorted(MEMORY_UNITS)))
 def test_units_multiply(num: int, unit: str) -> None:
-    assert parse_memory(f"{num}{unit}") == num * UNITS[unit]
+    assert parse_memory(f"{num}{unit}") == num * MEMORY_UNITS[unit]
 
 
 @settings(deadline=None)

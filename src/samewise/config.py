@@ -21,11 +21,11 @@ from samewise.values import FLAG, Values, integer, one_of, string
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-ATTENTION = ("auto", "native", "torch", "triton")
+ATTENTION_KERNELS = ("auto", "native", "torch", "triton")
 LINEAR = ("auto", "native", "torch")
 PROPOSERS = ("auto", "none", "ngram", "decode", "model", "skip")
 DRAFT_WEIGHTS = ("auto", "same", "int8", "int4", "fp8")
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MEMORY_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 LOADING = ("demo", "generate", "chat", "probe", "batch", "bench", "serve")
 """Commands that load a model from settings. `audit` reads most settings from receipts."""
@@ -70,12 +70,12 @@ def _bytes_or_share(value: object) -> int | float | None:
 
 def _number_with_unit(text: str) -> int | float | None:
     compact = text.strip().upper().replace(" ", "")
-    unit = next((u for u in sorted(UNITS, key=len, reverse=True) if compact.endswith(u)), None)
+    unit = next((u for u in sorted(MEMORY_UNITS, key=len, reverse=True) if compact.endswith(u)), None)
     try:
         if compact.endswith("%"):
             return float(compact[:-1]) / 100
         if unit:
-            return int(float(compact.removesuffix(unit)) * UNITS[unit])
+            return int(float(compact.removesuffix(unit)) * MEMORY_UNITS[unit])
         return float(compact) if "." in compact else int(compact)
     except (ValueError, OverflowError):
         return None
@@ -134,7 +134,7 @@ class EngineConfig:
         "auto", one_of(*DEVICES), "Device to run on; auto: CUDA where there is a device.", (*LOADING, "audit")
     )
     attention: str = setting(
-        "auto", one_of(*ATTENTION),
+        "auto", one_of(*ATTENTION_KERNELS),
         "Attention kernel; auto: triton on CUDA, on CPU native where there is a C++ compiler.", LOADING,
     )  # fmt: skip
     linear: str = setting(
@@ -212,7 +212,10 @@ class EngineConfig:
         """Refuse settings that exclude each other."""
         names = set(self.proposers)
         if len(self.proposers) > 1 and {"auto", "none"} & names:
-            raise BadParameter(f"proposer={self.proposer!r}: auto and none cannot be combined with other proposers", param="proposer")
+            raise BadParameter(
+                f"proposer={self.proposer!r}: auto and none cannot be combined with other proposers",
+                param="proposer",
+            )
         if "model" in names and not self.draft_model:
             raise BadParameter(
                 "proposer='model' needs draft_model: a smaller model of the same vocabulary",

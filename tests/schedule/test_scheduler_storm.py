@@ -31,9 +31,7 @@ class Storm(RuleBasedStateMachine):
         caching=st.booleans(),
         drafting=st.booleans(),
     )
-    def build(
-        self, num_pages: int, max_rows: int, max_num_seqs: int, caching: bool, drafting: bool
-    ) -> None:
+    def build(self, num_pages: int, max_rows: int, max_num_seqs: int, caching: bool, drafting: bool) -> None:
         self.ways = ("drafting", "lazy", "eager") if drafting else ("chained", "chained", "eager")
         self.engine = FakeEngine(
             Limits(

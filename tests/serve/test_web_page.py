@@ -17,7 +17,7 @@ from samewise.serve.settings import Keys, ServeSettings
 from samewise.serve.worker import Worker
 from samewise.testing import tiny_engine
 
-FILES = sorted(path.name for path in web_page.PAGE.iterdir())
+FILES = sorted(path.name for path in web_page.PAGE_FOLDER.iterdir())
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -44,7 +44,7 @@ def test_every_file_is_served_with_its_type_and_tag() -> None:
             for name in FILES:
                 response = await http.get(f"/samewise/page/{name}")
                 assert response.status_code == 200
-                assert response.content == (web_page.PAGE / name).read_bytes()
+                assert response.content == (web_page.PAGE_FOLDER / name).read_bytes()
                 assert (
                     response.headers["content-type"].split(";")[0]
                     == web_page.MEDIA_TYPES[name[name.rindex(".") :]]
@@ -55,7 +55,7 @@ def test_every_file_is_served_with_its_type_and_tag() -> None:
                 )
                 assert (again.status_code, again.content) == (304, b"")
             page = await http.get("/")
-            assert page.text == (web_page.PAGE / "index.html").read_text(encoding="utf-8")
+            assert page.text == (web_page.PAGE_FOLDER / "index.html").read_text(encoding="utf-8")
             policy = page.headers["content-security-policy"]
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
@@ -76,22 +76,24 @@ def test_other_files_are_not_served(name: str) -> None:
 
 def test_the_page_loads_nothing_from_other_servers_and_has_no_inline_script() -> None:
     for name in FILES:
-        text = (web_page.PAGE / name).read_text(encoding="utf-8")
+        text = (web_page.PAGE_FOLDER / name).read_text(encoding="utf-8")
         external = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"']*", text))
         assert {url for url in external if "www.w3.org/2000/svg" not in url} == set(), name
         assert len(text.splitlines()) < 400, name
-    page = (web_page.PAGE / "index.html").read_text(encoding="utf-8")
+    page = (web_page.PAGE_FOLDER / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"\son\w+=|\sstyle=|javascript:|<style", page)
     assert not re.search(r"<script(?![^>]*\bsrc=)", page)
     for link in re.findall(r'(?:src|href)="([^"#]+)"', page):
         assert link.removeprefix("samewise/page/") in FILES, link
     for name in (name for name in FILES if name.endswith(".js")):
-        for module in re.findall(r'from "\./([^"]+)"', (web_page.PAGE / name).read_text(encoding="utf-8")):
+        for module in re.findall(
+            r'from "\./([^"]+)"', (web_page.PAGE_FOLDER / name).read_text(encoding="utf-8")
+        ):
             assert module in FILES, f"{name} imports {module}"
 
 
 def test_every_id_used_by_a_script_is_on_the_page() -> None:
-    page = (web_page.PAGE / "index.html").read_text(encoding="utf-8")
+    page = (web_page.PAGE_FOLDER / "index.html").read_text(encoding="utf-8")
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     wanted = {
@@ -99,7 +101,7 @@ def test_every_id_used_by_a_script_is_on_the_page() -> None:
         for name in FILES
         if name.endswith(".js")
         for element_id in re.findall(
-            r'(?:\$|numberIn)\("([\w-]+)"\)', (web_page.PAGE / name).read_text(encoding="utf-8")
+            r'(?:\$|numberIn)\("([\w-]+)"\)', (web_page.PAGE_FOLDER / name).read_text(encoding="utf-8")
         )
     }
     assert wanted <= set(ids)

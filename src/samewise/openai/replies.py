@@ -11,8 +11,8 @@ from samewise.openai.errors import ApiError
 from samewise.openai.parse import ParsedRequest
 from samewise.outputs import CompletionOutput, Logprob, RequestOutput
 
-Decode = Callable[[list[int]], str]
-TokenBytes = Callable[[int], bytes | None]
+DecodeTokens = Callable[[list[int]], str]
+BytesOfToken = Callable[[int], bytes | None]
 """The bytes a token stands for; None where they depend on its neighbours."""
 
 MIN_LOGPROB = -9999.0
@@ -39,8 +39,8 @@ def respond(
     model: str,
     created: int,
     id: str,  # noqa: A002 - the field's name
-    decode: Decode | None = None,
-    token_bytes: TokenBytes | None = None,
+    decode: DecodeTokens | None = None,
+    token_bytes: BytesOfToken | None = None,
     receipts: Sequence[Mapping[str, Any]] | None = None,
 ) -> CompletionReply:
     """The response body. One output per prompt, in order; `decode` is needed to echo token ids."""
@@ -103,7 +103,7 @@ def usage_of(prompt: int, completion: int, cached: int, accepted: int, guessed: 
     }
 
 
-def echo(parsed: ParsedRequest, output: RequestOutput, decode: Decode | None) -> str:
+def echo(parsed: ParsedRequest, output: RequestOutput, decode: DecodeTokens | None) -> str:
     """The prompt's text where the answer repeats it, else nothing."""
     if not parsed.echo:
         return ""
@@ -122,8 +122,8 @@ def _choice(
     output: RequestOutput,
     completion: CompletionOutput,
     index: int,
-    decode: Decode | None,
-    token_bytes: TokenBytes | None,
+    decode: DecodeTokens | None,
+    token_bytes: BytesOfToken | None,
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index}
     reason = completion.finish_reason
@@ -173,7 +173,7 @@ def _message(
     return message, finish_reason(completion.finish_reason, called=bool(calls))
 
 
-def _decoder(decode: Decode | None) -> Decode:
+def _decoder(decode: DecodeTokens | None) -> DecodeTokens:
     if decode is None:
         raise ValueError("respond() needs decode= to echo token ids")
     return decode
@@ -194,7 +194,7 @@ class LogprobTable:
             "text_offset": [],
         }
 
-    def add_prompt(self, output: RequestOutput, decode: Decode | None) -> None:
+    def add_prompt(self, output: RequestOutput, decode: DecodeTokens | None) -> None:
         """Rows of the prompt, where it is echoed; its first token has no log-probability."""
         if not self._parsed.echo:
             return
@@ -231,7 +231,7 @@ def chat_logprobs(
     parsed: ParsedRequest,
     token_ids: Sequence[int],
     entries: Sequence[Mapping[int, Logprob]] | None,
-    token_bytes: TokenBytes | None,
+    token_bytes: BytesOfToken | None,
 ) -> dict[str, Any] | None:
     """Log-probabilities of a chat's choice; None unless they were asked for."""
     if entries is None or parsed.params.logprobs is None:
@@ -245,7 +245,7 @@ def chat_logprobs(
 
 
 def _chat_token(
-    parsed: ParsedRequest, token: int, logprob: Logprob, token_bytes: TokenBytes | None
+    parsed: ParsedRequest, token: int, logprob: Logprob, token_bytes: BytesOfToken | None
 ) -> dict[str, Any]:
     data, text = token_bytes(token) if token_bytes is not None else None, logprob.decoded_token
     if data is None and text is not None and "\ufffd" not in text:  # U+FFFD: a part of a character
@@ -284,9 +284,9 @@ def _finite(logprob: float) -> float:
 
 
 __all__ = [
-    "Decode",
+    "BytesOfToken",
+    "DecodeTokens",
     "LogprobTable",
-    "TokenBytes",
     "chat_logprobs",
     "echo",
     "encode_json",

@@ -8,9 +8,9 @@ from typing import Any
 
 from samewise.openai.parse import DeltaParser, ParsedRequest
 from samewise.openai.replies import (
-    Decode,
+    BytesOfToken,
+    DecodeTokens,
     LogprobTable,
-    TokenBytes,
     chat_logprobs,
     echo,
     encode_json,
@@ -53,8 +53,8 @@ class StreamWriter:
         created: int,
         id: str,  # noqa: A002 - the field's name
         fingerprint: str,
-        decode: Decode | None = None,
-        token_bytes: TokenBytes | None = None,
+        decode: DecodeTokens | None = None,
+        token_bytes: BytesOfToken | None = None,
     ) -> None:
         self._parsed, self._decode, self._token_bytes = parsed, decode, token_bytes
         self._head: dict[str, Any] = {

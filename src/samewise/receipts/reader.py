@@ -18,7 +18,7 @@ FIELDS = frozenset(
 )
 """Fields of a receipt's body; each is required."""
 
-SETTINGS = frozenset(
+RECEIPT_SETTINGS = frozenset(
     {"attention", "compile", "date", "device", "dtype", "frame_rows", "linear", "max_model_len", "revision"}
 )
 """Engine settings a receipt may carry. `trust_remote_code` is not among them: a receipt must not be able to
@@ -92,7 +92,7 @@ def _refuse_contradictions(receipt: Receipt) -> None:
         _damaged(f"{len(receipt.token_ids)} tokens and {len(receipt.logprob_checks)} checksums", "logprobs")
     if receipt.index >= receipt.params.n:
         _damaged(f"choice {receipt.index} of {receipt.params.n}", "index")
-    if odd := sorted(receipt.settings.keys() - SETTINGS):
+    if odd := sorted(receipt.settings.keys() - RECEIPT_SETTINGS):
         _damaged(f"the setting {odd[0]!r} is unknown", "settings")
     ids = receipt.prompt_token_ids
     if ids is not None and (len(ids), prompt_digest(ids)) != (receipt.prompt_len, receipt.prompt_digest):
@@ -178,4 +178,4 @@ def _signature(value: Any) -> Signature | None:
     return Signature(_text(value, "key"), _text(value, "value"))
 
 
-__all__ = ["FIELDS", "SETTINGS", "from_body", "from_json", "loads", "parse_json"]
+__all__ = ["FIELDS", "RECEIPT_SETTINGS", "from_body", "from_json", "loads", "parse_json"]

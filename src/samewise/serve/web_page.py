@@ -20,7 +20,7 @@ from samewise.serve.http import EventStream
 from samewise.serve.live_feed import LiveFeed
 from samewise.serve.worker import State, Worker
 
-PAGE = Path(__file__).parent / "page"
+PAGE_FOLDER = Path(__file__).parent / "page"
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
 """Not from `mimetypes`, whose type for .js depends on the machine; browsers refuse modules of other types."""
 
@@ -74,7 +74,9 @@ def _file_response(request: Request, name: str) -> Response:
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
     """The page's files: name → (content, entity tag). Read once; they are few and small."""
-    files = {path.name: path.read_bytes() for path in sorted(PAGE.iterdir()) if path.suffix in MEDIA_TYPES}
+    files = {
+        path.name: path.read_bytes() for path in sorted(PAGE_FOLDER.iterdir()) if path.suffix in MEDIA_TYPES
+    }
     return {name: (body, f'"{sha256(body).hexdigest()[:20]}"') for name, body in files.items()}
 
 

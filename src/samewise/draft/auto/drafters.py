@@ -45,7 +45,7 @@ class MeasuredDrafter:
         self._sizes.add(live)
 
 
-class Choice(NamedTuple):
+class DrafterChoice(NamedTuple):
     """A drafter for the next drafts, how far they go, and tokens per second over not drafting."""
 
     measured: MeasuredDrafter
@@ -128,22 +128,22 @@ class DrafterSelector:
 
     # ---- the choice
 
-    def _choose(self, live: int) -> Choice | None:
+    def _choose(self, live: int) -> DrafterChoice | None:
         """The drafter that brings most tokens per second, or one that is due for a trial."""
         plain, tuning = live / self._frames.cost(live), self._tuning.auto
-        best: Choice | None = None
+        best: DrafterChoice | None = None
         for measured in self._drafters.values():
             if not measured.drafter.ready:
                 continue
             if self._due_for_trial(measured, live, plain):
                 self._log.explain("%s is tried for %d sequences", measured.drafter.name, live)
-                return Choice(measured, min(tuning.trial_tokens, self._max_tokens), 0.0)
+                return DrafterChoice(measured, min(tuning.trial_tokens, self._max_tokens), 0.0)
             if not measured.cost.known:
                 continue
             num_tokens, throughput = self._best_length(measured, live, measured.rate.value)
             gain = throughput - plain
             if throughput > plain * tuning.min_speedup and (best is None or gain > best.gain):
-                best = Choice(measured, num_tokens, gain)
+                best = DrafterChoice(measured, num_tokens, gain)
         if self._drafters:
             name, num_tokens, gain = ("no drafter", 0, 0.0)
             if best is not None:
@@ -223,4 +223,4 @@ class DrafterSelector:
         return {name: report for drafter in drafters for name, report in drafter.stats().items()}
 
 
-__all__ = ["Choice", "DrafterSelector", "MeasuredDrafter"]
+__all__ = ["DrafterChoice", "DrafterSelector", "MeasuredDrafter"]
