@@ -66,7 +66,7 @@ class MachineError(SamewiseError, RuntimeError):
 
 
 class GuaranteeLost(SamewiseError, RuntimeError):
-    """The bits may not be those of the contract: a probe failed, or weights were replaced. The engine refuses."""
+    """The bits may not be the contract's: a probe failed, or weights were replaced. The engine refuses."""
 
 
 class InvariantBroken(SamewiseError, AssertionError):

@@ -224,9 +224,9 @@ class Request:
 class Sequence:
     """The state of a request. The only mutable type here; only the Scheduler writes to it.
 
-    `kv_len` is how far canonical KV reaches: positions below it are never written again, positions at
-    and above it are scratch. `draft` holds guesses that were not verified yet. `branches` are alternatives to the draft;
-    each is verified as a span of its own, in pages that are released after the frame unless it wins.
+    `kv_len` is how far canonical KV reaches: positions below it are never written again, positions at and
+    above it are scratch. `draft` holds guesses that were not verified yet. `branches` are alternatives to the
+    draft; each is verified as a span of its own, in pages that are released after the frame unless it wins.
     """
 
     request: Request

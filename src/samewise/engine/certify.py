@@ -28,7 +28,7 @@ class Certificate(NamedTuple):
 def certify(
     parts: Assembly, loaded: Loaded, config: EngineConfig, model_facts: Mapping[str, str]
 ) -> Certificate:
-    """Run the probe on the loaded weights; raises GuaranteeLost if a row's bits depend on its place or on the other rows.
+    """Run the probe on the loaded weights; raises GuaranteeLost if it fails.
 
     `model_facts`: digests of the weights and of the model's files.
     """
