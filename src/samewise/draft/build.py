@@ -50,7 +50,7 @@ class ProposerParts:
     sampler: Sampler
     vocab: int
     config: EngineConfig = field(default_factory=EngineConfig)
-    frames: FrameCosts = field(default_factory=lambda: FrameCosts((1,)))
+    frame_costs: FrameCosts = field(default_factory=lambda: FrameCosts((1,)))
     clock: Callable[[], float] = time.perf_counter
     loaded: Loaded | None = None
     max_model_len: int = 0
@@ -107,12 +107,12 @@ def make_skip(parts: ProposerParts, *, search: Search | None = None, standalone:
     weights = [views.sublayer_bytes(layer) for layer in range(views.num_layers)]
     all_linears = sum(m.weight.nbytes for m in runner.model.modules() if isinstance(m, FrameLinear))
     other = max(0.0, all_linears - sum(attention + mlp for attention, mlp in weights))  # mostly the head
-    pricing = PassPricing(weights, other, runner.kv_bytes, parts.frames, config.draft_tokens, tuning)
+    pricing = PassPricing(weights, other, runner.kv_bytes, parts.frame_costs, config.draft_tokens, tuning)
     active = ActiveSet(search, tuning)
     confidence = ConfidenceSampler(sampler, on_cpu=on_cpu, tuning=tuning.skip)
     optimiser = LayerSetOptimiser(
         search, LayerSetScorer(runner, sampler, views, parts.scratch_pages, tuning.search), active, pricing,
-        LayerSetStore(config.workload), parts.frames, parts.counters, parts.clock,
+        LayerSetStore(config.workload), parts.frame_costs, parts.counters, parts.clock,
         frame_is_full_pass=runner.elastic or not on_cpu, tuning=tuning,
     )  # fmt: skip
     return Skip(
@@ -127,7 +127,7 @@ def make_auto(parts: ProposerParts, drafters: list[Drafter] | None = None) -> Au
     config, tuning = parts.config, parts.tuning
     drafters = _auto_drafters(parts) if drafters is None else drafters
     return Auto(
-        Ngram(tuning.ngram), drafters, parts.frames, parts.clock, max_tokens=config.draft_tokens,
+        Ngram(tuning.ngram), drafters, parts.frame_costs, parts.clock, max_tokens=config.draft_tokens,
         ahead=parts.ahead, explain=config.explain, tuning=tuning,
     )  # fmt: skip
 

@@ -53,11 +53,11 @@ class Engine:
         self.parts = parts = assemble(loaded, config, tuning, ahead=ahead)
         self.device, self.runner, self.verifier = parts.device, parts.runner, parts.verifier
         self.limits = parts.limits
-        self.frames = FrameCosts(self.runner.sizes, tuning.cost_model)
+        self.frame_costs = FrameCosts(self.runner.sizes, tuning.cost_model)
         self.frame_log = FrameLog()
         counters = Counters()
         proposer_parts = ProposerParts(
-            self.runner, parts.sampler, loaded.arch.vocab, config, self.frames, clock, loaded,
+            self.runner, parts.sampler, loaded.arch.vocab, config, self.frame_costs, clock, loaded,
             self.limits.max_model_len, ahead=self.verifier.ahead, chain=self.limits.burst,
             scratch_pages=parts.scratch_pages, counters=counters, tuning=tuning,
         )  # fmt: skip
@@ -123,14 +123,14 @@ class Engine:
         self._landed = self._clock()
         rows = sum(len(span.inputs) for span in flight.spans)
         prefill = any(span.given > 1 for span in flight.spans)
-        self.frames.observe(rows, self._landed - began, prefill=prefill)
+        self.frame_costs.observe(rows, self._landed - began, prefill=prefill)
         self._times.waited += flight.waited
         self._flight = None
         # Verdicts of sequences that ended meanwhile are dropped.
         self.proposer.observe([v for v in verdicts if self.scheduler.is_running(v.seq_id)])
         deltas = self.scheduler.commit(verdicts)
         committed = sum(len(delta.tokens) for delta in deltas)
-        self.frame_log.landed(flight.spans, self.frames.size(rows), committed, self._landed)
+        self.frame_log.landed(flight.spans, self.frame_costs.size(rows), committed, self._landed)
         return self._forget_finished(deltas)
 
     def _decode_unverified(self, asks: list[Ask], in_frame: set[int]) -> list[Delta]:
@@ -232,7 +232,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was built, and its state now."""
-        return stats_of(self.scheduler, self.proposer, self.frames, self._times, self.contract.id)
+        return stats_of(self.scheduler, self.proposer, self.frame_costs, self._times, self.contract.id)
 
     def live(self, since: int = 0) -> dict[str, Any]:
         """For a monitor: the statistics, and what the frames after number `since` were used for."""

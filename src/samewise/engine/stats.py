@@ -22,7 +22,7 @@ class Times:
 
 
 def stats_of(
-    scheduler: Scheduler, proposer: Proposer, frames: FrameCosts, times: Times, contract_id: str
+    scheduler: Scheduler, proposer: Proposer, frame_costs: FrameCosts, times: Times, contract_id: str
 ) -> dict[str, Any]:
     """Counters since the engine was built, and its state now."""
     counters = dataclasses.asdict(scheduler.counters)
@@ -35,7 +35,7 @@ def stats_of(
         | proposer.stats()
         | {
             "proposer": proposer.name,
-            "frame_seconds": frames.curve.table(),
+            "frame_seconds": frame_costs.curve.table(),
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
             "pages": scheduler.limits.num_pages - 1,
