@@ -29,7 +29,7 @@ try:
 except PackageNotFoundError:  # run from a source tree that was not installed
     __version__ = "0.0.0+source"
 
-_HOMES = {
+_MODULE_OF = {
     "AsyncLLM": "samewise.llm",
     "Chunk": "samewise.outputs",
     "CompletionOutput": "samewise.outputs",
@@ -47,12 +47,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'samewise' has no attribute {name!r}")
     from samewise import machine
 
     machine.pin_environment()  # before torch is imported
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Kinds of values that settings and sampling parameters may have, each with the words that ask for it.
+"""Kinds of values that settings and sampling parameters may have, with the wording of their errors.
 
 Host only.
 """
@@ -15,7 +15,7 @@ from samewise.errors import BadParameter
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A set of values, described by `text`. `verb` asks for one; `convert` gives the form that is stored.
+    """A set of values, described by `text`. `verb` begins its error; `convert` gives the stored form.
 
     `within` is a larger set with an error of its own: a value is read by it first. `json_schema` is the range
     in JSON Schema's words, for documents; it checks nothing.

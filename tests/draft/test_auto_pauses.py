@@ -64,7 +64,7 @@ class SimulatedDevice:
         return (self.num_committed - self.PROMPT_LEN) / (self.clock.now / self.FRAME)
 
 
-def test_it_pauses_only_where_frames_are_launched_ahead():
+def test_auto_pauses_only_where_frames_are_launched_ahead():
     for ahead in (True, False):
         auto = auto_of(ahead=ahead)
         auto.propose([ask(0, NO_MATCH)])
@@ -74,7 +74,7 @@ def test_it_pauses_only_where_frames_are_launched_ahead():
         assert not auto.quiet
 
 
-def test_it_is_not_quiet_while_drafts_await_their_verdict():
+def test_auto_is_not_quiet_while_drafts_await_their_verdict():
     auto = auto_of(ahead=True)
     assert auto.propose([ask(0, REPEATING)])
     assert auto.propose([ask(1, NO_MATCH)]) == []

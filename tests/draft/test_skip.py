@@ -45,7 +45,7 @@ def test_a_model_of_two_layers_is_never_drafted_for():
     assert engine.scheduler.counters.guessed == 0
 
 
-def test_without_a_set_it_is_only_asked_for_steps_of_the_search():
+def test_without_a_set_skip_is_only_called_for_steps_of_the_search():
     engine = skip_engine(planted(LAYERS, 64, keep=EVERY_SUBLAYER), search={"share": 0.02})
     calls, propose = [], engine.proposer.propose
     engine.proposer.propose = lambda asks: calls.append(len(asks)) or propose(asks)
@@ -70,14 +70,14 @@ def test_only_scratch_and_its_own_pages_are_written():
     assert engine.stats()["skip"]["search"]["rounds"] > 3
 
 
-def test_auto_uses_it_where_it_pays():
+def test_auto_uses_skip_where_it_pays():
     engine = skip_engine(proposer="auto")
     generate(engine, 1, 400)
     assert engine.stats()["auto"]["decisions"]["skip"] > 20
     assert engine.scheduler.counters.drafters["skip"].accepted > 100
 
 
-def test_auto_does_not_use_it_where_it_does_not_pay():
+def test_auto_does_not_use_skip_where_it_does_not_pay():
     loaded = planted(LAYERS, 64, keep=EVERY_SUBLAYER)
     engine = skip_engine(loaded, proposer="auto", search={"share": 0.02})
     plain = skip_engine(planted(LAYERS, 64, keep=EVERY_SUBLAYER), proposer="none")

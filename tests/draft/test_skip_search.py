@@ -76,7 +76,7 @@ def test_needed_sublayers_are_kept_and_most_others_skipped(seed):
     assert text.throughput(skipped) > 0.9 * text.throughput(text.best_set())
 
 
-def test_without_a_hint_it_learns_from_scores_alone():
+def test_without_a_hint_the_search_learns_from_scores_alone():
     text = SimulatedText(few_needed(), seed=1)
     gains = []
     for seed in range(5):

@@ -34,7 +34,7 @@ def packed_copy(runner: Runner, quantize: Callable[[torch.Tensor], PackedWeight 
 
 
 def fp8_copy(runner: Runner) -> QuantizedCopy | None:
-    """A copy with float8 linears wherever they were measured to be faster; None where none is."""
+    """A copy with float8 linears for the shapes where they are faster; None if there is none."""
     model = copy_modules(runner.model)
     linears = use_fp8(model)
     shapes = sorted({f"{linear.outputs}×{linear.inputs}" for linear in linears})

@@ -26,7 +26,8 @@ def count_pages(
 ) -> int:
     """As many pages as the memory allows, but no more than `max_num_seqs` sequences of `max_len` tokens use.
 
-    On CUDA room is left for the float32 logits of a frame of `widest` rows and the copies made of them.
+    On CUDA room is left for the logits of a frame of `widest` rows: three copies in the model's dtype and two
+    in float32, while tokens are sampled.
     """
     dtype = pick_dtype(config.dtype, device, arch.checkpoint_dtype)
     page_bytes = kv_page_bytes(arch, dtype)

@@ -221,7 +221,7 @@ class Runner:
                 return self._pass(self._canonical, inputs)
         except RuntimeError as error:
             if self.compiled and "recompile" in str(error):
-                raise GuaranteeLost(f"a compiled layer wanted to be compiled again: {error}") from error
+                raise GuaranteeLost(f"a compiled layer would be compiled again: {error}") from error
             raise
 
     @torch.inference_mode()

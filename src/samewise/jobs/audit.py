@@ -124,7 +124,7 @@ class Auditor:
         prompt = receipt.prompt_token_ids or prompt_ids.get(receipt.prompt_digest)
         if prompt is None:
             return case.finding(
-                Status.UNREADABLE, "it keeps only a digest of its prompt, which is not among those given"
+                Status.UNREADABLE, "it has only its prompt's digest, and no prompt given has that digest"
             )
         params = receipt.params.clone(logprobs=None, prompt_logprobs=None, speculate=True)
         try:

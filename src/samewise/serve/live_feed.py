@@ -29,7 +29,7 @@ MAX_TIMELINE = 64
 
 @dataclass(frozen=True, slots=True)
 class FeedTimes:
-    """Times of the feed in seconds, set by hand for a page that looks alive and rates that can be read."""
+    """Times of the feed in seconds, set by hand for smooth updates and readable rates."""
 
     sample: float = 0.25  # between two samples
     window: float = 2.0  # over which a rate is taken

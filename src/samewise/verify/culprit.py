@@ -19,7 +19,7 @@ def find_culprit(runner: Runner, reference: Placement, other: Placement) -> str:
         _trace(runner, reference), _trace(runner, other), strict=True
     ):
         if not torch.equal(given, other_given):
-            return f"what stands before {name} (attention, rotary or an operator without a module)"
+            return f"an operator before {name} (attention, rotary or one without a module)"
         if not torch.equal(output, other_output):
             return name
     if runner.fused:

@@ -80,7 +80,7 @@ class Auto(Proposer):
         matches = [(ask, match) for ask in asks if (match := self._ngram.find(ask)) is not None]
         if not matches:
             if asks:
-                self._log.explain("no ending of %d sequences was seen before", len(asks))
+                self._log.explain("no suffix match in %d sequences", len(asks))
             return []
         candidates: list[tuple[float, int, int]] = []  # chance, -index in its draft, sequence
         for ask, match in matches:

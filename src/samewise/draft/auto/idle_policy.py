@@ -2,7 +2,7 @@
 
 A frame that may hold drafts can only be launched after the frame before it has landed; without drafts, frames
 follow one another on the device. So asking has a price, a large one where frames are short. It is measured as
-the difference between frames that were asked for and frames that followed at once. When there was nothing to
+the difference between frames launched after `propose` and frames launched ahead. When there was nothing to
 propose, asking pauses. Meanwhile the committed text is still matched, and asking resumes as soon as a match
 promises more than the price.
 

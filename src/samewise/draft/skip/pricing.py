@@ -32,56 +32,60 @@ class PassPricing:
         max_tokens: int,
         tuning: Tuning = DEFAULTS,
     ) -> None:
-        self._weights, self._other, self._kv_bytes = weights, other, kv_bytes
+        self._weights, self._unskippable_bytes, self._kv_bytes = weights, other, kv_bytes
         self._frames, self._max_tokens, self._tuning = frames, max_tokens, tuning
-        self._full = CostCurve(tuning.cost_model)  # seconds of a full pass, by number of sequences
-        self._full_live = 0  # sequences there were when it was last measured
+        self._full_pass_seconds = CostCurve(
+            tuning.cost_model
+        )  # seconds of a full pass, by number of sequences
+        self._full_pass_live = 0  # sequences there were when it was last measured
         self._fixed_share = tuning.skip.fixed_share  # of a full pass, that no skipping saves
-        self._context = 0.0  # bytes of KV that each attention reads now
-        self._own_set = LayerSet()  # the set in use, and the seconds of its passes
-        self._own = CostCurve(tuning.cost_model)
+        self._kv_bytes_read = 0.0  # bytes of KV that each attention reads now
+        self._timed_set = LayerSet()  # the set in use, and the seconds of its passes
+        self._set_seconds = CostCurve(tuning.cost_model)
 
     @property
     def known(self) -> bool:
         """Whether a full pass was ever timed."""
-        return self._full.known
+        return self._full_pass_seconds.known
 
     def set_context(self, num_tokens: int) -> None:
         """So many tokens of all live sequences have KV."""
-        self._context = num_tokens * self._kv_bytes
+        self._kv_bytes_read = num_tokens * self._kv_bytes
 
     def observe_full_pass(self, live: int, seconds: float) -> None:
         """A pass that skips nothing took so long, for so many sequences."""
-        self._full.observe(live, max(seconds, 1e-9))
-        self._full_live = live
+        self._full_pass_seconds.observe(live, max(seconds, 1e-9))
+        self._full_pass_live = live
 
     def observe_draft_pass(self, live: int, skipped: LayerSet, seconds: float) -> None:
         """A pass that skips these took so long, host time included."""
-        if skipped != self._own_set:
-            self._own_set, self._own = skipped, CostCurve(self._tuning.cost_model)
-        self._own.observe(live, seconds)
-        share, full = self._byte_share(skipped), self._full.at(live)
-        if live == self._full_live and share < 1.0 and full > 0:
+        if skipped != self._timed_set:
+            self._timed_set, self._set_seconds = skipped, CostCurve(self._tuning.cost_model)
+        self._set_seconds.observe(live, seconds)
+        share, full = self._byte_share(skipped), self._full_pass_seconds.at(live)
+        if live == self._full_pass_live and share < 1.0 and full > 0:
             tuning = self._tuning.skip
-            fixed = (self._own.at(live) / full - share) / (1.0 - share)
+            fixed = (self._set_seconds.at(live) / full - share) / (1.0 - share)
             fixed = min(tuning.max_fixed_share, max(0.0, fixed))
             self._fixed_share += tuning.fixed_share_weight * (fixed - self._fixed_share)
 
     def pass_seconds(self, skipped: LayerSet, live: int) -> float:
         """Expected seconds of a pass that skips these."""
-        if skipped == self._own_set and self._own.known:
-            return self._own.at(live)
+        if skipped == self._timed_set and self._set_seconds.known:
+            return self._set_seconds.at(live)
         fixed = self._fixed_share
-        return self._full.at(live) * (fixed + (1.0 - fixed) * self._byte_share(skipped))
+        return self._full_pass_seconds.at(live) * (fixed + (1.0 - fixed) * self._byte_share(skipped))
 
     def prices(self, live: int) -> Prices:
         """For the search: seconds of a sublayer of each kind, of all else, and of frames."""
-        full, num_layers = self._full.at(live), len(self._weights)
+        full, num_layers = self._full_pass_seconds.at(live), len(self._weights)
         per_byte = full * (1.0 - self._fixed_share) / self._total_bytes
-        attention = per_byte * (sum(a for a, _ in self._weights) / num_layers + self._context)
+        attention = per_byte * (sum(a for a, _ in self._weights) / num_layers + self._kv_bytes_read)
         mlp = per_byte * sum(m for _, m in self._weights) / num_layers
         frames = tuple(self._frames.cost(live * (k + 1)) for k in range(self._max_tokens + 1))
-        return Prices(live, self._fixed_share * full + per_byte * self._other, attention, mlp, frames)
+        return Prices(
+            live, self._fixed_share * full + per_byte * self._unskippable_bytes, attention, mlp, frames
+        )
 
     def throughput(self, skipped: LayerSet, live: int, chance: float) -> float:
         """Tokens per second of drafts that skip these, at the best length, which may be 0."""
@@ -126,16 +130,16 @@ class PassPricing:
     def copy_seconds(self, num_tokens: int) -> float:
         """Seconds of copying the KV of so many tokens, at the speed at which weights are read."""
         num_bytes = 2.0 * num_tokens * self._kv_bytes * len(self._weights)
-        return num_bytes * self._full.at(1) / self._total_bytes
+        return num_bytes * self._full_pass_seconds.at(1) / self._total_bytes
 
     @property
     def _total_bytes(self) -> float:
         """Read by a full pass."""
-        return self._other + sum(a + m + self._context for a, m in self._weights)
+        return self._unskippable_bytes + sum(a + m + self._kv_bytes_read for a, m in self._weights)
 
     def _byte_share(self, skipped: LayerSet) -> float:
         """The share of a full pass's bytes that a pass without these reads."""
-        saved = sum(self._weights[i][0] + self._context for i in skipped.attention)
+        saved = sum(self._weights[i][0] + self._kv_bytes_read for i in skipped.attention)
         saved += sum(self._weights[i][1] for i in skipped.mlp)
         return max(1e-3, 1.0 - saved / self._total_bytes)
 
