@@ -165,7 +165,7 @@ def test_decisions_are_counted_and_explained(caplog):
         auto.propose([ask(0, REPEATING)])
         auto.propose([ask(1, NO_MATCH)])
     assert "tokens drafted" in caplog.text
-    assert "sequences was seen before" in caplog.text
+    assert "no suffix match in" in caplog.text
     report = auto.stats()["auto"]
     assert report["decisions"] == {"ngram": 1, "none": 1}
     assert len(report["match_acceptance"]) == 13
