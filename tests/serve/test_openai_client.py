@@ -190,7 +190,7 @@ def test_cancelling_frees_the_pages() -> None:
             await stream.close()
             await wait_until(lambda: served.llm._engine.idle)
             task = asyncio.create_task(openai_.completions.create(**request))
-            await wait_until(lambda: served.worker.num_active == 1)
+            await wait_until(lambda: served.llm._engine.scheduler.num_running == 1)
             task.cancel()
             await wait_until(lambda: served.llm._engine.idle and not served.worker.num_active)
             await served.check_idle()
