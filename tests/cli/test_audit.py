@@ -95,7 +95,7 @@ def test_a_hidden_prompt_must_be_given(run, folder, tmp_path):
         path = store.save(tmp_path, llm.receipts(output, params, hide_prompt=True)[0])
     result = run("audit", path, *QUICK)
     assert result.code == 1
-    assert "only a digest of its prompt" in result.out
+    assert "only its prompt's digest" in result.out
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"xyz"\n"abc"\n')
     assert run("audit", path, "--prompts", prompts, *QUICK).code == 0
