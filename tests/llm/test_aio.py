@@ -184,10 +184,10 @@ def test_without_parameters_the_defaults_are_those_of_llm() -> None:
     run_async(work())
 
 
-def test_a_reader_of_the_whole_answer_receives_no_chunks() -> None:
+def test_a_reader_that_is_not_streamed_receives_no_chunks() -> None:
     async def work() -> None:
         async with paced_llm() as llm:
-            with await llm.open("hello", SHORT, whole=True) as reader:
+            with await llm.open("hello", SHORT, streamed=False) as reader:
                 assert await reader.next_chunks() == []
                 assert reader.finished
                 assert bits(reader.output()) == bits(await llm.generate("hello", SHORT))

@@ -154,11 +154,12 @@ class AsyncLLM:
     # ---- requests
 
     async def submit(
-        self, checked: Sequence[CheckedRequest], *, salt: bytes = b"", whole: bool = False
+        self, checked: Sequence[CheckedRequest], *, salt: bytes = b"", streamed: bool = True
     ) -> list[ResponseReader]:
         """Queue checked requests, all of them or none, in one call to the engine's thread.
 
-        `whole`: only the outputs are wanted, so the readers receive no chunks. The caller closes the readers.
+        `streamed=False`: only the outputs are wanted, so the readers receive no chunks. The caller closes the
+        readers.
         """
         loop = asyncio.get_running_loop()
         readers = [_Reader(loop, Mailbox()) for _ in checked]
@@ -167,7 +168,7 @@ class AsyncLLM:
         def add() -> None:
             try:
                 for one, reader in zip(checked, readers, strict=True):
-                    answers.append(self._loop.submit(one, salt=salt, streamed=not whole))
+                    answers.append(self._loop.submit(one, salt=salt, streamed=streamed))
                     self._readers[answers[-1]] = reader
             except BaseException:
                 self._drop(answers)
@@ -184,13 +185,18 @@ class AsyncLLM:
         ]
 
     async def open(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b"", whole: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: bytes = b"",
+        streamed: bool = True,
     ) -> ResponseReader:
         """Check one request in a thread of its own and submit it."""
         params = params or self.default_params
         with self.expecting():  # tokenising a long prompt takes milliseconds
             checked = await asyncio.to_thread(self.intake.check, prompt, params)
-        (reader,) = await self.submit([checked], salt=salt, whole=whole)
+        (reader,) = await self.submit([checked], salt=salt, streamed=streamed)
         return reader
 
     async def stream(
@@ -206,7 +212,7 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
     ) -> RequestOutput:
         """The whole answer. Cancelling the task aborts the request."""
-        with await self.open(prompt, params, salt=salt, whole=True) as reader:
+        with await self.open(prompt, params, salt=salt, streamed=False) as reader:
             while await reader.next_chunks():
                 pass
             return reader.output()
