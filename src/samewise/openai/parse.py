@@ -65,8 +65,8 @@ class DeltaParser(Protocol):
         ...
 
 
-class Intake(Protocol[Checked_co]):
-    """The part of `llm.intake.Intake` that is used here. (That module imports torch, this one must not.)"""
+class RequestChecker(Protocol[Checked_co]):
+    """The part of `llm.intake.RequestChecker` that is used here. (That module imports torch, this one must not.)"""
 
     tokenizer: Any
 
@@ -107,7 +107,7 @@ class ParseOptions:
     max_messages: int = 4096
 
     @classmethod
-    def of(cls, intake: Intake[Any], *, proposer: str, contract_id: str) -> ParseOptions:
+    def of(cls, intake: RequestChecker[Any], *, proposer: str, contract_id: str) -> ParseOptions:
         """The options for a model."""
         return cls(
             defaults=intake.default_params(),
@@ -151,7 +151,7 @@ class ParsedRequest:
         """Number of answers asked for, over all prompts."""
         return self.params.n * (1 if self.chat else len(self.prompts))
 
-    def check(self, intake: Intake[C]) -> list[C]:
+    def check(self, intake: RequestChecker[C]) -> list[C]:
         """Render the chat template, tokenise and check; one result per prompt. Raises ApiError."""
         try:
             prompts: Sequence[Prompt] = self.prompts
@@ -442,10 +442,10 @@ def _quote(value: object) -> str:
 __all__ = [
     "SAMPLING_FIELDS",
     "DeltaParser",
-    "Intake",
     "ParseOptions",
     "ParsedRequest",
     "Prompt",
+    "RequestChecker",
     "parse",
     "read_json",
     "refuse_unsupported",
