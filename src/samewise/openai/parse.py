@@ -66,7 +66,7 @@ class DeltaParser(Protocol):
 
 
 class RequestChecker(Protocol[Checked_co]):
-    """The part of `llm.intake.RequestChecker` that is used here. (That module imports torch, this one must not.)"""
+    """The part of `llm.intake.Intake` that is used here. (That module imports torch, this one must not.)"""
 
     tokenizer: Any
 
