@@ -15,6 +15,12 @@ from samewise.openai.errors import ErrorBody
 
 Document = dict[str, Any]
 
+EVENT_SCHEMA = {
+    "type": "object",
+    "description": "A server-sent event; its data is a chunk as JSON, an error, or [DONE].",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
 STATUSES = {
     "200": "The answer.",
     "400": "The body is wrong; `param` names the field.",
@@ -109,7 +115,7 @@ def _response(endpoint: Endpoint, status: str, refs: Mapping[Any, Any]) -> dict[
     kind = endpoint.reply if status == "200" or endpoint.state else ErrorBody
     content = {"text/plain" if kind is str else "application/json": {"schema": refs[kind]}}
     if status == "200" and endpoint.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT_SCHEMA}
     return {"description": STATUSES[status], "content": content}
 
 
