@@ -21,6 +21,7 @@ from samewise.execute.choices import (
     pick_max_model_len,
 )
 from samewise.execute.load import Loaded
+from samewise.execute.process_state import ProcessState
 from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
 from samewise.kernels.attention.base import PAGE
@@ -56,6 +57,7 @@ class Assembly:
     rope: str  # how rotary positions were fixed, for the contract
     scratch_pages: range  # pages of the layer-set search, outside the scheduler's pool
     platform: dict[str, str]  # contract facts: machine, libraries, numeric switches
+    process: ProcessState  # switches of torch, under which everything canonical runs
 
     @property
     def linear_name(self) -> str:
@@ -67,6 +69,20 @@ def assemble(loaded: Loaded, config: EngineConfig, tuning: Tuning, *, ahead: boo
     """Everything between a loaded model and an engine. `ahead`: see Verifier; by default on CUDA only."""
     machine.pin_environment()
     device = pick_device(config.device)
+    process = ProcessState(device)
+    with process.pinned():
+        return _assemble(loaded, config, tuning, device, process, ahead=ahead)
+
+
+def _assemble(
+    loaded: Loaded,
+    config: EngineConfig,
+    tuning: Tuning,
+    device: torch.device,
+    process: ProcessState,
+    *,
+    ahead: bool | None,
+) -> Assembly:
     platform = _platform_facts(device, numerics.pin_switches(device))
     arch = loaded.arch
     max_model_len = pick_max_model_len(config, arch)
@@ -128,7 +144,7 @@ def assemble(loaded: Loaded, config: EngineConfig, tuning: Tuning, *, ahead: boo
     )
     return Assembly(
         device, runner, sampler, verifier, limits, tried, size_report, frame_rows, linears,
-        rope or "as configured", range(num_pages, num_pages + num_scratch), platform,
+        rope or "as configured", range(num_pages, num_pages + num_scratch), platform, process,
     )  # fmt: skip
 
 

@@ -33,8 +33,9 @@ def certify(
     `model_facts`: digests of the weights and of the model's files.
     """
     runner = parts.runner
-    parts.verifier.probe_sampler()
-    report = probe(runner, max_model_len=parts.limits.max_model_len, operators=len(parts.operators))
+    with parts.process.pinned():
+        parts.verifier.probe_sampler()
+        report = probe(runner, max_model_len=parts.limits.max_model_len, operators=len(parts.operators))
     facts = {
         **model_facts,
         **parts.platform,

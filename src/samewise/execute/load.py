@@ -15,6 +15,7 @@ from samewise import machine, user_cache
 from samewise.config import EngineConfig
 from samewise.errors import BadParameter
 from samewise.execute.choices import pick_device, pick_dtype
+from samewise.execute.process_state import ProcessState
 from samewise.model import folder
 from samewise.model.arch import INSPECTION_VERSION, Arch, inspect_model, read_config
 from samewise.model.digest import config_digests, weights_digest
@@ -39,18 +40,21 @@ class Loaded:
 
 def load(config: EngineConfig) -> Loaded:
     """Resolve, inspect and load the configured model. Refuses one that cannot keep the promise."""
-    machine_facts = machine.pin_environment()
+    machine.pin_environment()
+    device = pick_device(config.device)
+    with ProcessState(device).pinned():
+        return _load(config, device)
+
+
+def _load(config: EngineConfig, device: torch.device) -> Loaded:
     trusted = config.trust_remote_code
     source = resolve(config.model, revision=config.revision, trust_remote_code=trusted)
     model_config = read_config(source, trust_remote_code=trusted)
     arch = _inspect(model_config, trusted=trusted)
-    device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device, arch.checkpoint_dtype)
     model = load_model(source, model_config, dtype=dtype, trust_remote_code=trusted)
     generation = folder.generation_defaults(source)
     facts = {"weights": weights_digest(source)} | config_digests(source)
-    if device.type == "cpu":  # the bits of a CUDA device do not depend on the host's threads
-        facts |= machine_facts
     return Loaded(
         model,
         arch,
