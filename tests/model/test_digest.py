@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from samewise.model.digest import config_digests, weights_digest
+from samewise.errors import GuaranteeLost
+from samewise.model import digest
+from samewise.model.digest import config_digests, model_files, refuse_changed, stamps_of, weights_digest
 from samewise.model.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -46,17 +48,58 @@ def test_config_digests_cover_every_file_that_shapes_text(model_folder):
     assert digests["merges.txt"] == hashlib.sha256(b"merges.txt").hexdigest()
 
 
-def test_digest_is_cached_only_once_the_file_is_two_seconds_old(model_folder, cache):
+@pytest.fixture
+def settled_at_once(monkeypatch):
+    """Digests are cached of files that were just written."""
+    monkeypatch.setattr(digest, "SETTLED_NS", -(10**9))
+
+
+def test_digest_of_a_file_just_written_is_not_cached(model_folder, cache):
+    weights_digest(resolve(str(model_folder)))
+    os.utime(model_folder / "model.safetensors", ns=(1, 1))  # an old mtime, but a new ctime
+    weights_digest(resolve(str(model_folder)))
+    assert not (cache / "facts").exists()  # it may change within one clock tick
+
+
+@pytest.mark.usefixtures("settled_at_once")
+def test_cached_digest_is_used_until_the_file_changes(model_folder, cache):
     source = resolve(str(model_folder))
-    weights_digest(source)
-    assert not (cache / "facts").exists()  # just written: it may change within one clock tick
-    os.utime(model_folder / "model.safetensors", ns=(1, 1))
     first = weights_digest(source)
     (entry,) = (cache / "facts" / "digest").iterdir()
     entry.write_text(json.dumps({**json.loads(entry.read_text()), "value": "f" * 64}))
     assert weights_digest(source) != first  # the cached value was changed above
     os.utime(model_folder / "model.safetensors", ns=(2, 2))
     assert weights_digest(source) == first
+
+
+@pytest.mark.usefixtures("settled_at_once")
+def test_weights_overwritten_in_place_with_their_mtime_restored_have_another_digest(model_folder):
+    source, file = resolve(str(model_folder)), model_folder / "model.safetensors"
+    first = weights_digest(source)
+    before = file.stat()
+    with file.open("r+b") as opened:
+        opened.write(b"WEIGHTS")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_size, after.st_ino, after.st_mtime_ns) == (
+        before.st_size,
+        before.st_ino,
+        before.st_mtime_ns,
+    )
+    assert weights_digest(source) != first
+
+
+def test_a_file_that_changes_while_it_is_loaded_is_named(model_folder):
+    source = resolve(str(model_folder))
+    stamps = stamps_of(model_files(source))
+    refuse_changed(stamps)
+    os.utime(model_folder / "tokenizer.json")
+    with pytest.raises(GuaranteeLost, match=r"tokenizer\.json was changed while it was loaded"):
+        refuse_changed(stamps)
+    stamps = stamps_of(model_files(source))
+    (model_folder / "model.safetensors").unlink()
+    with pytest.raises(GuaranteeLost, match=r"model\.safetensors was changed"):
+        refuse_changed(stamps)
 
 
 def test_weights_digest_is_a_sha256(tmp_path):

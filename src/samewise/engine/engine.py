@@ -24,7 +24,7 @@ from samewise.engine.frame_log import FrameLog
 from samewise.engine.stats import Times, stats_of
 from samewise.engine.weights import CertifiedWeights, WeightUpdate, apply_update, read_update
 from samewise.errors import CallerError
-from samewise.execute.load import Loaded, fingerprint, load
+from samewise.execute.load import Loaded, fingerprint, load, model_facts
 from samewise.schedule.scheduler import Scheduler
 from samewise.types import Ask, Delta, Guide, Request, Span
 from samewise.verify.frame_sizes import recheck_frame_sizes
@@ -71,7 +71,7 @@ class Engine:
         self._next_id = 0
         self._times = Times()
         self._weights = CertifiedWeights(loaded.model)
-        self._model_facts = dict(loaded.facts)
+        self._model_facts = model_facts(loaded, self.runner.model)
         self._certify()
 
     # ---- the loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
@@ -18,12 +19,14 @@ from samewise.execute.choices import pick_device, pick_dtype
 from samewise.execute.process_state import ProcessState
 from samewise.model import folder
 from samewise.model.arch import INSPECTION_VERSION, Arch, inspect_model, read_config
-from samewise.model.digest import config_digests, weights_digest
+from samewise.model.digest import config_digests, model_files, refuse_changed, stamps_of, weights_digest
 from samewise.model.load import load_model
 from samewise.model.resolve import resolve
 
-FINGERPRINT_CHUNK = 1 << 26
-"""Bytes summed at once, to bound the memory of int64 copies; a weighted sum of them fits an int64."""
+MEMORY = "memory:"
+"""Begins the fact `weights` of a model that did not come from files, or was changed since."""
+FINGERPRINT_PIECE = 1 << 24
+"""Bytes hashed at once by one thread, and held of a tensor on a device. Part of the fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +55,13 @@ def _load(config: EngineConfig, device: torch.device) -> Loaded:
     model_config = read_config(source, trust_remote_code=trusted)
     arch = _inspect(model_config, trusted=trusted)
     dtype = pick_dtype(config.dtype, device, arch.checkpoint_dtype)
-    model = load_model(source, model_config, dtype=dtype, trust_remote_code=trusted)
-    generation = folder.generation_defaults(source)
+    stamps = stamps_of(model_files(source))
     facts = {"weights": weights_digest(source)} | config_digests(source)
-    return Loaded(
-        model,
-        arch,
-        facts,
-        folder.read_tokenizer(source, trust_remote_code=trusted),
-        generation,
-        folder.eos_ids(generation, model_config),
-    )
+    model = load_model(source, model_config, dtype=dtype, device=device, trust_remote_code=trusted)
+    generation = folder.generation_defaults(source)
+    tokenizer = folder.read_tokenizer(source, trust_remote_code=trusted)
+    refuse_changed(stamps)
+    return Loaded(model, arch, facts, tokenizer, generation, folder.eos_ids(generation, model_config))
 
 
 def _inspect(model_config: Any, *, trusted: bool) -> Arch:
@@ -78,21 +77,45 @@ def _inspect(model_config: Any, *, trusted: bool) -> Arch:
     return arch
 
 
-def fingerprint(model: nn.Module) -> str:
-    """A digest of weights in memory, computed on their device: the contract's fact after an update.
+def model_facts(loaded: Loaded, model: nn.Module) -> dict[str, str]:
+    """The contract facts of a loaded model: those of its files, or of its tensors if it came without files.
 
-    Integer sums of the bytes, weighted by index: exact, so the order of summation cannot show.
+    `model` is the loaded one as it is run.
     """
+    facts = dict(loaded.facts)
+    if facts.get("weights", MEMORY).startswith(MEMORY):  # may have been changed since they were made
+        facts["weights"] = fingerprint(model)
+    return facts
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 over every parameter and buffer in memory: name, shape, dtype and bytes.
+
+    Tensors are hashed in pieces, by several threads (hashing releases the interpreter lock), and copied from
+    a device piece by piece.
+    """
+    tensors = sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items())
+    for device in {tensor.device for _, tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)  # the threads below do not wait for this thread's stream
     digest = sha256()
-    for name, tensor in sorted(model.named_parameters()):
-        bits = tensor.detach().contiguous().view(torch.uint8).flatten()
-        sums = []
-        for chunk in torch.split(bits, FINGERPRINT_CHUNK):
-            index = torch.arange(chunk.numel(), device=chunk.device, dtype=torch.int64)
-            mixed = (chunk.long() + 1) * ((index * 0x9E3779B1 + 0x7F4A7C15) & 0x3FFFFFFF)
-            sums.append(int(mixed.sum()))
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), sums)).encode())
-    return "memory:" + digest.hexdigest()
+    with ThreadPoolExecutor(max_workers=machine.num_cores()) as pool:
+        pieces = [(name, tensor, pool.map(_piece_digest, _pieces(tensor))) for name, tensor in tensors]
+        for name, tensor, digests in pieces:
+            header = repr((name, tuple(tensor.shape), str(tensor.dtype)))
+            digest.update(header.encode() + b"".join(digests))
+    return MEMORY + digest.hexdigest()
+
+
+def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Runs of rows, each of about FINGERPRINT_PIECE bytes; views of the tensor."""
+    rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+    if rows.numel() == 0:
+        return []
+    return list(torch.split(rows, max(1, FINGERPRINT_PIECE * rows.shape[0] // rows.nbytes)))
+
+
+def _piece_digest(piece: torch.Tensor) -> bytes:
+    return sha256(piece.cpu().contiguous().view(torch.uint8).numpy().data).digest()
 
 
 def refuse_other_vocabulary(loaded: Loaded, draft: Loaded, name: str) -> None:
@@ -117,4 +140,4 @@ def refuse_other_vocabulary(loaded: Loaded, draft: Loaded, name: str) -> None:
         )
 
 
-__all__ = ["FINGERPRINT_CHUNK", "Loaded", "fingerprint", "load", "refuse_other_vocabulary"]
+__all__ = ["FINGERPRINT_PIECE", "Loaded", "fingerprint", "load", "model_facts", "refuse_other_vocabulary"]

@@ -1,12 +1,19 @@
-"""SHA-256 digests of a model's files, as the contract states them; cached by path, size, mtime and inode."""
+"""SHA-256 digests of a model's files, as the contract states them.
+
+Cached by path, size, inode, mtime and ctime. A program may set a file's mtime to any value; ctime is the time
+of the last change by the system's own clock.
+"""
 
 import hashlib
 import re
 import time
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from samewise import user_cache
+from samewise.errors import GuaranteeLost
 from samewise.model.source import Source, weight_files
 
 CONFIG_FILES = re.compile(
@@ -15,7 +22,42 @@ CONFIG_FILES = re.compile(
 )
 SETTLED_NS = 2_000_000_000
 """Nanoseconds a file must be unchanged before its digest is cached: the coarsest file-system clock (FAT's)
-ticks every 2 s, and within one tick a file can change without changing its mtime."""
+ticks every 2 s, and within one tick a file can change without changing its mtime or ctime."""
+
+
+class FileStamp(NamedTuple):
+    """What shows that a file was changed."""
+
+    size: int
+    inode: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> "FileStamp":
+        """The file's stamp now."""
+        stat = path.stat()
+        return cls(stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def model_files(source: Source) -> list[Path]:
+    """Every file that digests are made of: weights, configuration, tokenizer."""
+    return [*weight_files(source.path), *_config_files(source)]
+
+
+def stamps_of(paths: Iterable[Path]) -> dict[Path, FileStamp]:
+    """The stamps of files, to be compared later with `refuse_changed`."""
+    return {path: FileStamp.of(path) for path in paths}
+
+
+def refuse_changed(stamps: Mapping[Path, FileStamp]) -> None:
+    """Raise GuaranteeLost if a file is no longer the one whose stamp was taken."""
+    for path, stamp in stamps.items():
+        if not path.exists() or FileStamp.of(path) != stamp:
+            raise GuaranteeLost(
+                f"{path} was changed while it was loaded, so the model in memory may not be the one that the "
+                "contract names; wait until the file is complete and start again"
+            )
 
 
 def weights_digest(source: Source) -> str:
@@ -31,28 +73,24 @@ def weights_digest(source: Source) -> str:
 
 def config_digests(source: Source) -> dict[str, str]:
     """File name -> sha256: config, tokenizer, chat template and generation defaults, sorted by name."""
-    return {
-        path.name: file_digest(path)
-        for path in sorted(source.path.iterdir())
-        if CONFIG_FILES.fullmatch(path.name) and path.is_file()
-    }
+    return {path.name: file_digest(path) for path in _config_files(source)}
+
+
+def _config_files(source: Source) -> list[Path]:
+    files = sorted(source.path.iterdir())
+    return [path for path in files if CONFIG_FILES.fullmatch(path.name) and path.is_file()]
 
 
 def file_digest(path: Path) -> str:
     """sha256 of a file, from the cache where the file has not changed since."""
     real = path.resolve()
-    stat = real.stat()
-    key: dict[str, str | int] = {
-        "path": str(real),
-        "size": stat.st_size,
-        "mtime_ns": stat.st_mtime_ns,
-        "inode": stat.st_ino,
-    }
+    stamp = FileStamp.of(real)
+    key: dict[str, str | int] = {"path": str(real), **stamp._asdict()}
     cached = user_cache.get("digest", key)
     if isinstance(cached, str) and len(cached) == 64:
         return cached
     digest = sha256_of(real)
-    if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
+    if time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) > SETTLED_NS:
         user_cache.put("digest", key, digest)
     return digest
 
@@ -63,4 +101,13 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-__all__ = ["config_digests", "file_digest", "sha256_of", "weights_digest"]
+__all__ = [
+    "FileStamp",
+    "config_digests",
+    "file_digest",
+    "model_files",
+    "refuse_changed",
+    "sha256_of",
+    "stamps_of",
+    "weights_digest",
+]

@@ -20,9 +20,9 @@ PROGRESS_BYTES = 2**31  # above 2 GiB of weights loading takes seconds, and show
 
 
 def load_model(
-    source: Source, config: Any, *, dtype: torch.dtype, trust_remote_code: bool
+    source: Source, config: Any, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """The model on the CPU with its modules wrapped; its attention is not yet bound to KV pages."""
+    """The model on its device with its modules wrapped; its attention is not yet bound to KV pages."""
     with _progress_bar_if_large(source):
         model = AutoModelForCausalLM.from_pretrained(
             source.path,
@@ -32,7 +32,20 @@ def load_model(
             trust_remote_code=trust_remote_code,
             local_files_only=True,
         )
+    model.to(device)
+    own_memory(model)
     return wrap_modules(model)
+
+
+def own_memory(model: nn.Module) -> None:
+    """Copy every tensor that is mapped from a file: an overwritten file would change it in memory.
+
+    Only a storage with memory of its own can be resized, which tells the two apart. Tensors that were
+    converted to another dtype have memory of their own already.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
 
 
 @contextmanager
@@ -61,4 +74,4 @@ def wrap_modules(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval().requires_grad_(requires_grad=False)
 
 
-__all__ = ["load_model", "wrap_modules"]
+__all__ = ["load_model", "own_memory", "wrap_modules"]
