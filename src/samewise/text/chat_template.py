@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from samewise.errors import BadPrompt
+from samewise.text.date_format import format_date
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -74,7 +75,7 @@ def pin_date(template: str, date: str | None) -> str:
     else:
         day = dt.datetime.fromisoformat(date)
         formats = sorted({text for _, text in re.findall(r"strftime_now\(\s*(['\"])(.*?)\1", template)})
-        days = json.dumps({text: day.strftime(text) for text in formats})
+        days = json.dumps({text: format_date(day, text) for text in formats})
         pinned = (
             "{%- macro strftime_now(format) %}{%- if format not in " + days + " %}"
             "{{ raise_exception('the date format ' ~ format ~ ' is not written out in the template') }}"
