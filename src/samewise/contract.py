@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-ENGINE_VERSION = "3"
+ENGINE_VERSION = "4"
 """Raised whenever this package's own arithmetic changes: noise, sampling rule, frame layout, sums of rows."""
 
 ABSENT = "(absent)"

@@ -18,6 +18,7 @@ from samewise.execute.logit_edits import LogitEditor
 from samewise.execute.sampling import Sampler, SamplerOutput
 from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels import noise
+from samewise.kernels.cpu_sampling import pick_row_math
 from samewise.types import Sampling
 
 CPU = torch.device("cpu")
@@ -190,7 +191,7 @@ def test_filters_keep_the_tokens_that_the_reference_keeps(
     expected = kept_by_reference(logits, sampling)
     row = torch.tensor(logits)
     gap = (row.amax() - row) / temperature
-    by_row = set((gap <= filters.max_gap(gap, sampling)).nonzero()[:, 0].tolist())
+    by_row = set((gap <= filters.max_gap(gap.numpy(), sampling, pick_row_math())).nonzero()[:, 0].tolist())
     rows = torch.stack([torch.full_like(row, 3.0), row])
     filtered = block_sampler(len(raw))._filtered(rows, [SamplingRow(1, sampling, (), (), 0)])
     assert by_row == expected
@@ -200,8 +201,8 @@ def test_filters_keep_the_tokens_that_the_reference_keeps(
 
 def test_equal_logits_stay_or_go_together() -> None:
     logits = torch.zeros(1, 300)
-    gap = torch.zeros(300)
-    assert filters.max_gap(gap, Sampling(temperature=1.0, top_k=1)) == 0.0
+    gap = np.zeros(300, dtype=np.float32)
+    assert filters.max_gap(gap, Sampling(temperature=1.0, top_k=1), pick_row_math()) == 0.0
     assert filters.max_gap(gap, Sampling(temperature=1.0, top_p=0.01)) == 0.0
     sampled = {sample_one(logits, make_row(temperature=1.0, top_k=2, position=p)) for p in range(100)}
     assert len(sampled) > 50

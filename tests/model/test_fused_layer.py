@@ -15,6 +15,7 @@ from samewise.kernels.attention.base import PAGE, Rows
 from samewise.kernels.attention.cpu import TorchKernel
 from samewise.kernels.attention.native import NativeKernel
 from samewise.kernels.native import build as native_build
+from samewise.kernels.native import calls
 from samewise.kv.store import KVStore
 from samewise.model import fused_layer
 from samewise.model.arch import inspect_model, layer_list
@@ -194,7 +195,7 @@ def test_portable_build_gives_the_same_bits(tmp_path, monkeypatch):
     target = tmp_path / "portable.so"
     native_build.build(target, ("-DSAMEWISE_PORTABLE",))
     entry = native_build.load_library(target).samewise_layer
-    entry.argtypes = [ctypes.POINTER(fused_layer._Layer), ctypes.POINTER(fused_layer._Visit)]
+    entry.argtypes = [ctypes.POINTER(calls.Layer), ctypes.POINTER(calls.Visit)]
     monkeypatch.setattr(fused_layer, "_entry", lambda: entry)
     assert torch.equal(bits(run_layer(fuse_layer(layer), *inputs)), expected)
 

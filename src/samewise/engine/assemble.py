@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from samewise import machine
 from samewise.config import EngineConfig
@@ -25,9 +26,9 @@ from samewise.execute.process_state import ProcessState
 from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
 from samewise.kernels.attention.base import PAGE
-from samewise.kernels.linear import packed
+from samewise.kernels.cpu_sampling import pick_row_math
 from samewise.model.linear import pack_linears, stack_siblings
-from samewise.model.rope import pin_rope
+from samewise.model.rope import frequencies_digest, pin_rope, use_exact_frequencies
 from samewise.model.surgery import copy_modules
 from samewise.schedule.limits import Limits
 from samewise.verify import operators
@@ -59,11 +60,6 @@ class Assembly:
     platform: dict[str, str]  # contract facts: machine, libraries, numeric switches
     process: ProcessState  # switches of torch, under which everything canonical runs
 
-    @property
-    def linear_name(self) -> str:
-        """The linears' name in the contract."""
-        return packed.kernel_name() if self.linears == "native" else "torch"
-
 
 def assemble(loaded: Loaded, config: EngineConfig, tuning: Tuning, *, ahead: bool | None) -> Assembly:
     """Everything between a loaded model and an engine. `ahead`: see Verifier; by default on CUDA only."""
@@ -87,7 +83,6 @@ def _assemble(
     arch = loaded.arch
     max_model_len = pick_max_model_len(config, arch)
     linears = pick_linear(config.linear, device)
-    linear_name = packed.kernel_name() if linears == "native" else "torch"
     frame_rows = pick_frame_rows(config, device, linears)
     kernel = pick_kernel(config.attention, device)
     compiled = device.type == "cuda" if config.compile is None else config.compile
@@ -95,7 +90,7 @@ def _assemble(
     if device.type == "cuda":  # on a CPU the wider product is no faster
         stack_siblings(loaded.model)  # before any graph is captured: stacking moves the weights
     model = copy_modules(loaded.model)  # another engine may run over the same weights
-    rope = pin_rope(model, max_model_len)
+    rope = _fix_rope(model, max_model_len)
     if linears == "native":
         pack_linears(model)
     sizes: tuple[int, ...] = (frame_rows,)
@@ -106,7 +101,7 @@ def _assemble(
     elif config.frame_sizes is not None:
         log.warning("frame_sizes is not used: %s has products that are not linears", arch.model_type)
     tried = operators.check_linears(
-        model, frame_rows, platform | {"linear": linear_name}, sizes, stacked=compiled
+        model, frame_rows, platform | {"linear": linears}, sizes, stacked=compiled
     )
     num_pages = count_pages(config, arch, max_model_len, device, widest=sizes[-1])
     window = tuning.search.window
@@ -124,7 +119,9 @@ def _assemble(
         device=device,
         compile=compiled,
     )
-    sampler = Sampler(arch.vocab, device)
+    on_cpu = device.type == "cpu"
+    row_math = pick_row_math(native=linears == "native") if on_cpu else None
+    sampler = Sampler(arch.vocab, device, row_math=row_math)
     size_report = select_frame_sizes(runner, platform, max_model_len)
     verifier = Verifier(runner, sampler, ahead=device.type == "cuda" if ahead is None else ahead)
     limits = Limits(
@@ -144,8 +141,16 @@ def _assemble(
     )
     return Assembly(
         device, runner, sampler, verifier, limits, tried, size_report, frame_rows, linears,
-        rope or "as configured", range(num_pages, num_pages + num_scratch), platform, process,
+        rope, range(num_pages, num_pages + num_scratch), platform, process,
     )  # fmt: skip
+
+
+def _fix_rope(model: nn.Module, max_model_len: int) -> str:
+    """Fix the frequencies of rotary positions. Returns the contract's fact: longrope's choice, the bits."""
+    choice = pin_rope(model, max_model_len)
+    use_exact_frequencies(model)
+    digest = frequencies_digest(model)
+    return digest if choice is None else f"{choice}, {digest}"
 
 
 def _platform_facts(device: torch.device, switches: dict[str, str]) -> dict[str, str]:

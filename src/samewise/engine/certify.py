@@ -13,6 +13,7 @@ from samewise.execute import numerics
 from samewise.execute.load import Loaded
 from samewise.kernels.attention.base import PAGE
 from samewise.text import grammar
+from samewise.text.text_trial import text_fact
 from samewise.verify.probe import ProbeReport, probe
 
 log = logging.getLogger("samewise")
@@ -38,23 +39,39 @@ def certify(
         report = probe(runner, max_model_len=parts.limits.max_model_len, operators=len(parts.operators))
     facts = {
         **model_facts,
-        **parts.platform,
+        **arithmetic_facts(parts),
         "architecture": loaded.arch.model_type,
-        "attention": runner.kernel.name,
-        "compile": numerics.compiler_name(parts.device) if runner.compiled else "off",
+        "context": str(parts.limits.max_model_len),  # an answer ends where the context does
         "date": config.date or "none",
-        "dtype": str(next(runner.model.parameters()).dtype).removeprefix("torch."),
-        "frame rows": str(parts.frame_rows),
         "grammar": grammar.version(),
-        "layers": "native" if runner.fused else "modules",
-        "linear": parts.linear_name,
-        "page": str(PAGE),
         "probe": report.digest,
         "rope": parts.rope,
+        "text": text_fact(loaded.tokenizer, config.date),
     }
     contract = Contract.of(facts)
     log.info("contract %s, certified by %d frames", contract, report.frames)
     return Certificate(contract, report)
+
+
+def arithmetic_facts(parts: Assembly) -> dict[str, str]:
+    """Which arithmetic gives the bits; and the machine with its libraries, unless all of it is our own.
+
+    Where every float operation of a frame and of the sampler is a native kernel's, the bits are those that
+    `kernels/native/expected.py` states, on any machine, at any number of rows and threads.
+    """
+    runner = parts.runner
+    facts = {
+        "attention": runner.kernel.name,
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "layers": "native" if runner.fused else "modules",
+        "linear": parts.linears,
+        "page": str(PAGE),
+        "sampler": parts.sampler.name,
+    }
+    if runner.portable and parts.sampler.name == "native":
+        return facts | {"machine": "any"}
+    compiled = numerics.compiler_name(parts.device) if runner.compiled else "off"
+    return facts | parts.platform | {"compile": compiled, "frame rows": str(parts.frame_rows)}
 
 
 def settings_of(parts: Assembly, config: EngineConfig) -> dict[str, str | int | bool | None]:
@@ -72,4 +89,4 @@ def settings_of(parts: Assembly, config: EngineConfig) -> dict[str, str | int | 
     }
 
 
-__all__ = ["Certificate", "certify", "settings_of"]
+__all__ = ["Certificate", "arithmetic_facts", "certify", "settings_of"]

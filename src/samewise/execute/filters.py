@@ -7,32 +7,41 @@ order, and tokens of equal logits stay or go together.
 
 from __future__ import annotations
 
+import functools
 import math
+from decimal import Decimal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from samewise.kernels.cpu_sampling import RowMath
 from samewise.types import Sampling
 
 
 def min_p_gap(sampling: Sampling) -> float:
     """The gap at which a token's probability is min_p times the largest; infinite without min_p."""
-    return -math.log(min(sampling.min_p, 1.0)) if sampling.min_p > 0.0 else math.inf
+    return _min_p_gap(min(sampling.min_p, 1.0)) if sampling.min_p > 0.0 else math.inf
 
 
-def max_gap(gap: Tensor, sampling: Sampling) -> float:
+@functools.lru_cache(maxsize=256)
+def _min_p_gap(min_p: float) -> float:
+    return float(-Decimal(min_p).ln())  # correctly rounded; a C library's logarithm need not be
+
+
+def max_gap(gap: npt.NDArray[np.float32], sampling: Sampling, row_math: RowMath) -> float:
     """The largest gap of [V] that min-p, top-k and top-p keep. For one row on a CPU."""
     vocab = gap.shape[0]
     by_min_p = float(np.float32(min_p_gap(sampling)))
     if not 0 < sampling.top_k < vocab and sampling.top_p >= 1.0:
         return by_min_p
-    ordered = np.sort(gap.numpy())
+    ordered = np.sort(gap)
     num_kept = max(1, int(np.searchsorted(ordered, np.float32(by_min_p), side="right")))
     if 0 < sampling.top_k < num_kept:
         num_kept = int(np.searchsorted(ordered, ordered[sampling.top_k - 1], side="right"))
     if sampling.top_p < 1.0:
-        mass = masses(torch.from_numpy(ordered)).numpy()[:num_kept].cumsum()
+        mass = row_math.masses(ordered[:num_kept], _mass_bits(vocab)).cumsum()
         limit = max(1, math.ceil(float(mass[-1]) * sampling.top_p))
         num_kept = min(num_kept, int(np.searchsorted(mass, limit)) + 1)
     return float(ordered[num_kept - 1])
@@ -66,7 +75,11 @@ def masses(gap: Tensor) -> Tensor:
 
 def mass_bits(row: Tensor) -> int:
     """Fraction bits of a mass, such that a sum over the last dimension stays below 2**62."""
-    return 62 - row.shape[-1].bit_length()
+    return _mass_bits(row.shape[-1])
+
+
+def _mass_bits(vocab: int) -> int:
+    return 62 - vocab.bit_length()
 
 
 __all__ = ["gaps", "mass_bits", "masses", "max_gap", "max_gaps", "min_p_gap"]

@@ -28,6 +28,7 @@ from samewise.model.arch import Arch, layer_list
 from samewise.model.attention_binding import bind_attention
 from samewise.model.fused_layer import fuse_layer, unfusable_reason
 from samewise.model.linear import FrameLinear
+from samewise.model.native_modules import use_native_modules
 from samewise.model.row_pieces import Pieces, is_norm, norm_width, use_pieces
 from samewise.model.surgery import copy_modules, with_layers
 from samewise.model.views import LayerViews
@@ -121,6 +122,8 @@ class Runner:
         self._compiler = LayerCompiler(device)
         self.fused = self.native and not compile and self._fusable()
         """Whether each layer is one call of the native CPU kernels instead of its modules'."""
+        self.portable = self.fused and self._use_native_modules()
+        """Whether every float operation of a frame is a native kernel's: no bit depends on the machine."""
         self._canonical = (
             self._compiler.compile_model(self.model, arch) if compile else self._with_fused_layers(self.model)
         )
@@ -190,7 +193,9 @@ class Runner:
         keep = None if wanted is None else self._rows_to_keep(wanted, num_used, staging)
         if keep is None or staging.num_kept:
             return pack_frame(spans, staging, keep), keep
-        return replace(pack_frame(spans, staging), keep=torch.tensor(keep, dtype=torch.int64)), keep
+        return replace(
+            pack_frame(spans, staging), keep=torch.tensor(keep, dtype=torch.int64, device="cpu")
+        ), keep
 
     def _rows_to_keep(self, wanted: list[int], num_used: int, staging: StagingBuffer) -> list[int] | None:
         """The rows to run the head on: the wanted ones, and others up to a number of rows it may run at."""
@@ -341,6 +346,12 @@ class Runner:
         if first is not None:
             log.info("layers run as their modules: of layer %d, %s", *first)
         return first is None
+
+    def _use_native_modules(self) -> bool:
+        reason = use_native_modules(self.model, self.arch)
+        if reason is not None:
+            log.info("the contract names this machine: of the model, %s", reason)
+        return reason is None
 
     def _with_fused_layers(self, model: nn.Module) -> nn.Module:
         """A copy of the model with one native call per layer, where that is possible; else the model."""

@@ -8,9 +8,8 @@ before any of this.
 The frame rule: a row's result depends on its own logits and its own SamplingRow, bit for bit, never on its
 index or the other rows. Two ways to keep it:
 
-- CPU: exp and log differ in the last bit between torch's vector loop and its scalar tail, and where the tail
-  begins depends on the flat offset. So they only ever see a tensor of V elements made for one row. Exact
-  operations (argmax, comparisons, sums of integers, single additions and divisions) may see any shape.
+- CPU: exp, log and sums of one row at a time (`kernels.cpu_sampling`). Exact operations (comparisons, sums of
+  integers, single additions and divisions) may see any shape.
 - CUDA: exp and log are the same function of every element, in any block [R, V]. Sums are sums of integers, so
   the order of summation cannot show (`kernels.sampling`).
 """
@@ -30,6 +29,7 @@ from samewise.execute.filters import gaps, mass_bits, max_gap, max_gaps, min_p_g
 from samewise.execute.logit_edits import LogitEditor, send
 from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels import noise
+from samewise.kernels.cpu_sampling import RowMath, RowStats, pick_row_math
 from samewise.types import Sampling, TopLogprobs
 
 MIN_TEMPERATURE = 1e-5
@@ -49,17 +49,34 @@ class _Scale(NamedTuple):
     top: Tensor  # [R] float32
     log_sum: Tensor  # [R] float32
 
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """[R] logits, one per row → log-probabilities. Of a certain token +0.0, by every way."""
+        return logits - self.top - self.log_sum
+
 
 class Sampler:
     """Samples tokens, scores given ones, ranks the likeliest. Keeps no state between calls.
 
-    `by_row`: rows are processed one at a time. Needed on CPU; by default it is chosen by the device.
+    `by_row`: rows are processed one at a time, by `row_math`. On CPU; by default it is chosen by the device.
     """
 
-    def __init__(self, vocab: int, device: torch.device, *, by_row: bool | None = None) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        device: torch.device,
+        *,
+        by_row: bool | None = None,
+        row_math: RowMath | None = None,
+    ) -> None:
         self._vocab, self._device = vocab, device
         self._by_row = device.type == "cpu" if by_row is None else by_row
+        self._row_math = (row_math or pick_row_math()) if self._by_row else None
         self._editor = LogitEditor(vocab, device, unpack_on_host=self._by_row)
+
+    @property
+    def name(self) -> str:
+        """For the contract: which functions compute exp and log."""
+        return "triton" if self._row_math is None else self._row_math.name
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
         """A token for every row of [R, V] float32; rows without a SamplingRow get the plain argmax.
@@ -67,14 +84,15 @@ class Sampler:
         Without SamplingRows the logits may also be of the model's 16-bit dtype: the result is the same.
         """
         rows = [row for row in rows if not row.sampling.plain]
-        if self._by_row:
-            return self._sample_by_row(logits, rows)
+        if self._row_math is not None:
+            return self._sample_by_row(logits, rows, self._row_math)
         tokens, top, log_sum = self._measure(logits)
         if not rows:
-            return SamplerOutput(tokens, log_sum.neg())  # the chosen logit is the largest
+            # The chosen logit is the largest. Subtracted, not negated: a certain token has +0.0, never -0.0.
+            return SamplerOutput(tokens, 0.0 - log_sum)
         tokens = self._sample_block(logits, rows)
         chosen = logits.gather(1, tokens[:, None])[:, 0].float()
-        return SamplerOutput(tokens, chosen - top - log_sum)
+        return SamplerOutput(tokens, _Scale(top, log_sum).logprobs(chosen))
 
     def score(self, logits: Tensor, rows: Sequence[int], targets: Sequence[int]) -> Tensor:
         """Log-probability of targets[i] under row rows[i]: float32, the bits `sample` gives that token."""
@@ -82,7 +100,7 @@ class Sampler:
             return torch.empty(0, dtype=torch.float32, device=logits.device)
         scale = self._scale(logits, rows)
         where = self._send(np.array([rows, targets]))
-        return logits[where[0], where[1]] - scale.top - scale.log_sum
+        return scale.logprobs(logits[where[0], where[1]])
 
     def top(self, logits: Tensor, rows: Sequence[int], nums: Sequence[int]) -> list[TopLogprobs]:
         """The nums[i] likeliest tokens of row rows[i] (-1: all), by falling value, then by rising id."""
@@ -111,10 +129,10 @@ class Sampler:
         of: the model's probability when greedy, scaled logits plus noise when sampled.
         """
         rows = [row for row in rows if not row.sampling.plain]
-        if self._by_row:
+        if self._row_math is not None:
             scores = logits.clone() if rows else logits
             for row in rows:
-                scores[row.row] = self._row_scores(logits[row.row : row.row + 1], row)
+                scores[row.row] = self._row_scores(logits[row.row : row.row + 1], row, self._row_math)
         else:
             scores = self._block_scores(logits, rows) if rows else logits
         best, ids = scores.topk(num)
@@ -122,29 +140,27 @@ class Sampler:
 
     # ── by row: CPU ──────────────────────────────────────────────────────────────────────────────
 
-    def _sample_by_row(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
-        num_rows = logits.shape[0]
-        block = logits.numpy()
-        # NumPy promises the first of equal maxima, and is several times faster than torch at this.
-        tokens = block.argmax(-1)
-        scale = self._scale(logits, range(num_rows), tokens)
+    def _sample_by_row(self, logits: Tensor, rows: Sequence[SamplingRow], row_math: RowMath) -> SamplerOutput:
+        stats = row_math.stats(logits)
+        tokens = torch.from_numpy(stats.tokens)
         for row in rows:
-            scores = self._row_scores(logits[row.row : row.row + 1], row)
-            tokens[row.row] = int(scores.numpy().argmax())
-        chosen = torch.from_numpy(block[np.arange(num_rows), tokens])
-        return SamplerOutput(torch.from_numpy(tokens), chosen - scale.top - scale.log_sum)
+            scores = self._row_scores(logits[row.row : row.row + 1], row, row_math)
+            tokens[row.row] = int(scores.numpy().argmax())  # NumPy promises the first of equal maxima
+        chosen = logits.gather(1, tokens[:, None])[:, 0]
+        return SamplerOutput(tokens, _scale_of(stats).logprobs(chosen))
 
-    def _row_scores(self, logits: Tensor, row: SamplingRow) -> Tensor:
+    def _row_scores(self, logits: Tensor, row: SamplingRow, row_math: RowMath) -> Tensor:
         """[1, V] → the scores the argmax is taken of, [V]."""
         sampling = row.sampling
         if sampling.edited:
             logits = self._editor.apply(logits, [row._replace(row=0)])
         if sampling.temperature == 0.0:
             return logits[0]
-        gap = (logits.amax() - logits[0]).div_(_temperature(sampling))
-        if sampling.filtered:
-            gap.masked_fill_(gap > max_gap(gap, sampling), math.inf)
-        return noise.gumbel(torch.tensor([_noise_key(row)]), self._vocab)[0].sub_(gap)
+        temperature = _temperature(sampling)
+        limit = (
+            max_gap(_row_gaps(logits[0], temperature), sampling, row_math) if sampling.filtered else math.inf
+        )
+        return row_math.scores(logits[0], temperature, _noise_key(row), limit)
 
     # ── by block: CUDA ───────────────────────────────────────────────────────────────────────────
 
@@ -194,34 +210,29 @@ class Sampler:
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _scale(
-        self, logits: Tensor, rows: Sequence[int], best: npt.NDArray[np.int64] | None = None
-    ) -> _Scale:
-        """Of the given rows, in that order. `best` are their argmaxes where known."""
-        if not self._by_row:
+    def _scale(self, logits: Tensor, rows: Sequence[int]) -> _Scale:
+        """Of the given rows, in that order."""
+        if self._row_math is None:
             _, top, log_sum = self._measure(logits)
             where = self._send(np.array(rows))
             return _Scale(top[where], log_sum[where])
-        scratch = torch.empty(self._vocab)
-        measured: dict[int, tuple[float, float]] = {}
-        for i, row in enumerate(rows):
-            if row not in measured:
-                token = None if best is None else int(best[i])
-                measured[row] = _measure_row(logits[row], scratch, token)
-        pairs = torch.tensor([measured[row] for row in rows], dtype=torch.float32)
-        return _Scale(pairs[:, 0], pairs[:, 1])
+        unique, inverse = np.unique(np.array(rows), return_inverse=True)
+        stats = _scale_of(self._row_math.stats(logits[torch.from_numpy(unique)]))
+        return _Scale(stats.top[inverse], stats.log_sum[inverse])
 
     def _send(self, array: npt.NDArray[Any]) -> Tensor:
         return send(array, self._device)
 
 
-def _measure_row(row: Tensor, scratch: Tensor, best: int | None) -> tuple[float, float]:
-    """Largest logit, and log of the sum of exp(logit - largest).
+def _scale_of(stats: RowStats) -> _Scale:
+    return _Scale(torch.from_numpy(stats.top), torch.from_numpy(stats.log_sum))
 
-    `scratch` is [V] and newly allocated, hence aligned: exp and sum always see one shape and alignment.
-    """
-    top = row.amax() if best is None else row[best]
-    return top.item(), math.log(torch.sub(row, top, out=scratch).exp_().sum().item())
+
+def _row_gaps(logits: Tensor, temperature: float) -> npt.NDArray[np.float32]:
+    """(largest - logit) / temperature of [V], in float32."""
+    row = logits.numpy()
+    gaps: npt.NDArray[np.float32] = (row.max() - row) / np.float32(temperature)
+    return gaps
 
 
 def _temperature(sampling: Sampling) -> float:

@@ -23,6 +23,7 @@ from samewise.kernels.attention.native import raise_if_failed as raise_for_atten
 from samewise.kernels.linear.packed import PackedWeight
 from samewise.kernels.linear.packed import raise_if_failed as raise_for_linear
 from samewise.kernels.native import build as native_build
+from samewise.kernels.native.calls import Layer, Norm, Side, Visit
 from samewise.model.activation import FrameActivation
 from samewise.model.attention_binding import AttentionBinding
 from samewise.model.linear import FrameLinear
@@ -36,46 +37,10 @@ CHECK_ROWS = 5  # rows a layer is compared on with its modules
 CHECK_TOLERANCE = 1e-4  # of the largest element: above the rounding between two orders of summation
 
 
-class _Norm(ctypes.Structure):
-    """Mirrors ``Norm`` in layer.cpp, field by field."""
-
-    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
-
-
-class _Side(ctypes.Structure):
-    """Mirrors ``Side`` in layer.cpp."""
-
-    _fields_ = (("weights", ctypes.c_void_p * 3), ("bias", ctypes.c_void_p * 3), ("count", ctypes.c_int64))
-
-
-class _Layer(ctypes.Structure):
-    """Mirrors ``Layer`` in layer.cpp."""
-
-    _fields_ = (
-        *((name, _Norm) for name in ("first", "second", "q_norm", "k_norm")),
-        *((name, _Side) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("k_pages", "v_pages")),
-        *((name, ctypes.c_int64) for name in ("num_pages", "heads", "kv_heads", "dim", "window")),
-        *((name, ctypes.c_int64) for name in ("width", "inner")),
-        ("scale", ctypes.c_float),
-    )
-
-
-class _Visit(ctypes.Structure):
-    """Mirrors ``Visit`` in layer.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "y")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "slots", "page_start", "pages")),
-        *((name, ctypes.c_int64) for name in ("rows", "listed_pages", "threads")),
-        ("parallel", ctypes.c_void_p),
-    )
-
-
 @functools.cache
 def _entry() -> ctypes._NamedFuncPointer:
     entry = native_build.library().samewise_layer
-    entry.argtypes = [ctypes.POINTER(_Layer), ctypes.POINTER(_Visit)]
+    entry.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Visit)]
     entry.restype = ctypes.c_int
     return entry
 
@@ -91,7 +56,7 @@ class FusedForward:
         self._linears: list[FrameLinear] = []
         self._packed: list[PackedWeight | None] = []
         self._entry, self._parallel = _entry(), native_build.gomp_parallel()
-        self._fields = fields = _Layer(width=self._width)
+        self._fields = fields = Layer(width=self._width)
         if attention:
             binding: AttentionBinding = attention.binding
             self._kv, facts = binding.kv, binding.facts  # kept: the module may be bound anew
@@ -125,7 +90,7 @@ class FusedForward:
         cos, sin = (table.contiguous() for table in position_embeddings)
         self._check(x, cos, sin, rows)
         y = torch.empty_like(x)
-        visit = _Visit(
+        visit = Visit(
             *(tensor.data_ptr() for tensor in (x, cos, sin, y)),
             *(table.data_ptr() for table in (rows.lengths, rows.slots, rows.page_start, rows.pages)),
             *(x.shape[1], rows.pages.shape[0], torch.get_num_threads(), self._parallel),
@@ -169,15 +134,15 @@ class FusedForward:
             raise InvariantBroken(f"a fused layer of width {self._width} was given {shapes}")
 
 
-def _norm(module: Any) -> _Norm:
+def _norm(module: Any) -> Norm:
     if module is None:
-        return _Norm(None, 0.0)
-    return _Norm(module.weight.data_ptr(), module.variance_epsilon)
+        return Norm(None, 0.0)
+    return Norm(module.weight.data_ptr(), module.variance_epsilon)
 
 
-def _side(linears: list[FrameLinear]) -> _Side:
+def _side(linears: list[FrameLinear]) -> Side:
     """Linears given the same input: one product where they are packed as one."""
-    side = _Side()
+    side = Side()
     products: list[tuple[PackedWeight, torch.Tensor | None]] = []
     for linear in linears:
         if type(linear) is not FrameLinear or linear.packed is None:

@@ -1,10 +1,15 @@
-"""Fix rotary positions at load, so that no row's angles depend on another row's position.
+"""Fix rotary positions at load: by no other row's position, and by no machine's library of powers.
 
 transformers' `longrope` has two sets of frequencies and picks one in every forward pass, by the longest
 position in the batch. Here the choice is made once, from `max_model_len`.
+
+Frequencies are powers of a base, whose last bit differs between machines as torch computes them. The usual
+kinds of RoPE get correctly rounded ones instead, the same everywhere. The contract names the bits of all.
 """
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
+from decimal import Decimal, localcontext
 from typing import TYPE_CHECKING, Any
 
 from samewise.errors import UnsupportedModel
@@ -74,4 +79,78 @@ def _pin(module: Any, rope_type: str, layer_type: str | None, max_model_len: int
     return "long" if is_long else "short"
 
 
-__all__ = ["pin_rope"]
+# ---------------------------------------------------------------------------------------- exact frequencies
+
+DIGITS = 40  # decimal digits of intermediate results, far beyond those of a float32
+TOLERANCE = 1e-5  # relative: how far transformers' own frequencies may lie from the exact ones
+PI = Decimal("3.1415926535897932384626433832795028841971693993751")
+
+
+def use_exact_frequencies(model: "nn.Module") -> None:
+    """Replace the frequencies of `default`, `linear` and `llama3` RoPE by correctly rounded ones.
+
+    A module whose own frequencies lie elsewhere (a kind that is computed otherwise) keeps them.
+    """
+    import torch
+
+    modules: Iterator[Any] = iter(model.modules())
+    for module in modules:
+        kind = getattr(module, "rope_type", None)
+        own = getattr(module, "inv_freq", None)
+        if not isinstance(kind, str) or not isinstance(own, torch.Tensor):
+            continue
+        parameters = getattr(module.config, "rope_parameters", None) or {}
+        exact = exact_frequencies(kind, parameters, len(own))
+        if exact is None:
+            continue
+        frequencies = torch.tensor(exact, dtype=torch.float64, device=own.device).to(torch.float32)
+        if torch.allclose(frequencies, own.to(torch.float32), rtol=TOLERANCE, atol=0.0):
+            module.inv_freq = frequencies
+            if hasattr(module, "original_inv_freq"):
+                module.original_inv_freq = frequencies
+
+
+def exact_frequencies(kind: str, parameters: Mapping[str, Any], count: int) -> list[float] | None:
+    """`count` frequencies, each within a rounding of the exact value; None for a kind not known here."""
+    theta = parameters.get("rope_theta")
+    if kind not in {"default", "linear", "llama3"} or not theta:
+        return None
+    with localcontext() as context:
+        context.prec = DIGITS
+        log_theta = Decimal(theta).ln()
+        plain = [(-log_theta * i / count).exp() for i in range(count)]
+        if kind == "linear":
+            plain = [frequency / Decimal(parameters["factor"]) for frequency in plain]
+        if kind == "llama3":
+            plain = [_llama3(frequency, parameters) for frequency in plain]
+        return [float(frequency) for frequency in plain]
+
+
+def _llama3(frequency: Decimal, parameters: Mapping[str, Any]) -> Decimal:
+    """Slow frequencies divided by a factor, fast ones as they are, those between in proportion."""
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, trained_len = (Decimal(parameters[name]) for name in names)
+    turns = trained_len * frequency / (2 * PI)  # over the context the model was first trained for
+    if turns < low:
+        return frequency / factor
+    if turns > high:
+        return frequency
+    share = (turns - low) / (high - low)
+    return (1 - share) * frequency / factor + share * frequency
+
+
+def frequencies_digest(model: "nn.Module") -> str:
+    """A digest of the bits of every frequency and of the scales of cosines and sines."""
+    digest = hashlib.sha256()
+    for name, module in sorted(model.named_modules()):
+        for kind, tensor in sorted(module.named_buffers(recurse=False)):
+            if kind.endswith("inv_freq") and not kind.endswith("original_inv_freq"):
+                bits = tensor.detach().cpu().contiguous().numpy().tobytes()
+                digest.update(f"{name}.{kind} {tensor.dtype} ".encode() + bits)
+        scaling = getattr(module, "attention_scaling", None)
+        if isinstance(scaling, int | float):
+            digest.update(f"{name} {float(scaling).hex()} ".encode())
+    return digest.hexdigest()[:16]
+
+
+__all__ = ["exact_frequencies", "frequencies_digest", "pin_rope", "use_exact_frequencies"]

@@ -60,11 +60,6 @@ def available() -> bool:
     return True
 
 
-def kernel_name() -> str:
-    """Version and source digest, for the contract."""
-    return f"native-1 ({native_build.source_digest()})"
-
-
 def pack(weight: torch.Tensor) -> PackedWeight:
     """The smallest form that holds these weights exactly, down to the sign of zero."""
     if weight.dtype == torch.float32:
@@ -93,10 +88,13 @@ def _pack(weight: torch.Tensor, form: str, *, lossy: bool) -> PackedWeight | Non
         if inputs % GROUP:
             return None
         bits = 4 if form == "int4" else 8
-        data = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8)
-        grid = [torch.empty(outputs, inputs // GROUP) for _ in range(2 if form == "int4" else 1)]
+        data = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8, device="cpu")
+        grid = [
+            torch.empty(outputs, inputs // GROUP, dtype=torch.float32, device="cpu")
+            for _ in range(2 if form == "int4" else 1)
+        ]
     else:
-        data, grid = torch.empty(outputs, inputs, dtype=getattr(torch, form)), []
+        data, grid = torch.empty(outputs, inputs, dtype=getattr(torch, form), device="cpu"), []
     pointers = [data.data_ptr(), *(x.data_ptr() for x in grid), *[None] * (2 - len(grid))]
     _, entry = _entries()
     threads, parallel = torch.get_num_threads(), native_build.gomp_parallel()
@@ -117,7 +115,7 @@ def multiply(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -
     if inputs != packed.inputs or x.dtype not in DTYPE_CODES:
         raise InvariantBroken(f"a linear of {packed.inputs} inputs was given {tuple(x.shape)}, {x.dtype}")
     x = x.contiguous()
-    y = torch.empty(*lead, packed.outputs, dtype=x.dtype)
+    y = torch.empty(*lead, packed.outputs, dtype=x.dtype, device="cpu")
     num_rows = x.numel() // inputs
     product = Product(
         ctypes.addressof(packed.weights),
@@ -163,7 +161,6 @@ torch.library.register_fake(
 __all__ = [
     "PackedWeight",
     "available",
-    "kernel_name",
     "multiply",
     "pack",
     "pack_as_is",

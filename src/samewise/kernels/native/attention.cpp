@@ -322,6 +322,7 @@ Result run(const Call& c) {
 
 // Write every row's K and V, then attend. Returns a Result; nothing was written unless it is DONE.
 extern "C" int samewise_attend(const Call* call) {
+    DefaultArithmetic arithmetic;
     try {
         switch (call->dtype) {
             case 0: return run<Float32>(*call);

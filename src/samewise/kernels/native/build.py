@@ -1,12 +1,13 @@
 """Build the C++ kernels once with the machine's own compiler, then load them from the user's cache.
 
 Each source file states the order of its IEEE operations per row, so the bits depend on neither the compiler,
-the instruction set nor the number of threads; the contract names the digest of the sources. The kernels run
-on the OpenMP threads torch already has: a second thread pool would compete with it for the cores.
+the instruction set nor the number of threads. Every library is tried when it is loaded: it computes the
+digests that are stored in `expected`, or it is refused. The kernels run on the OpenMP threads torch already
+has: a second thread pool would compete with it for the cores.
 
-``CXX`` names the compiler and may carry options; torch's own compiler reads it too, as a program's name only.
-``SAMEWISE_PORTABLE=1`` builds without vector intrinsics, to the same bits, slower. Each variant has its own
-file in the cache.
+``CXX`` names the compiler and may carry options, but none that relaxes IEEE arithmetic; torch's own compiler
+reads it too, as a program's name only. ``CXXFLAGS`` is not read. ``SAMEWISE_PORTABLE=1`` builds without
+vector intrinsics, to the same bits, slower. Each variant has its own file in the cache.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from pathlib import Path
 import torch
 
 from samewise import user_cache
-from samewise.errors import MachineError
+from samewise.errors import GuaranteeLost, MachineError
+from samewise.kernels.native.expected import EXPECTED
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "linear.cpp", "layer.cpp"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("lanes.h", "calls.h"))
+SOURCES = tuple(
+    Path(__file__).with_name(f"{name}.cpp")
+    for name in ("attention", "linear", "layer", "rotary", "sampling", "selftest")
+)
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("lanes.h", "functions.h", "calls.h"))
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -39,6 +44,21 @@ _FLAGS = (
     "-fPIC",
     "-shared",
 )
+_RELAXED = (
+    "-Ofast",
+    "-ffast-math",
+    "-funsafe-math-optimizations",
+    "-fassociative-math",
+    "-freciprocal-math",
+    "-ffinite-math-only",
+    "-fno-signed-zeros",
+    "-ffp-contract=fast",
+    "-ffp-model=fast",
+    "-mrecip",
+    "-mdaz-ftz",
+)
+"""Options under which a compiler may compute something else than the sources say, or the library may switch
+the process to flushing subnormal numbers when it is loaded."""
 _REMEDY = (
     "Install a C++ compiler (g++ or clang++) or point CXX at one, "
     'or choose attention="torch" and linear="torch".'
@@ -59,18 +79,23 @@ def find_compiler() -> list[str] | None:
     candidates = [shlex.split(cxx)] if cxx else [["c++"], ["g++"], ["clang++"]]
     for program, *options in candidates:
         if path := shutil.which(program):
+            _refuse_relaxed(options)
             return [path, *options]
     return None
+
+
+def _refuse_relaxed(options: list[str]) -> None:
+    relaxed = [option for option in options if option.startswith(_RELAXED)]
+    if relaxed:
+        raise MachineError(
+            f"CXX has the option {relaxed[0]}, which lets the compiler change float results; take it out: "
+            "the kernels must give the same bits on every machine"
+        )
 
 
 def compiler_available() -> bool:
     """Whether a compiler is installed; it may still fail."""
     return find_compiler() is not None
-
-
-def source_digest() -> str:
-    """First 8 hex digits of the SHA-256 of headers and sources: the contract's name for the kernels' bits."""
-    return hashlib.sha256("\0".join(_source_texts()).encode()).hexdigest()[:8]
 
 
 def _source_texts() -> list[str]:
@@ -158,9 +183,36 @@ def load_library(path: Path) -> ctypes.CDLL:
         ) from error
 
 
+def selftest(library: ctypes.CDLL, threads: int = 1) -> dict[str, int]:
+    """The digests that a library's kernels give for fixed inputs, by name."""
+    count, name, run = (getattr(library, f"samewise_selftest{part}") for part in ("_count", "_name", ""))
+    count.restype, name.restype, run.restype = ctypes.c_int64, ctypes.c_char_p, ctypes.c_uint64
+    name.argtypes, run.argtypes = [ctypes.c_int64], [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    parallel = gomp_parallel() if threads > 1 else None
+    return {name(i).decode(): run(i, threads, parallel) for i in range(count())}
+
+
+def _refuse_other_bits(library: ctypes.CDLL) -> None:
+    digests = selftest(library)
+    wrong = [name for name, digest in digests.items() if EXPECTED.get(name) != digest]
+    if wrong or len(digests) != len(EXPECTED):
+        raise GuaranteeLost(
+            f"the native kernels built by {shlex.join(_compiler())} give other bits than on other machines: "
+            f"{', '.join(wrong)}. The engine will not start. Try another compiler (CXX), or "
+            'attention="torch" and linear="torch", whose contract names this machine'
+        )
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The process's one library: from the cache, or built now (in a temporary folder if the cache fails)."""
+    """The process's one library, whose bits were compared with the stored ones."""
+    library = _library()
+    _refuse_other_bits(library)
+    return library
+
+
+def _library() -> ctypes.CDLL:
+    """From the cache, or built now (in a temporary folder if the cache fails)."""
     target = library_path()
     if target.exists():
         return load_library(target)
@@ -211,5 +263,5 @@ __all__ = [
     "library_path",
     "load_library",
     "openmp_path",
-    "source_digest",
+    "selftest",
 ]

@@ -1,4 +1,4 @@
-// What the kernels are asked. Structures mirrored in Python, field by field, where it is said of them.
+// What the kernels are asked. Each structure is mirrored in calls.py, field by field.
 
 #pragma once
 
@@ -6,13 +6,13 @@
 
 enum Form { F32 = 0, BF16 = 1, F16 = 2, Q4 = 3, Q8 = 4 };  // of weights; the first three are dtypes, too
 
-extern "C" struct Weights {  // a matrix [N, K]; mirrored by `_Weights` in linear.py
+extern "C" struct Weights {  // a matrix [N, K]
     const void* data;
     const float *scale, *shift;  // [N, K / 32] of a grid
     int64_t outputs, inputs, form;
 };
 
-extern "C" struct Product {  // mirrored by `_Product` in linear.py
+extern "C" struct Product {
     const Weights* w;
     const void *x, *bias;
     void* y;
@@ -20,7 +20,7 @@ extern "C" struct Product {  // mirrored by `_Product` in linear.py
     void* parallel;
 };
 
-extern "C" struct Call {  // mirrored by `_Call` in attention/native.py
+extern "C" struct Call {  // mirrored by `AttentionCall`
     const void *q, *k, *v;
     void *k_pages, *v_pages, *out;
     const int32_t *lengths, *slots, *page_start, *pages;
@@ -33,5 +33,43 @@ extern "C" struct Call {  // mirrored by `_Call` in attention/native.py
     float scale;
 };
 
+extern "C" struct Norm {  // mirrored by `Norm` in calls.py; no weight: no norm
+    const float* weight;
+    float eps;
+};
+
+extern "C" struct Side {  // linears given the same input, results side by side; mirrored by `Side`
+    const Weights* weights[3];
+    const float* bias[3];
+    int64_t count;
+};
+
+extern "C" struct Layer {  // mirrored by `Layer`
+    Norm first, second, q_norm, k_norm;
+    Side qkv, o, gate_up, down;  // of no linears where the layer goes without its attention, or its MLP
+    void *k_pages, *v_pages;
+    int64_t num_pages, heads, kv_heads, dim, window, width, inner;
+    float scale;
+};
+
+extern "C" struct Visit {  // mirrored by `Visit`
+    const float *x, *cos, *sin;
+    float* y;
+    const int32_t *lengths, *slots, *page_start, *pages;
+    int64_t rows, listed_pages, threads;
+    void* parallel;
+};
+
 extern "C" int samewise_linear(const Product* product);
 extern "C" int samewise_attend(const Call* call);
+extern "C" int samewise_pack(const float* w, int64_t outputs, int64_t inputs, int64_t form, int64_t lossy, void* q,
+                             float* d, float* m, int64_t threads, void* parallel);
+extern "C" int samewise_layer(const Layer* layer, const Visit* visit);
+extern "C" int samewise_norm(const Norm* by, const float* x, int64_t rows, int64_t width, float* y);
+extern "C" int samewise_rotary(const int64_t* positions, const float* frequencies, int64_t rows, int64_t half,
+                               float scale, float* cosines, float* sines);
+extern "C" int samewise_row_stats(const float* logits, int64_t rows, int64_t stride, int64_t vocab, int64_t* tokens,
+                                  float* tops, float* log_sums, int64_t threads, void* parallel);
+extern "C" int samewise_scores(const float* logits, int64_t vocab, float temperature, float limit, uint32_t first,
+                               uint32_t second, float* scores, int64_t threads, void* parallel);
+extern "C" int samewise_masses(const float* gaps, int64_t count, int64_t bits, int64_t* masses);

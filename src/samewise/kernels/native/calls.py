@@ -43,4 +43,40 @@ class Product(ctypes.Structure):
     )
 
 
-__all__ = ["DTYPE_CODES", "AttentionCall", "Product", "Weights"]
+class Norm(ctypes.Structure):
+    """Mirrors ``Norm`` in calls.h, field by field."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+
+class Side(ctypes.Structure):
+    """Mirrors ``Side`` in calls.h."""
+
+    _fields_ = (("weights", ctypes.c_void_p * 3), ("bias", ctypes.c_void_p * 3), ("count", ctypes.c_int64))
+
+
+class Layer(ctypes.Structure):
+    """Mirrors ``Layer`` in calls.h."""
+
+    _fields_ = (
+        *((name, Norm) for name in ("first", "second", "q_norm", "k_norm")),
+        *((name, Side) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("k_pages", "v_pages")),
+        *((name, ctypes.c_int64) for name in ("num_pages", "heads", "kv_heads", "dim", "window")),
+        *((name, ctypes.c_int64) for name in ("width", "inner")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Visit(ctypes.Structure):
+    """Mirrors ``Visit`` in calls.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "y")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "slots", "page_start", "pages")),
+        *((name, ctypes.c_int64) for name in ("rows", "listed_pages", "threads")),
+        ("parallel", ctypes.c_void_p),
+    )
+
+
+__all__ = ["DTYPE_CODES", "AttentionCall", "Layer", "Norm", "Product", "Side", "Visit", "Weights"]

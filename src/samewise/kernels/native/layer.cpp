@@ -9,39 +9,13 @@
 //   gate(g, u) = (g * sigmoid(g)) * u, sigmoid by e = exp(-|g|) of `exp_below`: 1 / (1 + e), or e / (1 + e)
 //                for g < 0
 //
-// so neither the number of rows nor their order nor the threads take part in it.
+// so neither the number of rows nor their order nor the threads take part in it. The model's last norm is the
+// same function by itself (`samewise_norm`).
 
 #include "calls.h"
 #include "lanes.h"
 
 #include <cmath>
-
-extern "C" struct Norm {  // mirrored by `_Norm` in layer.py; no weight: no norm
-    const float* weight;
-    float eps;
-};
-
-extern "C" struct Side {  // linears given the same input, results side by side; mirrored by `_Side`
-    const Weights* weights[3];
-    const float* bias[3];
-    int64_t count;
-};
-
-extern "C" struct Layer {  // mirrored by `_Layer`
-    Norm first, second, q_norm, k_norm;
-    Side qkv, o, gate_up, down;  // of no linears where the layer goes without its attention, or its MLP
-    void *k_pages, *v_pages;
-    int64_t num_pages, heads, kv_heads, dim, window, width, inner;
-    float scale;
-};
-
-extern "C" struct Visit {  // mirrored by `_Visit`
-    const float *x, *cos, *sin;
-    float* y;
-    const int32_t *lengths, *slots, *page_start, *pages;
-    int64_t rows, listed_pages, threads;
-    void* parallel;
-};
 
 namespace {
 
@@ -136,6 +110,7 @@ int mlp(const Layer& l, const Visit& v, const float* x, float* y, float* room) {
 
 // 0, or what a linear answered, or 16 and what attention answered.
 extern "C" int samewise_layer(const Layer* layer, const Visit* visit) {
+    DefaultArithmetic arithmetic;
     const Layer& l = *layer;
     const Visit& v = *visit;
     try {
@@ -150,4 +125,10 @@ extern "C" int samewise_layer(const Layer* layer, const Visit* visit) {
     } catch (const std::bad_alloc&) {
         return 1;
     }
+}
+
+extern "C" int samewise_norm(const Norm* by, const float* x, int64_t rows, int64_t width, float* y) {
+    DefaultArithmetic arithmetic;
+    for (int64_t row = 0; row < rows; row++) norm(*by, x + row * width, width, y + row * width);
+    return 0;
 }

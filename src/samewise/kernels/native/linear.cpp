@@ -224,7 +224,7 @@ void strip(const Weights& w, const float* x, int64_t x_row, int64_t rows, int64_
         for (int64_t i = from; i < end; i++) unpack_row(Row(w, i), K, wide + (i - from) * padded);
     const int64_t block = std::max<int64_t>(HIGH, NEAR / padded / HIGH * HIGH);
     for (int64_t r = 0, some; r < rows; r += some) {
-        some = rows - r <= block + 1 ? rows - r : block;  // nobody is left alone
+        some = rows - r <= block + 1 ? rows - r : block;  // no lone row at the end: it would be slow
         float* out = y + r * STRIP - first;
         for (n = from; n + WIDE <= end; n += WIDE)
             plain_rows<WIDE>(x + r * x_row, x_row, some, plain + (n - from) * padded, padded, out + n);
@@ -350,6 +350,7 @@ bool group8(const float* w, bool lossy, uint8_t* q, float* d) {
 }  // namespace
 
 extern "C" int samewise_linear(const Product* product) {
+    DefaultArithmetic arithmetic;
     try {
         switch (product->dtype) {
             case F32: return multiply<Float32>(*product);

@@ -1,0 +1,146 @@
+"""What the sampler computes of a row of logits on a CPU: its log of the sum of exp, noisy scores, masses.
+
+`NativeRows` does it in C++ (``native/sampling.cpp``) in a stated order, to the same bits on every machine.
+`TorchRows` is for machines without a C++ compiler. There exp and log differ in the last bit between torch's
+vector loop and its scalar tail, and where the tail begins depends on the flat offset: so they only ever see a
+tensor of V elements made for one row, and the contract names the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from samewise.errors import MachineError
+from samewise.kernels import noise
+from samewise.kernels.native import build as native_build
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+class RowStats(NamedTuple):
+    """Of every row: its argmax (the lowest id of equals), that logit, and log(sum(exp(logit - top)))."""
+
+    tokens: Ints  # [R]
+    top: Floats  # [R]
+    log_sum: Floats  # [R]
+
+
+class RowMath(Protocol):
+    """The float arithmetic of the sampler, for rows of V float32 logits on a CPU."""
+
+    name: str
+    """For the contract."""
+
+    def stats(self, logits: Tensor) -> RowStats:
+        """Of the rows of [R, V]."""
+
+    def scores(self, logits: Tensor, temperature: float, key: tuple[int, int], limit: float) -> Tensor:
+        """[V] → Gumbel noise - gap, gap = (largest - logit) / temperature; -inf where it exceeds `limit`."""
+
+    def masses(self, gaps: Floats, bits: int) -> Ints:
+        """exp(-gap) in units of 2**-bits, rounded down."""
+
+
+@functools.cache
+def _entries() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
+    library = native_build.library()
+    stats, scores, masses = library.samewise_row_stats, library.samewise_scores, library.samewise_masses
+    pointer, int64, uint32, single = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
+    stats.argtypes = [pointer, int64, int64, int64, pointer, pointer, pointer, int64, pointer]
+    scores.argtypes = [pointer, int64, single, single, uint32, uint32, pointer, int64, pointer]
+    masses.argtypes = [pointer, int64, int64, pointer]
+    return stats, scores, masses
+
+
+class NativeRows:
+    """The C++ kernels. Raises MachineError where there is no compiler."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        self._stats, self._scores, self._masses = _entries()
+        self._parallel = native_build.gomp_parallel()
+
+    def stats(self, logits: Tensor) -> RowStats:
+        """See RowMath."""
+        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        num_rows, vocab = logits.shape
+        stats = RowStats(
+            np.empty(num_rows, np.int64), np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
+        )
+        status = self._stats(
+            logits.data_ptr(), num_rows, logits.stride(0), vocab, *(array.ctypes.data for array in stats),
+            torch.get_num_threads(), self._parallel,
+        )  # fmt: skip
+        if status:
+            raise MachineError("Out of memory in the sampler: lower max_num_seqs.")
+        return stats
+
+    def scores(self, logits: Tensor, temperature: float, key: tuple[int, int], limit: float) -> Tensor:
+        """See RowMath."""
+        logits = logits.contiguous()
+        scores = torch.empty(logits.shape[0], dtype=torch.float32, device="cpu")
+        self._scores(
+            logits.data_ptr(), logits.shape[0], temperature, limit, *key, scores.data_ptr(),
+            torch.get_num_threads(), self._parallel,
+        )  # fmt: skip
+        return scores
+
+    def masses(self, gaps: Floats, bits: int) -> Ints:
+        """See RowMath."""
+        gaps = np.ascontiguousarray(gaps)
+        masses = np.empty(len(gaps), np.int64)
+        self._masses(gaps.ctypes.data, len(gaps), bits, masses.ctypes.data)
+        return masses
+
+
+class TorchRows:
+    """torch's own exp and log, one row at a time."""
+
+    name = "torch"
+
+    def stats(self, logits: Tensor) -> RowStats:
+        """See RowMath."""
+        block = logits.numpy()
+        tokens = block.argmax(-1)  # NumPy promises the first of equal maxima
+        top = block[np.arange(len(tokens)), tokens]
+        scratch = torch.empty(logits.shape[-1], dtype=torch.float32, device="cpu")
+        log_sums = [_log_sum(row, float(largest), scratch) for row, largest in zip(logits, top, strict=True)]
+        return RowStats(tokens, top, np.array(log_sums, dtype=np.float32))
+
+    def scores(self, logits: Tensor, temperature: float, key: tuple[int, int], limit: float) -> Tensor:
+        """See RowMath."""
+        gap = (logits.amax() - logits).div_(temperature)
+        gap.masked_fill_(gap > limit, math.inf)
+        keys = torch.tensor([key], dtype=torch.int64, device="cpu")
+        return noise.gumbel(keys, logits.shape[0])[0].sub_(gap)
+
+    def masses(self, gaps: Floats, bits: int) -> Ints:
+        """See RowMath."""
+        exps = torch.from_numpy(gaps).neg().exp_()
+        masses: Ints = (exps * 2.0**bits).to(torch.int64).numpy()
+        return masses
+
+
+def _log_sum(row: Tensor, top: float, scratch: Tensor) -> float:
+    """`scratch` is [V] and newly allocated, hence aligned: exp and sum always see one shape and alignment."""
+    return math.log(torch.sub(row, top, out=scratch).exp_().sum().item())
+
+
+def pick_row_math(*, native: bool | None = None) -> RowMath:
+    """The native kernels or torch's functions; by default native where there is a C++ compiler."""
+    if native is None:
+        native = native_build.compiler_available()
+    return NativeRows() if native else TorchRows()
+
+
+__all__ = ["NativeRows", "RowMath", "RowStats", "TorchRows", "pick_row_math"]

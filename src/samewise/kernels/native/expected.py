@@ -1,0 +1,20 @@
+"""The digests that `samewise_selftest` gives on every machine (selftest.cpp). Host only.
+
+They change only with the kernels' arithmetic, and then `contract.ENGINE_VERSION` is raised.
+"""
+
+EXPECTED = {
+    "linear float32": 0xB120F9DEA4ECFD05,
+    "linear bfloat16": 0x1EBD6CABF7E16936,
+    "linear float16": 0x22385B4CB84996BC,
+    "linear int4": 0x43DF9B0CD815367B,
+    "linear int8": 0xE7DE673139A13609,
+    "attention float32": 0x451C1CE737CFB6BD,
+    "attention bfloat16": 0x65656C5335350A10,
+    "attention float16": 0x488AD4D72D48D770,
+    "layer": 0x591D47D705F15BBB,
+    "rotary": 0x05BBA6DDFE02F9A1,
+    "sampling": 0x7F71008B17A1A69B,
+}
+
+__all__ = ["EXPECTED"]

@@ -1,0 +1,130 @@
+// What sampling reads of a row of logits: its largest, the log of the sum of its exponentials, noisy scores.
+//
+// What the bits are, for one row x of V float32 logits, by itself:
+//
+//   top      = the largest x, token = the lowest id that has it (NaN is passed over)
+//   exp sum  = blocks of 4096 ids from id 0 on, added in order. A block: 16 lane sums in binary64, lane =
+//              id % 16, of exp_below(x - top) in the order of ids from +0, then folded 16 -> 8 -> 4 -> 2 -> 1
+//   log sum  = log_of(exp sum), rounded to float32
+//   gap      = (top - x) / temperature, in float32
+//   noise    = -log_of(-log_of(1 - (h + 0.5) / 2^32)) in binary64, rounded to float32; h is the hash of the
+//              id under the row's key, all 32-bit integer operations
+//   score    = noise - gap; -inf where gap > limit
+//   mass     = exp_below(-gap) in units of 2^-bits, rounded down to an integer
+//
+// so the number of rows, their order, the threads and the instruction set take no part in it.
+
+#include "calls.h"
+#include "functions.h"
+#include "lanes.h"
+
+namespace {
+
+constexpr int64_t BLOCK_IDS = 4096;
+constexpr int64_t FEW_IDS = 30'000;  // ids not worth waking another thread for
+
+inline uint32_t scramble(uint32_t h) {
+    h ^= h >> 16;
+    h *= 0x21F0AAADu;
+    h ^= h >> 15;
+    h *= 0x735A2D97u;
+    return h ^ (h >> 15);
+}
+
+inline float noise_of(uint32_t id, uint32_t first, uint32_t second) {
+    const uint32_t h = scramble(scramble(id ^ first) + second);
+    // 2^52 + h, minus 2^52: h as a double without an integer conversion. Both steps and 1 - w are exact.
+    const double w = (double_of(0x4330000000000000 | uint64_t{h}) - 0x1p52 + 0.5) * 0x1p-32;
+    return float(-log_of(-log_of(1.0 - w)));
+}
+
+float largest(const float* x, int64_t n) {
+    float lane[16];
+    for (int j = 0; j < 16; j++) lane[j] = -__builtin_inff();
+    int64_t k = 0;
+    for (; k + 16 <= n; k += 16)
+        for (int j = 0; j < 16; j++) lane[j] = x[k + j] > lane[j] ? x[k + j] : lane[j];
+    for (int j = 0; k + j < n; j++) lane[j] = x[k + j] > lane[j] ? x[k + j] : lane[j];
+    float top = lane[0];
+    for (int j = 1; j < 16; j++) top = lane[j] > top ? lane[j] : top;
+    return top;
+}
+
+double exp_sum(const float* x, int64_t n, float top) {
+    double lane[16] = {};
+    int64_t k = 0;
+    for (; k + 16 <= n; k += 16)
+        for (int j = 0; j < 16; j++) lane[j] = lane[j] + double(exp_below(x[k + j] - top));
+    for (int j = 0; k + j < n; j++) lane[j] = lane[j] + double(exp_below(x[k + j] - top));
+    for (int half = 8; half > 0; half /= 2)
+        for (int j = 0; j < half; j++) lane[j] = lane[j] + lane[j + half];
+    return lane[0];
+}
+
+int64_t first_id(const float* x, int64_t n, float top) {
+    for (int64_t k = 0; k < n; k++)
+        if (x[k] == top) return k;
+    return 0;  // every logit is NaN
+}
+
+}  // namespace
+
+// Of each of `rows` rows, `stride` elements apart: token, top and log sum.
+extern "C" int samewise_row_stats(const float* logits, int64_t rows, int64_t stride, int64_t vocab,
+                                  int64_t* tokens, float* tops, float* log_sums, int64_t threads, void* parallel) {
+    try {
+        DefaultArithmetic arithmetic;
+        const int64_t blocks = (vocab + BLOCK_IDS - 1) / BLOCK_IDS;
+        if (rows * vocab < FEW_IDS) threads = 1;
+        std::vector<float> maxima(rows * blocks);
+        std::vector<double> sums(rows * blocks);
+        auto each_block = [&](auto f) {
+            for_each(parallel, threads, rows * blocks, [&](int64_t task, int64_t) {
+                const int64_t row = task / blocks, begin = task % blocks * BLOCK_IDS;
+                f(task, row, logits + row * stride + begin, std::min(BLOCK_IDS, vocab - begin));
+            });
+        };
+        each_block([&](int64_t task, int64_t, const float* x, int64_t n) { maxima[task] = largest(x, n); });
+        for (int64_t row = 0; row < rows; row++) tops[row] = largest(maxima.data() + row * blocks, blocks);
+        each_block([&](int64_t task, int64_t row, const float* x, int64_t n) {
+            sums[task] = exp_sum(x, n, tops[row]);
+        });
+        for (int64_t row = 0; row < rows; row++) {
+            double sum = 0.0;
+            int64_t block = 0;
+            for (int64_t b = 0; b < blocks; b++) sum = sum + sums[row * blocks + b];
+            while (block + 1 < blocks && maxima[row * blocks + block] != tops[row]) block++;
+            const int64_t begin = block * BLOCK_IDS;
+            tokens[row] = begin + first_id(logits + row * stride + begin, std::min(BLOCK_IDS, vocab - begin), tops[row]);
+            log_sums[row] = float(log_of(sum));
+        }
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+// scores[id] of one row, for a temperature above 0; `limit` may be infinite.
+extern "C" int samewise_scores(const float* logits, int64_t vocab, float temperature, float limit, uint32_t first,
+                               uint32_t second, float* scores, int64_t threads, void* parallel) {
+    DefaultArithmetic arithmetic;
+    const float top = largest(logits, vocab);
+    const int64_t blocks = (vocab + BLOCK_IDS - 1) / BLOCK_IDS;
+    for_each(parallel, vocab < FEW_IDS / 4 ? 1 : threads, blocks, [&](int64_t block, int64_t) {
+        const int64_t end = std::min(vocab, (block + 1) * BLOCK_IDS);
+        for (int64_t k = block * BLOCK_IDS; k < end; k++) {
+            const float gap = (top - logits[k]) / temperature;
+            const float score = noise_of(uint32_t(k), first, second) - gap;
+            scores[k] = gap > limit ? -__builtin_inff() : score;
+        }
+    });
+    return 0;
+}
+
+// masses[i] of gaps[i].
+extern "C" int samewise_masses(const float* gaps, int64_t count, int64_t bits, int64_t* masses) {
+    DefaultArithmetic arithmetic;
+    const double unit = double_of(uint64_t(1023 + bits) << 52);
+    for (int64_t i = 0; i < count; i++) masses[i] = int64_t(double(exp_below(-gaps[i])) * unit);
+    return 0;
+}

@@ -1,0 +1,215 @@
+// Run every kernel on fixed inputs and return digests of the results' bits.
+//
+// The digests are stored beside this file (expected.py). A library whose digests differ was compiled to
+// another arithmetic and is refused, so one set of bits stands for every compiler, instruction set and machine.
+// The inputs come from an integer hash: nothing here depends on a library's random numbers.
+
+#include "calls.h"
+#include "lanes.h"
+
+#include <string>
+
+namespace {
+
+uint64_t mixed(uint64_t x) {
+    x += 0x9E3779B97F4A7C15ull;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+// Numbers of both signs with exponents from 2^(middle - 4) to 2^(middle + 3).
+std::vector<float> numbers(int64_t count, uint64_t seed, int middle = 0) {
+    std::vector<float> x(count);
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t h = mixed(seed * 1'000'003 + uint64_t(i));
+        uint32_t exponent = uint32_t(127 + middle - 4) + uint32_t(h >> 32 & 7);
+        x[i] = float_of(uint32_t(h >> 63) << 31 | exponent << 23 | uint32_t(h & 0x7fffff));
+    }
+    return x;
+}
+
+// FNV-1a over bytes.
+struct Digest {
+    uint64_t value = 0xcbf29ce484222325ull;
+    void add(const void* data, size_t size) {
+        for (size_t i = 0; i < size; i++)
+            value = (value ^ static_cast<const unsigned char*>(data)[i]) * 0x100000001b3ull;
+    }
+    template <class T>
+    void add(const std::vector<T>& x) { add(x.data(), x.size() * sizeof(T)); }
+};
+
+struct Threads { int64_t count; void* parallel; };
+
+int64_t size_of(int64_t form) { return form == F32 ? 4 : 2; }
+
+std::vector<unsigned char> as_form(const std::vector<float>& x, int64_t form) {
+    std::vector<unsigned char> data(x.size() * size_of(form));
+    for (size_t i = 0; i < x.size(); i++) {
+        if (form == F32) reinterpret_cast<float*>(data.data())[i] = x[i];
+        if (form == BF16) reinterpret_cast<uint16_t*>(data.data())[i] = BFloat16::narrow(x[i]);
+        if (form == F16) reinterpret_cast<uint16_t*>(data.data())[i] = Float16::narrow(x[i]);
+    }
+    return data;
+}
+
+struct Packed {
+    std::vector<unsigned char> data;
+    std::vector<float> scale, shift;
+    Weights weights;
+    Packed(int64_t form, int64_t outputs, int64_t inputs, uint64_t seed) {
+        std::vector<float> w = numbers(outputs * inputs, seed, -2);
+        weights = {nullptr, nullptr, nullptr, outputs, inputs, form};
+        if (form == Q4 || form == Q8) {
+            data.resize(outputs * inputs / (form == Q4 ? 2 : 1));
+            scale.resize(outputs * inputs / 32), shift.resize(scale.size());
+            samewise_pack(w.data(), outputs, inputs, form, 1, data.data(), scale.data(), shift.data(), 1, nullptr);
+            weights.scale = scale.data(), weights.shift = shift.data();
+        } else {
+            data = as_form(w, form);
+        }
+        weights.data = data.data();
+    }
+};
+
+void linears(Digest& digest, Threads threads, int64_t form, int64_t inputs) {
+    const int64_t outputs = 101, dtype = form == BF16 || form == F16 ? form : int64_t{F32};
+    Packed packed(form, outputs, inputs, 1);
+    auto bias = as_form(numbers(outputs, 2), dtype);
+    for (int64_t rows : {1, 2, 5, 17}) {
+        auto x = as_form(numbers(rows * inputs, 3), dtype);
+        std::vector<unsigned char> y(rows * outputs * size_of(dtype));
+        Product p{&packed.weights, x.data(), rows % 2 ? bias.data() : nullptr, y.data(), rows, outputs, dtype,
+                  threads.count, threads.parallel};
+        samewise_linear(&p);
+        digest.add(y);
+    }
+    digest.add(packed.data), digest.add(packed.scale);
+}
+
+// Pages 1 .. 6 of a sequence of 96 positions; the last `rows` of them are asked for.
+struct Context {
+    std::vector<int32_t> lengths, slots, starts, pages{1, 2, 3, 4, 5, 6};
+    explicit Context(int64_t rows) : lengths(rows), slots(rows), starts(rows, 0) {
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t position = 90 - rows + r;
+            lengths[r] = int32_t(position + 1);
+            slots[r] = int32_t(pages[position / 16] * 16 + position % 16);
+        }
+    }
+};
+
+void attention(Digest& digest, Threads threads, int64_t dtype, int64_t window) {
+    const int64_t heads = 6, kv_heads = 2, dim = 40, num_pages = 7;
+    auto k_pages = as_form(numbers(num_pages * kv_heads * 16 * dim, 4, -1), dtype);
+    auto v_pages = as_form(numbers(num_pages * kv_heads * 16 * dim, 5), dtype);
+    for (int64_t rows : {1, 3, 20}) {
+        Context context(rows);
+        auto q = as_form(numbers(rows * heads * dim, 6, -1), dtype), k = as_form(numbers(rows * kv_heads * dim, 7, -1), dtype),
+             v = as_form(numbers(rows * kv_heads * dim, 8), dtype);
+        std::vector<unsigned char> out(rows * heads * dim * size_of(dtype));
+        Call call{q.data(), k.data(), v.data(), k_pages.data(), v_pages.data(), out.data(),
+                  context.lengths.data(), context.slots.data(), context.starts.data(), context.pages.data(),
+                  rows, int64_t(context.pages.size()), num_pages, heads, kv_heads, dim,
+                  heads * dim, dim, kv_heads * dim, dim, kv_heads * dim, dim,
+                  window, dtype, threads.count, threads.parallel, 0.125f};
+        samewise_attend(&call);
+        digest.add(out);
+    }
+    digest.add(k_pages), digest.add(v_pages);
+}
+
+void layer(Digest& digest, Threads threads, bool with_norms) {
+    const int64_t width = 40, heads = 4, kv_heads = 2, dim = 24, inner = 72, num_pages = 7;
+    auto first = numbers(width, 10), second = numbers(width, 11), of_q = numbers(dim, 12), of_k = numbers(dim, 13);
+    Packed q(F32, heads * dim, width, 14), k(BF16, kv_heads * dim, width, 15), v(F16, kv_heads * dim, width, 16),
+        o(Q8, width, heads * dim, 17), gate(F32, inner, width, 18), up(F32, inner, width, 19), down(F32, width, inner, 20);
+    auto bias = numbers(heads * dim, 21);
+    auto k_pages = numbers(num_pages * kv_heads * 16 * dim, 22), v_pages = numbers(num_pages * kv_heads * 16 * dim, 23);
+    Layer l{};
+    l.first = {first.data(), 1e-5f}, l.second = {second.data(), 1e-6f};
+    if (with_norms) l.q_norm = {of_q.data(), 1e-6f}, l.k_norm = {of_k.data(), 1e-6f};
+    l.qkv = {{&q.weights, &k.weights, &v.weights}, {bias.data(), nullptr, nullptr}, 3};
+    l.o = {{&o.weights}, {}, 1}, l.gate_up = {{&gate.weights, &up.weights}, {}, 2}, l.down = {{&down.weights}, {}, 1};
+    l.k_pages = k_pages.data(), l.v_pages = v_pages.data();
+    l.num_pages = num_pages, l.heads = heads, l.kv_heads = kv_heads, l.dim = dim, l.window = with_norms ? 24 : 0;
+    l.width = width, l.inner = inner, l.scale = 0.2f;
+    for (int64_t rows : {1, 6}) {
+        Context context(rows);
+        auto x = numbers(rows * width, 24);
+        std::vector<int64_t> positions(context.lengths.begin(), context.lengths.end());
+        std::vector<float> frequencies = numbers(dim / 2, 25), cosines(rows * dim), sines(rows * dim), y(x.size()), z(x.size());
+        samewise_rotary(positions.data(), frequencies.data(), rows, dim / 2, 1.25f, cosines.data(), sines.data());
+        Visit visit{x.data(), cosines.data(), sines.data(), y.data(), context.lengths.data(), context.slots.data(),
+                    context.starts.data(), context.pages.data(), rows, int64_t(context.pages.size()), threads.count,
+                    threads.parallel};
+        samewise_layer(&l, &visit);
+        samewise_norm(&l.first, y.data(), rows, width, z.data());
+        digest.add(y), digest.add(z);
+    }
+    digest.add(k_pages), digest.add(v_pages);
+}
+
+void rotary(Digest& digest, Threads) {
+    std::vector<int64_t> positions;
+    for (int64_t p = 0; p < 64; p++) positions.push_back(p * p * p + p);  // up to 250,110
+    std::vector<float> frequencies(32), cosines(64 * 64), sines(64 * 64);
+    for (int d = 0; d < 32; d++) frequencies[d] = float_of(0x3f800000u - uint32_t(d) * 0x00600000u + uint32_t(d) * 12345u);
+    samewise_rotary(positions.data(), frequencies.data(), 64, 32, 1.0f, cosines.data(), sines.data());
+    digest.add(cosines), digest.add(sines);
+}
+
+void sampling(Digest& digest, Threads threads) {
+    const int64_t rows = 3, vocab = 9001;
+    auto logits = numbers(rows * vocab, 30, 1);
+    logits[vocab + 17] = 300.0f;  // a token that is certain: its log sum is +0
+    std::vector<int64_t> tokens(rows), masses(vocab);
+    std::vector<float> tops(rows), sums(rows), scores(vocab), gaps(vocab);
+    samewise_row_stats(logits.data(), rows, vocab, vocab, tokens.data(), tops.data(), sums.data(), threads.count,
+                       threads.parallel);
+    digest.add(tokens), digest.add(tops), digest.add(sums);
+    for (float temperature : {0.7f, 1.0f, 3.0f}) {
+        samewise_scores(logits.data(), vocab, temperature, 12.0f, 0x238275BCu, 0x38FCBE91u, scores.data(),
+                        threads.count, threads.parallel);
+        digest.add(scores);
+    }
+    for (int64_t i = 0; i < vocab; i++) gaps[i] = (tops[0] - logits[i]) / 0.5f;
+    samewise_masses(gaps.data(), vocab, 48, masses.data());
+    digest.add(masses);
+}
+
+struct Case { const char* name; void (*run)(Digest&, Threads); };
+
+const Case CASES[] = {
+    {"linear float32", [](Digest& d, Threads t) { linears(d, t, F32, 96), linears(d, t, F32, 77); }},
+    {"linear bfloat16", [](Digest& d, Threads t) { linears(d, t, BF16, 96), linears(d, t, BF16, 77); }},
+    {"linear float16", [](Digest& d, Threads t) { linears(d, t, F16, 96), linears(d, t, F16, 77); }},
+    {"linear int4", [](Digest& d, Threads t) { linears(d, t, Q4, 96); }},
+    {"linear int8", [](Digest& d, Threads t) { linears(d, t, Q8, 96); }},
+    {"attention float32", [](Digest& d, Threads t) { attention(d, t, F32, 0), attention(d, t, F32, 24); }},
+    {"attention bfloat16", [](Digest& d, Threads t) { attention(d, t, BF16, 0); }},
+    {"attention float16", [](Digest& d, Threads t) { attention(d, t, F16, 0); }},
+    {"layer", [](Digest& d, Threads t) { layer(d, t, false), layer(d, t, true); }},
+    {"rotary", rotary},
+    {"sampling", sampling},
+};
+
+}  // namespace
+
+extern "C" int64_t samewise_selftest_count() { return int64_t(sizeof CASES / sizeof *CASES); }
+extern "C" const char* samewise_selftest_name(int64_t i) { return CASES[i].name; }
+extern "C" uint64_t samewise_selftest(int64_t i, int64_t threads, void* parallel) {
+    DefaultArithmetic arithmetic;
+    Digest digest;
+    CASES[i].run(digest, {threads, parallel});
+    return digest.value;
+}
+
+#ifdef SAMEWISE_SELFTEST_MAIN  // a program by itself, for machines and emulators without Python
+#include <cstdio>
+int main() {
+    for (int64_t i = 0; i < samewise_selftest_count(); i++)
+        std::printf("%-20s %016llx\n", samewise_selftest_name(i), (unsigned long long)samewise_selftest(i, 1, nullptr));
+}
+#endif
