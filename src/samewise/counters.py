@@ -22,6 +22,8 @@ class Counters:
     requests: int = 0
     finished: int = 0
     aborted: int = 0
+    failed: int = 0  # ended with an error
+    recoveries: int = 0  # times all sequences started again because a call was cut short
     preempted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -10,6 +10,8 @@
     │   ├── UnsupportedModel            loads, but cannot be run under the promise; says why
     │   └── QueueFull                   too many requests waiting; try again later
     ├── MachineError (RuntimeError)   the machine's: no compiler, no memory, a full disk
+    │   └── EngineLost                  a device error, or a broken guarantee, ended the engine: build another
+    ├── RequestFailed (RuntimeError)  one request failed inside the engine; the others go on
     ├── GuaranteeLost (RuntimeError)  bits may not be the contract's: a probe failed, weights changed
     └── InvariantBroken (AssertionError)  our bug; never caught, please report it
 
@@ -65,6 +67,14 @@ class MachineError(SamewiseError, RuntimeError):
     """The machine lacks something: a compiler, memory, disk, a device."""
 
 
+class EngineLost(MachineError):
+    """The engine cannot go on: a device error, a lost guarantee or a broken invariant. Build another one."""
+
+
+class RequestFailed(SamewiseError, RuntimeError):
+    """One request failed inside the engine and was ended; the log says why. Other requests go on."""
+
+
 class GuaranteeLost(SamewiseError, RuntimeError):
     """The bits may not be the contract's: a probe failed, or weights were replaced. The engine refuses."""
 
@@ -78,11 +88,13 @@ __all__ = [
     "BadPrompt",
     "BadReceipt",
     "CallerError",
+    "EngineLost",
     "GuaranteeLost",
     "InvariantBroken",
     "MachineError",
     "PromptTooLong",
     "QueueFull",
+    "RequestFailed",
     "SamewiseError",
     "UnknownModel",
     "UnsupportedModel",

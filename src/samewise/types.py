@@ -24,6 +24,7 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"  # it failed inside the engine, and others go on
 
 
 GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "lark")
@@ -112,6 +113,10 @@ class Guide(Protocol):
 
     def take(self, token: int) -> Finish | None:
         """Commit a token. STOP: the text ends with it; ABORT: the grammar does not allow it."""
+        ...
+
+    def restore(self, tokens: tuple[int, ...]) -> None:
+        """Return to the state after these committed tokens, whatever an unfinished call left behind."""
         ...
 
 
@@ -220,6 +225,13 @@ class Request:
         return None if self.prompt_logprobs is None else 1
 
 
+class Received(NamedTuple):
+    """How much of a request its caller has: output tokens, and log-probabilities of prompt tokens."""
+
+    tokens: int = 0
+    scores: int = 0
+
+
 @dataclass(slots=True)
 class Sequence:
     """The state of a request. The only mutable type here; only the Scheduler writes to it.
@@ -249,10 +261,19 @@ class Sequence:
     stop_id: int | None = None
     unverified_kv: bool = False  # whether KV above the prompt came from the fast path
     guide: Guide | None = None  # for a request with a grammar
+    num_failures: int = 0  # failed steps it was part of since it last made progress
+    failed_at: Received | None = None  # what its caller had at the last of them
     prompt_len: int = field(init=False)  # fixed here: preemption does not turn output into prompt
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt)
+
+    @property
+    def committed(self) -> Received:
+        """Output tokens and scores so far."""
+        first = self.request.first_scored
+        scores = 0 if self.score_next is None or first is None else self.score_next - first
+        return Received(len(self.tokens) - self.prompt_len, scores)
 
     @property
     def given(self) -> int:
@@ -393,6 +414,7 @@ __all__ = [
     "Guide",
     "LayerSet",
     "Proposal",
+    "Received",
     "Request",
     "Sampling",
     "Sequence",

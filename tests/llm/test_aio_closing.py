@@ -8,7 +8,7 @@ import pytest
 from aio_cases import LONG, SHORT, bits, run_async, wait_until
 
 from samewise import AsyncLLM
-from samewise.errors import MachineError
+from samewise.errors import InvariantBroken, MachineError
 from samewise.llm.aio import _EngineCall
 from samewise.testing import Scripted, paced, tiny_engine
 
@@ -49,7 +49,7 @@ def test_closing_fails_calls_that_are_still_queued() -> None:
 
 
 class FailingProposer(Scripted):
-    """Raises in its first proposal, once the gate is open."""
+    """Raises an error that no engine survives in its first proposal, once the gate is open."""
 
     def __init__(self, gate: threading.Event) -> None:
         super().__init__(lambda _: [])
@@ -59,7 +59,7 @@ class FailingProposer(Scripted):
         if asks:
             self.inside.set()
             self.gate.wait(20)
-            raise ZeroDivisionError("a planted bug")
+            raise InvariantBroken("a planted bug")
         return []
 
 
@@ -73,7 +73,8 @@ def test_a_failure_in_the_engine_reaches_every_reader() -> None:
             *(llm.generate(f"{i}", LONG) for i in range(3)), return_exceptions=True
         )
         assert all(isinstance(result, MachineError) and "a planted bug" in str(result) for result in results)
-        assert isinstance(llm.failure, ZeroDivisionError)
+        assert isinstance(llm.failure, InvariantBroken)
+        assert not llm.alive
         for call in (llm.generate("a", SHORT), llm.stats()):
             with pytest.raises(MachineError, match=r"has stopped: a planted bug"):
                 await call

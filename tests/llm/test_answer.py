@@ -6,7 +6,7 @@ import pytest
 from llm_cases import encode, greedy
 
 from samewise.llm import answer as answer_module
-from samewise.llm.answer import Answer, Choice, Update
+from samewise.llm.answer import Answer, Update
 from samewise.llm.intake import CheckedRequest
 from samewise.testing import byte_tokenizer
 from samewise.text.detokenize import TextStream
@@ -20,18 +20,18 @@ def make_answer(*, streamed: bool, n: int = 1, **params: Any) -> Answer:
     """An answer with n choices to a request with these parameters; the clock counts its calls."""
     checked = CheckedRequest("hello", PROMPT_IDS, greedy(n=n, **params), 8, Sampling(seed=3))
     calls = iter(range(1000))
+    stops, include = checked.params.stops, checked.params.include_stop_str_in_output
     answer = Answer(
         checked,
         "7",
         contract_id="sw-test",
         decode_token=lambda token: f"<{token}>",
+        new_stream=lambda: TextStream(byte_tokenizer(), PROMPT_IDS, stops=stops, include_stop=include),
         clock=lambda: float(next(calls)),
         streamed=streamed,
     )
-    stops, include = checked.params.stops, checked.params.include_stop_str_in_output
     for index in range(n):
-        stream = TextStream(byte_tokenizer(), PROMPT_IDS, stops=stops, include_stop=include)
-        answer.choices.append(Choice(index, 10 + index, stream))
+        answer.add_choice(index, 10 + index)
     return answer
 
 

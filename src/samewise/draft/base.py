@@ -35,6 +35,12 @@ class Proposer:
     def forget(self, seq_id: int) -> None:
         """Drop the state of a sequence that has finished or was aborted."""
 
+    def recover(self) -> None:
+        """Drop the state of all sequences, and of a call that an exception cut short anywhere.
+
+        May be cut short itself; it is then called again. All sequences that go on are met anew.
+        """
+
     def meet(self, asks: list[Ask]) -> None:
         """Index the prompts of new sequences while the device works. No draft is wanted yet."""
 
@@ -105,6 +111,12 @@ class Fallback(Proposer):
         self._drafter.pop(seq_id, None)
         for member in self._members:
             member.forget(seq_id)
+
+    def recover(self) -> None:
+        """Pass on to every member."""
+        self._drafter = {}
+        for member in self._members:
+            member.recover()
 
     def meet(self, asks: list[Ask]) -> None:
         """Pass on to every member."""

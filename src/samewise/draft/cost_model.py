@@ -5,7 +5,7 @@ Host only.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from samewise.draft.tuning import DEFAULTS, CostModelTuning
@@ -24,15 +24,14 @@ class CostCurve:
         """Add one measurement."""
         tuning, average = self.tuning, self._seconds.get(size)
         num_samples = self._num_samples[size] = self._num_samples.get(size, 0) + 1
-        if average is None:
-            insort(self._sizes, size)
-            self._seconds[size] = seconds
-        elif num_samples <= tuning.num_first_samples and seconds < average:
+        if average is None or (num_samples <= tuning.num_first_samples and seconds < average):
             self._seconds[size] = seconds
         else:
             outlier = seconds >= tuning.outlier_factor * average
             weight = tuning.outlier_weight if outlier else tuning.sample_weight
             self._seconds[size] = average + weight * (seconds - average)
+        if len(self._sizes) < len(self._seconds):  # an interrupt leaves no size without its seconds
+            self._sizes = sorted(self._seconds)
 
     @property
     def known(self) -> bool:

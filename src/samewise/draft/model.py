@@ -45,8 +45,12 @@ class DraftModel(Drafter):
         tuning: ModelTuning = DEFAULTS.model,
     ) -> None:
         self._runner, self._sampler, self._max_len = runner, sampler, max_len
-        self._read_rows = tuning.read_rows
-        self._pool = PagePool(num_pages)
+        self._read_rows, self._num_pages = tuning.read_rows, num_pages
+        self.recover()
+
+    def recover(self) -> None:
+        """Drop all sequences and take all pages back."""
+        self._pool = PagePool(self._num_pages)
         self._progress: dict[int, _Progress] = {}
 
     @torch.inference_mode()

@@ -180,6 +180,10 @@ class Ngram(Proposer):
         ):
             self._pools.popitem(last=False)
 
+    def recover(self) -> None:
+        """Drop all sequences. Stored answers stay: an index without some pairs finds fewer matches."""
+        self._texts, self._requests, self._predicted = {}, {}, {}
+
     def _num_stored(self) -> int:
         return sum(len(half.tokens) for pool in self._pools.values() for half in pool.halves)
 

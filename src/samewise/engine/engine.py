@@ -3,12 +3,14 @@
 Two frames overlap. While a frame runs on the device, the host turns the tokens of the frame before it into
 text. Where no guesses are made, the next frame is launched before the tokens of the frame in flight have
 reached the host: it takes them from the device.
+
+An exception may end any call anywhere: the next call first repairs what it left (`recovery`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from samewise.config import EngineConfig
@@ -21,12 +23,13 @@ from samewise.draft.tuning import Tuning
 from samewise.engine.assemble import assemble
 from samewise.engine.certify import certify, settings_of
 from samewise.engine.frame_log import FrameLog
+from samewise.engine.recovery import Calls, wait_for_device
 from samewise.engine.stats import Times, stats_of
 from samewise.engine.weights import CertifiedWeights, WeightUpdate, apply_update, read_update
-from samewise.errors import CallerError
+from samewise.errors import CallerError, EngineLost
 from samewise.execute.load import Loaded, fingerprint, load, model_facts
 from samewise.schedule.scheduler import Scheduler
-from samewise.types import Ask, Delta, Guide, Request, Span
+from samewise.types import Ask, Delta, Guide, Received, Request, Span
 from samewise.verify.frame_sizes import recheck_frame_sizes
 from samewise.verify.judge import trust
 from samewise.verify.verifier import FrameInFlight
@@ -64,8 +67,8 @@ class Engine:
         self.fast = Decode(self.runner, parts.sampler, chain=self.limits.burst)
         self.proposer = (make_proposer or maker_of(config))(proposer_parts)
         self.scheduler = Scheduler(self.limits, counters)
+        self._calls = Calls(self.scheduler.registry, self._repair)
         self._flight: FrameInFlight | None = None  # the frame in flight
-        self._launch_times: list[float] = []  # of frames in flight, oldest first
         self._landed = 0.0  # when the last frame's verdicts arrived
         self._held: list[Delta] = []  # committed outside of step(), returned by the next one
         self._next_id = 0
@@ -77,48 +80,55 @@ class Engine:
     # ---- the loop
 
     def step(self) -> list[Delta]:
-        """Launch the next frame and return what the frame in flight committed."""
+        """Launch the next frame and return what the frame in flight committed.
+
+        If it raises, none of this call's deltas count as received: their tokens are computed again.
+        """
         began = time.perf_counter()
         self._weights.check()
-        launched = self._launch_ahead()
-        deltas, self._held = self._held + self._land(), []
-        if launched is None:
-            self.scheduler.admit()
-            unverified = self.scheduler.asks(verified=False)
-            proposals = []
-            if not self.proposer.quiet:
-                proposals = self.proposer.propose(self.scheduler.asks(verified=True))
-            self.scheduler.extend(proposals)
-            spans = self.scheduler.spans()
-            launched = self._launch(spans) if spans else None
-            deltas += self._decode_unverified(unverified, in_frame={span.seq_id for span in spans})
-        self._flight = launched
-        new_sequences = self.scheduler.new_sequences(MEET_TOKENS)
-        if new_sequences:
-            self.proposer.meet(new_sequences)  # while the device is busy
-        self._times.stepped += time.perf_counter() - began
-        return deltas
+        with self._calls.delivery, self.parts.process.pinned():
+            launched = self._launch_ahead()
+            deltas, self._held = self._held + self._land(), []
+            if launched is None:
+                self.scheduler.admit()
+                unverified = self.scheduler.asks(verified=False)
+                proposals = []
+                if not self.proposer.quiet:
+                    proposals = self.proposer.propose(self.scheduler.asks(verified=True))
+                self.scheduler.extend(proposals)
+                spans = self.scheduler.spans()
+                launched = self._launch(spans) if spans else None
+                deltas += self._decode_unverified(unverified, in_frame={span.seq_id for span in spans})
+            self._flight = launched
+            new_sequences = self.scheduler.new_sequences(MEET_TOKENS)
+            if new_sequences:
+                self.proposer.meet(new_sequences)  # while the device is busy
+            self._times.stepped += time.perf_counter() - began
+            return deltas
 
     def _launch_ahead(self) -> FrameInFlight | None:
         """Launch the frame behind the one in flight, before its tokens are known; None where impossible."""
         if self._flight is None or not self.verifier.ahead or not self.proposer.quiet:
+            return None
+        if self.scheduler.testing_suspects:  # admitting the next one may preempt a sequence in flight
             return None
         self.scheduler.admit()
         spans = self.scheduler.spans_ahead(self._flight.spans)
         return self._launch(spans) if spans else None
 
     def _launch(self, spans: list[Span]) -> FrameInFlight:
-        self._launch_times.append(self._clock())
-        return self.verifier.launch(spans)
+        launched = self._clock()
+        flight = self.verifier.launch(spans)
+        flight.launched = launched
+        return flight
 
     def _land(self) -> list[Delta]:
         """Wait for the frame in flight, judge it and commit its tokens."""
         flight = self._flight
         if flight is None:
             return []
-        launched = self._launch_times.pop(0)
         # A frame launched behind another one began when that one ended.
-        began = max(launched, self._landed) if self.verifier.ahead else self._clock()
+        began = max(flight.launched, self._landed) if self.verifier.ahead else self._clock()
         verdicts = flight.verdicts()
         self._landed = self._clock()
         rows = sum(len(span.inputs) for span in flight.spans)
@@ -165,33 +175,65 @@ class Engine:
         Raises QueueFull, and nothing else that a caller could have caused.
         """
         self._weights.check()
-        self.scheduler.add(request, guide)
+        self._calls.repair()
+        self.scheduler.refuse_if_full()
+        with self._calls.change:
+            self.scheduler.add(request, guide)
 
     def abort(self, request_id: int) -> Delta | None:
         """Drop a request at any moment. None if it has ended already."""
-        delta = self.scheduler.abort(request_id)
-        if delta is not None:
-            self.proposer.forget(request_id)
-        return delta
+        with self._calls.change:
+            delta = self.scheduler.abort(request_id)
+            if delta is not None:
+                self.proposer.forget(request_id)
+            return delta
 
     def end(self, request_id: int) -> None:
         """End a request whose text is complete (a stop string was found): no further delta comes of it."""
-        self.scheduler.end(request_id)
-        self.proposer.forget(request_id)
+        with self._calls.change:
+            self.scheduler.end(request_id)
+            self.proposer.forget(request_id)
 
     def preempt(self, request_id: int) -> bool:
         """Free a running request's pages; it will prefill its tokens again, to the same bits."""
-        self._held += self._land()  # the frame in flight writes to the pages the request has now
-        return self.scheduler.preempt(request_id)
+        with self._calls.change, self.parts.process.pinned():
+            self._held += self._land()  # the frame in flight writes to the pages the request has now
+            return self.scheduler.preempt(request_id)
 
     @property
     def idle(self) -> bool:
         """Whether a step would do nothing."""
-        return self._flight is None and not self._held and self.scheduler.idle
+        nothing_left = self._flight is None and not self._held and self.scheduler.idle
+        return nothing_left and not self._calls.unfinished
 
     def check(self) -> None:
         """Raise InvariantBroken unless every page is accounted for."""
+        self._calls.repair()
         self.scheduler.check()
+
+    # ---- failures
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """Why the engine cannot go on, if it cannot: what every further call raises."""
+        return self._calls.lost
+
+    def recover(self, received: Mapping[int, Received | None] | None = None, *, blame: bool = False) -> None:
+        """Start every request again from what its caller has; done by itself after a call that raised.
+
+        `received` states what callers really have, where that is not all that `step` returned (None: the
+        request is not wanted any more). `blame`: the last step failed because of a request in it. Requests
+        that were running then run one at a time, and one that fails again ends with finish reason "error".
+        """
+        self._calls.recover(received or {}, blame=blame)
+
+    def _repair(self, received: Mapping[int, Received | None], blame: bool) -> None:
+        """Drop everything but the requests and what was received of them. May be cut short and repeated."""
+        wait_for_device(self.device)  # a frame in flight still writes to its pages
+        self._flight = None
+        self.proposer.recover()
+        self.fast.recover()
+        self._held = self.scheduler.recover(received, blame=blame)
 
     # ---- contract and weights
 
@@ -200,19 +242,20 @@ class Engine:
 
         Nothing is changed unless every tensor fits. The engine must be idle.
         """
-        if self.scheduler.idle:
-            self._held += self._land()  # a frame whose requests were all aborted
+        self._calls.repair()
         if not self.scheduler.idle:
             raise CallerError("update_weights while requests are running; finish or abort them first")
         tensors = read_update(update, self.runner.model)
-        self._weights.revoke()
-        self.scheduler.index.clear()
-        apply_update(tensors, self.runner.model, native=self.parts.linears == "native")
-        self._model_facts["weights"] = fingerprint(self.runner.model)
-        recheck_frame_sizes(self.runner, self.max_model_len)
-        self._certify()
-        self._weights.certify()
-        return self.contract
+        with self._calls.change, self.parts.process.pinned():
+            self._held += self._land()  # a frame whose requests were all aborted
+            self._weights.revoke()
+            self.scheduler.index.clear()
+            apply_update(tensors, self.runner.model, native=self.parts.linears == "native")
+            self._model_facts["weights"] = fingerprint(self.runner.model)
+            recheck_frame_sizes(self.runner, self.max_model_len)
+            self._certify()
+            self._weights.certify()
+            return self.contract
 
     def _certify(self) -> None:
         self.contract, self.report = certify(self.parts, self.loaded, self.config, self._model_facts)

@@ -2,11 +2,15 @@
 
 One thread owns the engine. Calls reach it through one queue; results return to the event loop of the caller,
 so several loops may share one engine. Closing a reader aborts its request within one step.
+
+A step that fails does not end the thread: its requests are computed again, one at a time, and one that fails
+again ends with RequestFailed while the others go on. The thread ends when the engine is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import queue
 import threading
@@ -19,7 +23,7 @@ from typing import Any, TypeVar
 from samewise.config import EngineConfig, settings_signature
 from samewise.contract import Contract
 from samewise.engine import Engine, build
-from samewise.errors import CallerError, MachineError
+from samewise.errors import MachineError, RequestFailed
 from samewise.llm.answer import Answer
 from samewise.llm.intake import CheckedRequest, Intake, Prompt
 from samewise.llm.mailbox import Item, LoopWaker, Mailbox, call_in_loop
@@ -30,6 +34,11 @@ from samewise.receipts.receipt import Receipt
 from samewise.verify.probe import ProbeReport
 
 T = TypeVar("T")
+
+log = logging.getLogger("samewise")
+
+FAILED = "this request failed inside the engine and was ended; other requests go on"
+"""The message of RequestFailed. Why it failed is in the log: it may quote another request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,13 +326,13 @@ class AsyncLLM:
 
         def run() -> None:
             try:
-                result, error = work(), None
-            except CallerError as caught:
+                result: T | None = work()
+                error: BaseException | None = None
+            except BaseException as caught:
                 result, error = None, caught
-            except BaseException as broken:
-                self._waker.call(loop, resolve, (None, broken))
-                raise
             self._waker.call(loop, resolve, (result, error))
+            if self._engine.lost is not None:
+                raise self._engine.lost
 
         self._calls.put(_EngineCall(run, lambda error: call_in_loop(loop, resolve, (None, error))))
         if self._stopped.is_set():
@@ -343,7 +352,7 @@ class AsyncLLM:
         try:
             while self._take_calls():
                 began = time.monotonic()
-                changed = self._loop.step()
+                changed = self._step()
                 self._step_seconds = time.monotonic() - began
                 self._deliver(changed)
         except BaseException as error:
@@ -353,6 +362,16 @@ class AsyncLLM:
             self._waker.call(reader.loop, reader.mailbox.put, self._stopped_error())
         self._waker.stop()
         self._fail_calls()
+
+    def _step(self) -> list[Answer]:
+        """One step; after a failure, its requests are computed again. Raises if the engine is lost."""
+        try:
+            return self._loop.step()
+        except Exception:
+            if self._engine.lost is not None:
+                raise
+            log.exception("a step failed; its requests are computed again, one at a time")
+            return self._loop.recover(blame=True)
 
     def _take_calls(self) -> bool:
         """Run waiting calls; block while the engine is idle. False when it is time to stop."""
@@ -373,7 +392,12 @@ class AsyncLLM:
                 return True
             if call is None:
                 return False
-            call.run()
+            try:
+                call.run()
+            except Exception:  # of a call whose caller does not wait for it
+                if self._engine.lost is not None:
+                    raise
+                log.exception("a call of the engine failed; its requests are computed again")
 
     def _deliver(self, changed: list[Answer]) -> None:
         """Send new chunks to their readers, and the end of each finished answer."""
@@ -386,7 +410,7 @@ class AsyncLLM:
             while answer.pending:
                 items.append((reader.mailbox, answer.pending.popleft()))
             if answer.finished:
-                items.append((reader.mailbox, None))
+                items.append((reader.mailbox, RequestFailed(FAILED) if answer.failed else None))
         self._waker.deliver(mail)
 
     def _drop(self, answers: list[Answer]) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from samewise.llm.intake import CheckedRequest
 from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from samewise.text.detokenize import TextStream
-from samewise.types import Delta, Finish, TopLogprobs
+from samewise.types import Delta, Finish, Received, TopLogprobs
 
 
 @dataclass(slots=True)
@@ -43,6 +43,16 @@ class Update(NamedTuple):
     stop: bool = False  # a stop string ended the choice: the engine must end its sequence
 
 
+class _Before(NamedTuple):
+    """An answer before a delta: what `undo` goes back to."""
+
+    choice: Choice
+    num_tokens: int
+    text: str
+    num_scores: int
+    num_pending: int
+
+
 class _Read(NamedTuple):
     """A delta as text."""
 
@@ -56,7 +66,8 @@ class _Read(NamedTuple):
 class Answer:
     """A request in progress. Owned by the StepLoop that submitted it.
 
-    With `streamed`, every update is also appended to `pending` as a Chunk, for a reader to take.
+    With `streamed`, every update is also appended to `pending` as a Chunk, for a reader to take. `new_stream`
+    makes the TextStream of a choice.
     """
 
     def __init__(
@@ -66,6 +77,7 @@ class Answer:
         *,
         contract_id: str,
         decode_token: Callable[[int], str | None],
+        new_stream: Callable[[], TextStream | None],
         clock: Callable[[], float],
         streamed: bool,
     ) -> None:
@@ -73,6 +85,8 @@ class Answer:
         self.choices: list[Choice] = []
         self.pending: deque[Chunk] = deque()
         self._contract_id, self._decode_token, self._clock = contract_id, decode_token, clock
+        self._new_stream = new_stream
+        self._before: _Before | None = None  # while a delta is being added
         self._arrival = clock()
         self._first_token: float | None = None
         self._finished: float | None = None
@@ -85,10 +99,29 @@ class Answer:
         """Whether every choice has ended."""
         return all(choice.finish is not None for choice in self.choices)
 
+    @property
+    def failed(self) -> bool:
+        """Whether a choice ended because it failed inside the engine."""
+        return any(choice.finish == Finish.ERROR for choice in self.choices)
+
+    def add_choice(self, index: int, engine_id: int) -> Choice:
+        """Begin another choice."""
+        choice = Choice(index, engine_id, self._new_stream())
+        self.choices.append(choice)
+        return choice
+
     def add(self, choice: Choice, delta: Delta) -> Update:
-        """Append a delta to a choice."""
+        """Append a delta to a choice. Where it is cut short, `undo` takes it back."""
         if choice.finish is not None:
             return Update(changed=False)
+        self._before = _Before(
+            choice, len(choice.token_ids), choice.text, len(self._prompt_scores), len(self.pending)
+        )
+        update = self._add(choice, delta)
+        self._before = None
+        return update
+
+    def _add(self, choice: Choice, delta: Delta) -> Update:
         if choice.index == 0:
             self._prompt_scores += delta.scores
             self._prompt_tops += delta.score_tops
@@ -103,6 +136,28 @@ class Answer:
         if changed and self.streamed:
             self.pending.append(self._chunk(choice, delta, read))
         return Update(changed, read.stop)
+
+    def undo(self) -> Choice | None:
+        """Take back a delta whose `add` was cut short; returns its choice, None if there is none."""
+        if self._before is None:
+            return None
+        choice, num_tokens, text, num_scores, num_pending = self._before
+        del choice.token_ids[num_tokens:], choice.logprobs[num_tokens:], choice.top_logprobs[num_tokens:]
+        del self._prompt_scores[num_scores:], self._prompt_tops[num_scores:]
+        while len(self.pending) > num_pending:
+            self.pending.pop()
+        choice.text, choice.finish, choice.stop_reason, self._finished = text, None, None, None
+        choice.stream = stream = self._new_stream()
+        for token in choice.token_ids if stream is not None else ():
+            stream.push(token)  # type: ignore[union-attr]
+        self._before = None
+        return choice
+
+    def received(self, choice: Choice) -> Received | None:
+        """How much of its sequence a choice has; None: it has ended."""
+        if choice.finish is not None:
+            return None
+        return Received(len(choice.token_ids), len(self._prompt_scores) if choice.index == 0 else 0)
 
     def abort(self) -> list[int]:
         """End every choice that is still running; returns their engine ids."""

@@ -87,16 +87,17 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Continue one prompt, yielding chunks as they become final. Leaving early aborts the request."""
         (checked,) = self._check_all([prompt], sampling_params)
-        loop = self._loop
-        answer = loop.submit(checked, streamed=True)
+        loop, answer = self._loop, None
         try:
+            answer = loop.submit(checked, streamed=True)
             while answer.pending or not answer.finished:
                 if answer.pending:
                     yield answer.pending.popleft()
                 else:
                     loop.step()
         finally:
-            loop.abort(answer)
+            if answer is not None:
+                loop.abort(answer)
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None

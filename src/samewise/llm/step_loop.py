@@ -6,22 +6,19 @@ the text ends its sequence one frame late; the tokens of that frame are dropped.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 
 from samewise.engine import Engine
+from samewise.errors import CallerError
 from samewise.llm.answer import Answer, Choice
 from samewise.llm.intake import CheckedRequest, CheckedScore, Intake
 from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
 from samewise.receipts import Receipt, make
 from samewise.receipts.signing import SigningKey
-from samewise.types import Delta
+from samewise.types import Delta, Finish, Received
 
 
 @dataclass(slots=True)
@@ -35,16 +32,24 @@ class Score:
 
 
 class StepLoop:
-    """Owns the open answers of one engine. Not thread-safe: used by the thread that owns the engine."""
+    """Owns the open answers of one engine. Not thread-safe: used by the thread that owns the engine.
+
+    Any call may be cut short by an exception, a signal handler's too. Each marks itself as unfinished first;
+    a call that finds the mark tells the engine what every open answer really has, and the engine computes the
+    rest again.
+    """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         config = engine.config
         self.engine = engine
         self.intake = Intake(engine.loaded, engine.limits, seed=config.seed, date=config.date)
         self._clock = clock
-        self._open: dict[int, tuple[Answer, Choice]] = {}  # by engine id
-        self._scores: dict[int, Score] = {}  # by engine id
+        # By engine id. An entry is made before the engine knows the request and taken out after it has ended
+        # there, so that the engine has no sequence of this loop that is not here.
+        self._open: dict[int, tuple[Answer, Choice]] = {}
+        self._scores: dict[int, Score] = {}
         self._num_submitted = 0
+        self._unfinished = False  # whether a call has begun that did not come to its end
 
     # ---- requests
 
@@ -55,48 +60,74 @@ class StepLoop:
 
         The first sequence reads the prompt; the others wait for its pages where the prefix cache is on.
         """
+        self._begin()
         self._num_submitted += 1
         answer = Answer(
             checked,
             str(self._num_submitted),
             contract_id=self.engine.contract.id,
             decode_token=self.intake.decode_token,
+            new_stream=lambda: self.intake.text_stream(checked),
             clock=self._clock,
             streamed=streamed,
         )
         try:
             for index in range(checked.params.n) if only is None else (only,):
                 self._add(answer, index, salt)
-        except BaseException:
-            self.abort(answer)  # a full queue may refuse the last of n
+        except CallerError:
+            self._abort(answer)  # a full queue may refuse the last of n
+            self._unfinished = False
             raise
+        except BaseException:
+            answer.abort()
+            raise
+        self._unfinished = False
         return answer
 
     def _add(self, answer: Answer, index: int, salt: bytes) -> None:
         leader = answer.choices[0].engine_id if answer.choices else None
         request = answer.checked.request(self.engine.new_id(), index, salt=salt, leader=leader)
-        self.engine.add(request, self.intake.guide(request.sampling))
-        choice = Choice(index, request.id, self.intake.text_stream(answer.checked))
-        answer.choices.append(choice)
-        self._open[request.id] = (answer, choice)
+        guide = self.intake.guide(request.sampling)
+        self._open[request.id] = answer, answer.add_choice(index, request.id)
+        self.engine.add(request, guide)
 
     def submit_score(self, checked: CheckedScore) -> Score:
         """Queue a completion to be scored after its prompt."""
+        self._begin()
         request = checked.request(self.engine.new_id())
-        self.engine.add(request)
         score = self._scores[request.id] = Score(checked, request.id)
+        try:
+            self.engine.add(request)
+        except BaseException as error:
+            score.finished = True
+            if isinstance(error, CallerError):
+                del self._scores[request.id]
+                self._unfinished = False
+            raise
+        self._unfinished = False
         return score
 
     def abort(self, answer: Answer) -> None:
         """Drop what is still running of an answer."""
+        self._begin()
+        self._abort(answer)
+        self._unfinished = False
+
+    def _abort(self, answer: Answer) -> None:
         for engine_id in answer.abort():
-            self.engine.abort(engine_id)
+            if self.engine.lost is None:  # a lost engine has nothing left to abort
+                self.engine.abort(engine_id)
             self._open.pop(engine_id, None)
 
     def abort_score(self, score: Score) -> None:
         """Drop a score that is still running."""
-        if self._scores.pop(score.engine_id, None) is not None:
-            self.engine.abort(score.engine_id)
+        self._begin()
+        if not score.finished:
+            score.finished = True
+            if self.engine.lost is None:
+                self.engine.abort(score.engine_id)
+        self._scores.pop(score.engine_id, None)
+        self._unfinished = False
 
     # ---- results
 
@@ -105,13 +136,14 @@ class StepLoop:
 
         Every open answer is updated, whichever call steps: a stream left open loses nothing.
         """
-        with _interrupts_deferred():
-            changed: dict[Answer, None] = {}
-            for delta in self.engine.step():
-                answer = self._dispatch(delta)
-                if answer is not None:
-                    changed[answer] = None
-            return list(changed)
+        self._begin()
+        changed: dict[Answer, None] = {}
+        for delta in self.engine.step():
+            answer = self._dispatch(delta)
+            if answer is not None:
+                changed[answer] = None
+        self._unfinished = False
+        return list(changed)
 
     def _dispatch(self, delta: Delta) -> Answer | None:
         """Give a delta to its score or answer; returns the answer if it changed."""
@@ -131,6 +163,38 @@ class StepLoop:
             del self._open[delta.request_id]
         return answer if update.changed else None
 
+    # ---- failures
+
+    def recover(self, *, blame: bool = False) -> list[Answer]:
+        """Go on after a call that was cut short; done by itself at the next call.
+
+        With `blame` the exception came out of the work itself, not from a signal handler: an answer that was
+        being updated ends with an error, and the engine looks for a request that is to blame (see
+        Engine.recover). Returns the answers that ended here.
+        """
+        ended: list[Answer] = []
+        for answer, _ in self._open.values():
+            choice = answer.undo()
+            if choice is not None and blame:
+                choice.finish = Finish.ERROR.value
+                ended.append(answer)
+        received = {number: answer.received(choice) for number, (answer, choice) in self._open.items()}
+        for number, score in self._scores.items():
+            received[number] = None if score.finished else Received(0, len(score.logprobs))
+        self.engine.recover(received, blame=blame and not ended)
+        for number, has in received.items():
+            if has is None:
+                self._open.pop(number, None)
+                self._scores.pop(number, None)
+        self._unfinished = False
+        return ended
+
+    def _begin(self) -> None:
+        """Mark a call as unfinished, after repairing what an earlier one left."""
+        if self._unfinished and self.engine.lost is None:
+            self.recover()
+        self._unfinished = True
+
     def receipts(
         self,
         output: RequestOutput,
@@ -145,23 +209,6 @@ class StepLoop:
             output, params, contract=engine.contract, model=engine.config.model, settings=engine.settings,
             hide_prompt=hide_prompt, key=key,
         )  # fmt: skip
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Delay Ctrl-C until the step is complete, so that no delta is lost. Main thread only."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    caught: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *signalled: caught.append(signalled))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if caught:
-            handler(*caught[0])
 
 
 __all__ = ["Score", "StepLoop"]

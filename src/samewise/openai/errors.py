@@ -10,6 +10,7 @@ from samewise.errors import (
     MachineError,
     PromptTooLong,
     QueueFull,
+    RequestFailed,
     SamewiseError,
     UnknownModel,
 )
@@ -84,8 +85,9 @@ class ApiError(SamewiseError):
         if isinstance(error, CallerError):
             param = None if error.param is None else FIELD_OF_PARAM.get(error.param, error.param)
             return cls(message, param=param, code="invalid_value")
-        if isinstance(error, MachineError):
-            return cls(message, status=500, kind="server_error", code="engine_failed")
+        if isinstance(error, MachineError | RequestFailed):
+            code = "request_failed" if isinstance(error, RequestFailed) else "engine_failed"
+            return cls(message, status=500, kind="server_error", code=code)
         return cls(
             "the server failed; its log says how", status=500, kind="server_error", code="internal_error"
         )

@@ -68,8 +68,14 @@ def respond(
 
 
 def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
-    """Raise if a choice was aborted: its grammar could not be followed to the end."""
-    if any(completion.finish_reason == "abort" for output in outputs for completion in output.outputs):
+    """Raise if a choice was aborted, because its grammar could not be followed to the end, or failed."""
+    reasons = {completion.finish_reason for output in outputs for completion in output.outputs}
+    if "error" in reasons:
+        raise ApiError(
+            "the request failed; the server's log says how",
+            status=500, kind="server_error", code="request_failed",
+        )  # fmt: skip
+    if "abort" in reasons:
         raise ApiError(
             "the grammar could not be followed: no token fits, or it is too large; simplify response_format",
             param="response_format", code="grammar_failed",

@@ -90,7 +90,7 @@ class StreamWriter:
         self, prompt_index: int, chunk: Chunk, output: Callable[[], RequestOutput]
     ) -> list[dict[str, Any]]:
         """The events of one chunk."""
-        if chunk.finish_reason == "abort":
+        if chunk.finish_reason in ("abort", "error"):
             return []  # not a reason that clients know; `refuse_aborted` reports it
         if self._must_wait(prompt_index, chunk):
             self._held.append((prompt_index, chunk))

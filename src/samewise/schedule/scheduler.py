@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from samewise.counters import Counters, DrafterCounters
@@ -21,7 +22,8 @@ from samewise.schedule.drafts import append_tokens, burst_room, clear_draft, dra
 from samewise.schedule.limits import Limits
 from samewise.schedule.paging import Paging
 from samewise.schedule.plan import ask_of, continued, must_land, span_of
-from samewise.types import Ask, Delta, Finish, Guide, Proposal, Request, Sequence, Span, Verdict
+from samewise.schedule.registry import Registry
+from samewise.types import Ask, Delta, Finish, Guide, Proposal, Received, Request, Sequence, Span, Verdict
 
 PATIENCE = 4
 """Steps without a row after which a sequence is served before generating ones. Set by hand."""
@@ -33,6 +35,7 @@ class Scheduler:
 
     limits: Limits
     counters: Counters = field(default_factory=Counters)
+    registry: Registry = field(default_factory=Registry)
     _paging: Paging = field(init=False)
     _waiting: list[Sequence] = field(default_factory=list)  # by arrival
     _running: dict[int, Sequence] = field(default_factory=dict)  # by admission
@@ -42,20 +45,25 @@ class Scheduler:
     _step: int = 0
     _num_unverified: int = 0  # running or waiting requests with verify=False
     _preempted: bool = False  # whether a sequence was preempted since `_order` was called
+    _suspects: deque[Sequence] = field(default_factory=deque)  # part of a failed step, by arrival
 
     def __post_init__(self) -> None:
         self._paging = Paging(self.limits)
 
     # ---- requests
 
-    def add(self, request: Request, guide: Guide | None = None) -> None:
-        """Queue a checked request, with a guide if it has a grammar."""
+    def refuse_if_full(self) -> None:
+        """Raise QueueFull if no further request may wait."""
         max_queued = self.limits.max_queued
         if max_queued is not None and len(self._waiting) >= max_queued:
             raise QueueFull(
                 f"{len(self._waiting)} requests are waiting and max_queued is {max_queued}; "
                 "try again later or raise max_queued"
             )
+
+    def add(self, request: Request, guide: Guide | None = None) -> None:
+        """Queue a checked request, with a guide if it has a grammar."""
+        self.refuse_if_full()
         self.counters.requests += 1
         self._num_unverified += not request.verify
         self.counters.prompt_tokens += len(request.prompt)
@@ -67,9 +75,11 @@ class Scheduler:
             guide=guide,
         )
         insort(self._waiting, seq, key=_arrival)
+        self.registry.add(seq)
 
     def abort(self, request_id: int) -> Delta | None:
         """Drop a request, running or waiting. None if it has ended already."""
+        self.registry.drop(request_id)
         seq = self._remove(request_id)
         if seq is None:
             return None
@@ -79,6 +89,7 @@ class Scheduler:
 
     def end(self, request_id: int) -> None:
         """Finish a request whose text is complete (a stop string was found), without a further delta."""
+        self.registry.drop(request_id)
         if self._remove(request_id) is not None:
             self.counters.finished += 1
 
@@ -95,6 +106,8 @@ class Scheduler:
     def admit(self) -> None:
         """Move waiting requests to running while there is room, oldest first."""
         self._step += 1
+        if self._suspects and self._admit_suspect():
+            return
         held_back: list[Sequence] = []
         while self._waiting and len(self._running) < self.limits.max_num_seqs:
             seq = self._waiting.pop(0)
@@ -221,6 +234,48 @@ class Scheduler:
                 asks.append(ask_of(seq, 0))
                 max_tokens -= len(seq.tokens)
         return asks
+
+    # ---- after a failure
+
+    def recover(self, received: Mapping[int, Received | None], *, blame: bool) -> list[Delta]:
+        """Drop all state but the requests and what was received of them; see Registry.recover.
+
+        With `blame` the sequences that were running when a step failed are suspects: they run one at a time
+        until each has a token. Returns the last deltas of requests that end with an error.
+        """
+        registry = self.registry
+        blamed = {*self._running, *registry.delivery.before} or set(registry.sequences)
+        going_on, failed = registry.recover(received, blamed if blame else ())
+        self._paging = Paging(self.limits)
+        self._running, self._waiting, self._new_sequences = {}, going_on, deque()
+        self._suspects = deque(seq for seq in going_on if seq.num_failures)
+        self._num_unverified = sum(not seq.request.verify for seq in going_on)
+        self.counters.recoveries += 1
+        self.counters.failed += len(failed)
+        return [Delta(seq.request.id, (), (), (), Finish.ERROR) for seq in failed]
+
+    @property
+    def testing_suspects(self) -> bool:
+        """Whether sequences run one at a time, because a step failed."""
+        return bool(self._suspects)
+
+    def _admit_suspect(self) -> bool:
+        """Let the oldest suspect without progress run, alone. False: none is left."""
+        while self._suspects:
+            seq = self._suspects[0]
+            if self.registry.sequences.get(seq.request.id) is seq and seq.committed == seq.failed_at:
+                break
+            seq.num_failures = 0
+            self._suspects.popleft()
+        else:
+            return False
+        for other in list(self._running.values()):
+            if other is not seq:
+                self._preempt(other)
+        if not self._running:
+            self._waiting.remove(seq)
+            self._start(seq)
+        return True
 
     # ---- views
 
@@ -417,6 +472,7 @@ class Scheduler:
     # ---- commit
 
     def _commit(self, seq: Sequence, verdict: Verdict) -> Delta:
+        self.registry.will_commit(seq)
         if verdict.branch:
             self._paging.keep_branch(seq, verdict.branch)
         self._paging.release_branches(seq)
@@ -434,6 +490,7 @@ class Scheduler:
             self._count_guesses(verdict)
         clear_draft(seq)
         if seq.finish is not None:
+            self.registry.will_end(seq)
             self._retire(seq)
             self.counters.finished += 1
         return Delta(

@@ -156,6 +156,13 @@ class GrammarGuide:
         self._committed.append(token)
         return Finish.STOP if self._matcher.is_stopped() else None
 
+    def restore(self, tokens: tuple[int, ...]) -> None:
+        """Return to the state after these committed tokens."""
+        matcher = self._start.deep_copy()
+        followed = not tokens or bool(matcher.consume_tokens(list(tokens)))
+        self._matcher, self._committed, self._masks = matcher, list(tokens), {}
+        self._failed = not followed or matcher.is_error()
+
     def _compute_masks(self, path: tuple[int, ...]) -> int:
         """Cache the masks along a path as far as it is allowed; returns how many of its tokens are."""
         masks, num_advanced = self._masks, 0

@@ -39,6 +39,7 @@ class FrameInFlight:
     def __init__(self, verifier: Verifier, spans: list[Span]) -> None:
         self.spans = spans
         self._verifier = verifier
+        self.launched = 0.0  # when, by the engine's clock
         self.waited = 0.0  # seconds the host waited for the device
         self._done: torch.cuda.Event | None = None
         self._result = self._run() if verifier.ahead else None

@@ -138,6 +138,17 @@ class Auto(Proposer):
             self._idle.interrupted()
         self._drafters.forget(seq_id)
 
+    def recover(self) -> None:
+        """Drop all sequences, and end a pause."""
+        self._matches.recover()
+        self._ngram.recover()
+        self._match_lengths, self._live, self._unverified = {}, set(), set()
+        self._waited_steps = 0
+        if self._idle is not None:
+            self._idle.wake()
+            self._idle.interrupted()
+        self._drafters.recover()
+
     def renew(self, contract_id: str) -> None:
         """Pass on to every drafter."""
         self._drafters.renew(contract_id)

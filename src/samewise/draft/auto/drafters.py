@@ -205,6 +205,12 @@ class DrafterSelector:
         for measured in self._drafters.values():
             measured.drafter.forget(seq_id)
 
+    def recover(self) -> None:
+        """Drop all sequences."""
+        self._own_rates, self._targets = {}, {}
+        for measured in self._drafters.values():
+            measured.drafter.recover()
+
     def renew(self, contract_id: str) -> None:
         """Pass on to every drafter."""
         for measured in self._drafters.values():

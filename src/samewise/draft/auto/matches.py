@@ -75,6 +75,10 @@ class MatchEstimates:
         """Drop a sequence's ratio."""
         self._by_sequence.pop(seq_id, None)
 
+    def recover(self) -> None:
+        """Drop the ratios of all sequences."""
+        self._by_sequence = {}
+
     def table(self) -> list[float]:
         """Acceptance by match length."""
         return [round(rate.value, 3) for rate in self._by_length]

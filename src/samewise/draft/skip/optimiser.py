@@ -98,6 +98,12 @@ class LayerSetOptimiser:
         if text is not None:
             self.scorer.add_answer(*text)
 
+    def recover(self) -> None:
+        """Drop all sequences, and draft with the search's incumbent, of which nothing is measured yet."""
+        self._texts = {}
+        self.scorer.recover()
+        self._use()
+
     # ---- a round of the search
 
     def _score_candidate(self, asks: list[Ask], pieces: list[TextPiece]) -> None:

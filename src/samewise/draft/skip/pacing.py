@@ -178,6 +178,10 @@ class ConfidencePacing:
         """Drop a sequence's draft."""
         self._drafts.pop(seq_id, None)
 
+    def recover(self) -> None:
+        """Drop all drafts."""
+        self._drafts = {}
+
     def _calibration(self, draft: _Draft) -> Calibration:
         return self._active.sampled if draft.sampled else self._active.greedy
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from samewise.draft.tuning import DEFAULTS, SearchTuning
 from samewise.execute.pack import pack_fast, pack_frame
@@ -66,6 +67,7 @@ class LayerSetScorer:
         self._answers: deque[tuple[int, ...]] = deque(maxlen=tuning.recent_answers)
         self._eager_path = FastPath(runner.model, None)  # modules, so that hooks run
         self._paths: dict[LayerSet, FastPath] = {}
+        self._hooks: list[RemovableHandle] = []  # on the model's modules, while `residual_shares` runs
 
     def path(self, skipped: LayerSet) -> FastPath:
         """The path that skips these sublayers. The most recently used paths are kept."""
@@ -116,6 +118,15 @@ class LayerSetScorer:
         tokens = iter(self._predict(pieces, self.path(LayerSet()))[0])
         return [piece._replace(targets=tuple(next(tokens) for _ in piece.targets)) for piece in pieces]
 
+    def recover(self) -> None:
+        """Take the hooks of an unfinished call from the model."""
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks[-1].remove()
+            self._hooks.pop()
+
     # ---- scores
 
     def score(self, pieces: list[TextPiece], skipped: LayerSet) -> LayerSetScore:
@@ -133,7 +144,6 @@ class LayerSetScorer:
         """Norm of what each layer's attention and MLP add to the residual stream, over the stream's norm."""
         shares: dict[nn.Module, float] = {}
         stream: list[torch.Tensor] = []
-        handles = []
 
         def enter(_: nn.Module, args: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
             stream[:] = [args[0] if args else named["hidden_states"]]
@@ -144,14 +154,13 @@ class LayerSetScorer:
             norm = stream[0].float().norm(dim=-1).clamp_min(1e-12)
             shares[module] = float((added.float().norm(dim=-1) / norm).mean())
 
-        for layer, sublayers in self._views.layers():
-            handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-            handles += [sublayer.register_forward_hook(leave) for sublayer in sublayers]
         try:
+            for layer, sublayers in self._views.layers():
+                self._hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+                self._hooks += [sublayer.register_forward_hook(leave) for sublayer in sublayers]
             self._logits(pieces, self._eager_path)
         finally:
-            for handle in handles:
-                handle.remove()
+            self._remove_hooks()
         return [(shares[attention], shares[mlp]) for _, (attention, mlp) in self._views.layers()]
 
     @torch.inference_mode()

@@ -99,6 +99,12 @@ class Skip(Drafter):
         self._pacing.forget(seq_id)
         self.optimiser.forget(seq_id)
 
+    def recover(self) -> None:
+        """Drop all drafts; the search goes on from its incumbent."""
+        self._confidence.clear()
+        self._pacing.recover()
+        self.optimiser.recover()
+
     def renew(self, contract_id: str) -> None:
         """Use the sets stored for this contract; after replaced weights, search again."""
         self.optimiser.renew(contract_id)
