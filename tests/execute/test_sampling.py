@@ -203,7 +203,7 @@ def test_equal_logits_stay_or_go_together() -> None:
     logits = torch.zeros(1, 300)
     gap = np.zeros(300, dtype=np.float32)
     assert filters.max_gap(gap, Sampling(temperature=1.0, top_k=1), pick_row_math()) == 0.0
-    assert filters.max_gap(gap, Sampling(temperature=1.0, top_p=0.01)) == 0.0
+    assert filters.max_gap(gap, Sampling(temperature=1.0, top_p=0.01), pick_row_math()) == 0.0
     sampled = {sample_one(logits, make_row(temperature=1.0, top_k=2, position=p)) for p in range(100)}
     assert len(sampled) > 50
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -18,9 +18,21 @@ if TYPE_CHECKING:
     from samewise.verify.frame_sizes import FrameSizeUse
 
 
+Portable = Annotated[
+    bool,
+    typer.Option(
+        "--portable",
+        help="Compare this machine's bits with those that every machine must give; no model is loaded.",
+    ),
+]
+
+
 @engine_options("probe")
-def probe(as_json: AsJson = False, *, settings: Settings) -> None:
+def probe(as_json: AsJson = False, portable: Portable = False, *, settings: Settings) -> None:
     """Prove the frame property on this machine and print the contract, fact by fact."""
+    if portable:
+        print_portable(as_json=as_json)
+        return
     engine = load_engine(**settings)
     report, contract = engine.report, engine.contract
     if as_json:
@@ -44,6 +56,31 @@ def probe(as_json: AsJson = False, *, settings: Settings) -> None:
         f"{engine.parts.frame_rows} rows at every offset of a frame and beside any other rows "
         f"({report.seconds:.1f} s)"
     )
+
+
+def print_portable(*, as_json: bool) -> None:
+    """The stored digests beside this machine's; exits with 1 if one differs."""
+    from samewise.jobs.portable import check_portable, machine_summary
+
+    findings = check_portable()
+    same = all(finding.same for finding in findings)
+    if as_json:
+        rows = [finding._asdict() | {"same": finding.same} for finding in findings]
+        typer.echo(json.dumps({"same": same, "machine": machine_summary(), "findings": rows}, indent=2))
+    else:
+        table = Table(title=f"portable bits on {machine_summary()}", title_style="bold")
+        for name in ("digest of", "every machine", "this machine", ""):
+            table.add_column(name)
+        for finding in findings:
+            verdict = "[green]same[/]" if finding.same else "[red]differs[/]"
+            table.add_row(finding.name, finding.expected, finding.digest, verdict)
+        console = Console()
+        console.print(table)
+        console.print(
+            "[green]same[/]" if same else "[red]differs[/]: receipts of other machines will not match"
+        )
+    if not same:
+        raise typer.Exit(1)
 
 
 def sizes_table(engine: Engine) -> Table:
@@ -78,4 +115,4 @@ def _pieces(size: int, piece: int) -> str:
     return f"{piece}" if piece > size else f"{size // piece}×{piece}"
 
 
-__all__ = ["probe", "sizes_table"]
+__all__ = ["print_portable", "probe", "sizes_table"]
