@@ -208,7 +208,7 @@ def test_the_probe_fits_the_smallest_engine(settings: dict[str, int]) -> None:
 
 def test_probing_again_gives_the_same_digest_and_holds_no_page() -> None:
     engine = tiny_engine()
-    again = probe(engine.runner, max_model_len=engine.max_model_len)
+    again = probe(engine.verifier, max_model_len=engine.max_model_len)
     assert again.digest == engine.report.digest
     engine.check()
     assert engine.stats()["pages_available"] == engine.stats()["pages"]
@@ -218,7 +218,7 @@ def test_probing_again_gives_the_same_digest_and_holds_no_page() -> None:
 def test_the_digest_does_not_depend_on_what_the_kv_pages_held_before(value: float) -> None:
     engine = tiny_engine()
     engine.runner.store.fill(value)
-    assert probe(engine.runner, max_model_len=engine.max_model_len).digest == engine.report.digest
+    assert probe(engine.verifier, max_model_len=engine.max_model_len).digest == engine.report.digest
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "llama"])  # run by modules, and by fused layers

@@ -33,10 +33,9 @@ def certify(
 
     `model_facts`: digests of the weights and of the model's files.
     """
-    runner = parts.runner
     with parts.process.pinned():
-        parts.verifier.probe_sampler()
-        report = probe(runner, max_model_len=parts.limits.max_model_len, operators=len(parts.operators))
+        max_model_len, num_operators = parts.limits.max_model_len, len(parts.operators)
+        report = probe(parts.verifier, max_model_len=max_model_len, operators=num_operators)
     facts = {
         **model_facts,
         **arithmetic_facts(parts),

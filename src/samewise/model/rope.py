@@ -145,7 +145,7 @@ def frequencies_digest(model: "nn.Module") -> str:
     for name, module in sorted(model.named_modules()):
         for kind, tensor in sorted(module.named_buffers(recurse=False)):
             if kind.endswith("inv_freq") and not kind.endswith("original_inv_freq"):
-                bits = tensor.detach().cpu().contiguous().numpy().tobytes()
+                bits = tensor.detach().cpu().float().numpy().tobytes()  # exact: bfloat16 is not numpy's
                 digest.update(f"{name}.{kind} {tensor.dtype} ".encode() + bits)
         scaling = getattr(module, "attention_scaling", None)
         if isinstance(scaling, int | float):

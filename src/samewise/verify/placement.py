@@ -14,9 +14,14 @@ from samewise.execute.runner import Runner
 from samewise.kernels.attention.base import PAGE
 from samewise.types import Sampling, Span
 
-TEXT_LEN = 20
-"""Tokens of the known text: more than one page, few enough for a start-up of seconds. Their logits' digest is
-a contract fact, so the text and its seed are fixed."""
+TEXT_LEN = 2 * PAGE
+"""Tokens of the known text: two full pages, few enough for a start-up of seconds. Their logits' digest is a
+contract fact, so the text and its seed are fixed."""
+FAR_LEN = 3
+"""Tokens of each piece that is run far into a context."""
+FAR_STARTS = (272, 560)
+"""Positions of far pieces, beside one near the end of the longest context: past one and past two splits of
+the keys on CUDA, which are 256 keys each. Multiples of a page: a piece writes to a page of its own."""
 MAX_POSITION = 4096
 """How far into a context the other sequences of a frame may stand."""
 
@@ -34,18 +39,27 @@ Placement = tuple[PlacedFrame, ...]
 
 
 class ProbeText:
-    """The known text, in pages 1, 2, …; other sequences share the page after them. One fixed seed."""
+    """The known text, in pages 1, 2, …; then a page for far pieces, and one that other sequences share.
+
+    Far pieces stand at far positions of a context whose pages are the text's in a random order, again and
+    again: a long context without the time to read one. One fixed seed.
+    """
 
     def __init__(self, runner: Runner, max_model_len: int) -> None:
         self._rows, self._any_size = runner.frame_rows, runner.native and runner.elastic
         self._vocab = runner.arch.vocab
         self._random = random.Random(20)
         self._max_position = min(MAX_POSITION, max_model_len) - 1
-        room = min((runner.store.num_pages - 2) * PAGE, max_model_len)
+        room = min((runner.store.num_pages - 3) * PAGE, max_model_len)
         length = min(TEXT_LEN, room)
         self._text = [self._random.randrange(self._vocab) for _ in range(length)]
         self._pages = array("i", range(1, -(-length // PAGE) + 1))
-        self._scratch_page = len(self._pages) + 1
+        self._far_page = len(self._pages) + 1
+        self._scratch_page = len(self._pages) + 2
+        self._far_tokens = [self._random.randrange(self._vocab) for _ in range(FAR_LEN)]
+        last = (max_model_len - FAR_LEN) // PAGE * PAGE
+        starts = {start for start in (*FAR_STARTS, last) if start <= last}
+        self._far_starts = sorted(starts) if TEXT_LEN == length <= last else []
 
     def alone(self) -> Placement:
         """The text from row 0 on, nothing else in its frames."""
@@ -56,23 +70,47 @@ class ProbeText:
             start += length
         return tuple(frames)
 
-    def among_others(self) -> Placement:
-        """The text cut at a random place, each piece at a random row among random sequences."""
+    def among_others(self, frame_rows: int | None = None) -> Placement:
+        """The text cut at a random place, each piece at a random row among random sequences.
+
+        `frame_rows`: rows of each frame; by default the canonical number.
+        """
         frames, start = [], 0
+        full = frame_rows or self._rows
         while start < len(self._text):
             length = min(self._rows, len(self._text) - start)
             if start == 0:  # cut anywhere, but so that the rest fits few frames
                 min_length = max(1, min(length, len(self._text) - self._rows))
                 length = min(self._random.randint(min_length, length), max(1, len(self._text) - 1))
             # Where frames have any size, one full frame is enough; the others get a few more rows.
-            rows = self._rows if start == 0 or not self._any_size else min(self._rows, length + 4)
-            before = self._random.randint(0, rows - length)
-            after = rows - length - before
-            piece = self._piece(start, length)
-            spans = (*self._other_sequences(before), piece, *self._other_sequences(after))
-            frames.append(PlacedFrame(spans, before, length))
+            rows = full if start == 0 or not self._any_size else min(full, length + 4)
+            frames.append(self._frame_with(self._piece(start, length), rows))
             start += length
         return tuple(frames)
+
+    def far(self) -> Placement:
+        """Far pieces, each alone in a frame. Empty where the longest context is short."""
+        return tuple(PlacedFrame((piece,), 0, len(piece.inputs)) for piece in self._far_pieces())
+
+    def far_among_others(self) -> Placement:
+        """Far pieces, each at a random row among random sequences."""
+        rows = min(self._rows, FAR_LEN + 4) if self._any_size else self._rows
+        return tuple(self._frame_with(piece, max(rows, len(piece.inputs))) for piece in self._far_pieces())
+
+    def _far_pieces(self) -> list[Span]:
+        length = min(self._rows, FAR_LEN)
+        pieces = []
+        for start in self._far_starts:
+            context = random.Random(start).choices(self._pages, k=start // PAGE)
+            pieces.append(_span(self._far_tokens[:length], start, array("i", [*context, self._far_page])))
+        return pieces
+
+    def _frame_with(self, piece: Span, rows: int) -> PlacedFrame:
+        """A frame of this many rows with the piece at a random row, and random sequences before and after."""
+        length = len(piece.inputs)
+        before = self._random.randint(0, rows - length)
+        others = self._other_sequences(before), self._other_sequences(rows - length - before)
+        return PlacedFrame((*others[0], piece, *others[1]), before, length)
 
     def in_pieces(self, sizes: Sequence[int]) -> Placement:
         """The text in pieces of these lengths, each alone in a frame; what is left in full frames."""
@@ -104,7 +142,7 @@ def _span(tokens: list[int], start: int, pages: array[int]) -> Span:
 
 
 def run_placement(runner: Runner, placement: Placement) -> torch.Tensor:
-    """Float32 logits [text, V] of the known text placed this way, on the CPU."""
+    """Float32 logits [rows, V] of the known text placed this way, on the CPU."""
     parts = []
     for spans, first, length in placement:
         inputs, keep = runner.stage_frame(list(spans), list(range(first, first + length)))
@@ -114,4 +152,13 @@ def run_placement(runner: Runner, placement: Placement) -> torch.Tensor:
     return torch.cat(parts)
 
 
-__all__ = ["MAX_POSITION", "TEXT_LEN", "PlacedFrame", "Placement", "ProbeText", "run_placement"]
+__all__ = [
+    "FAR_LEN",
+    "FAR_STARTS",
+    "MAX_POSITION",
+    "TEXT_LEN",
+    "PlacedFrame",
+    "Placement",
+    "ProbeText",
+    "run_placement",
+]

@@ -1,8 +1,9 @@
 """The probe: at start-up, checks that a row's bits depend neither on its index nor on the rest of its frame.
 
 On the loaded weights, at the real shapes, on this machine. A known text is run alone from row 0 on, then
-again cut in other places, at other rows, among other sequences, some of them far into their context. Every
-bit of its logits must be the same; otherwise the engine does not start, and the error names the operator.
+again cut in other places, at other rows, among other sequences, some of them far into their context; and so
+are pieces far into a context themselves. Every bit of their logits must be the same, and so must every bit of
+what the sampler makes of them; otherwise the engine does not start, and the error names the operator.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ from samewise.model.activation import FrameActivation
 from samewise.model.arch import layer_list
 from samewise.types import Span
 from samewise.verify.culprit import find_culprit
-from samewise.verify.placement import TEXT_LEN, ProbeText, run_placement
-
-NUM_PLACEMENTS = 2
-"""Random placements compared with the text alone, where each frame is padded to the canonical rows."""
+from samewise.verify.placement import Placement, ProbeText, run_placement
+from samewise.verify.sampler_trial import try_sampler
+from samewise.verify.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """The digest of the known text's logit bits, and what the probe took."""
+    """The digest of the known text's logit bits and of what was sampled, and what the probe took."""
 
     digest: str
     frames: int
@@ -40,31 +40,41 @@ class ProbeReport:
     seconds: float
 
 
-def probe(runner: Runner, *, max_model_len: int, operators: int = 0) -> ProbeReport:
+def probe(verifier: Verifier, *, max_model_len: int, operators: int = 0) -> ProbeReport:
     """Check the frame property or raise GuaranteeLost. Writes the first pages: no sequence may hold any."""
     began = time.perf_counter()
+    runner = verifier.runner
     text = ProbeText(runner, max_model_len)
-    reference = text.alone()
-    expected = run_placement(runner, reference)
-    num_frames = len(reference)
     if runner.native and runner.elastic:
-        _check_row_wise(runner, text.among_others()[0].spans)
+        if not runner.portable:  # else every operator is a native kernel, which gives any row its bits
+            _check_row_wise(runner, text.among_others()[0].spans)
         others = [text.among_others(), text.in_pieces(_doubling(runner.sizes))]
     else:
-        others = [text.among_others() for _ in range(NUM_PLACEMENTS)]
+        others = [text.among_others(), text.among_others(runner.widest)]
         if runner.elastic:
             others.append(text.in_pieces(runner.sizes))
+    # The far pieces come second: their context is the text's pages.
+    placements = [[text.alone(), *others]]
+    if far := text.far():
+        placements.append([far, text.far_among_others()])
+    logits = torch.cat([_agreed_logits(runner, *placed) for placed in placements])
+    digest = sha256(logits.numpy().tobytes() + try_sampler(verifier, logits)).hexdigest()
+    num_frames = sum(len(placement) for placed in placements for placement in placed)
+    return ProbeReport(digest, num_frames, operators, time.perf_counter() - began)
+
+
+def _agreed_logits(runner: Runner, reference: Placement, *others: Placement) -> torch.Tensor:
+    """The logits of the reference; raises GuaranteeLost unless every other placement gives the same bits."""
+    expected = run_placement(runner, reference)
     for other in others:
-        num_frames += len(other)
         if not torch.equal(as_bits(expected), as_bits(run_placement(runner, other))):
             culprit = find_culprit(runner, reference, other)
             raise GuaranteeLost(
-                f"the probe read the same {TEXT_LEN} tokens twice at {runner.frame_rows} rows, placed "
+                f"the probe read the same {len(expected)} tokens twice at {runner.frame_rows} rows, placed "
                 f"differently, and got different bits. The operator: {culprit}. The engine will not start, "
                 "because its answers would depend on load. Try another frame_rows, dtype or device"
             )
-    digest = sha256(expected.numpy().tobytes()).hexdigest()
-    return ProbeReport(digest, num_frames, operators, time.perf_counter() - began)
+    return expected
 
 
 def _check_row_wise(runner: Runner, spans: tuple[Span, ...]) -> None:
@@ -125,4 +135,4 @@ def _doubling(sizes: Sequence[int]) -> list[int]:
     return chosen
 
 
-__all__ = ["NUM_PLACEMENTS", "ProbeReport", "probe"]
+__all__ = ["ProbeReport", "probe"]

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from samewise.errors import GuaranteeLost
 from samewise.execute.pack import pack_frame
 from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
@@ -74,7 +73,7 @@ class Verifier:
 
     @torch.inference_mode()
     def __init__(self, runner: Runner, sampler: Sampler, *, ahead: bool) -> None:
-        self._runner, self._sampler = runner, sampler
+        self.runner, self.sampler = runner, sampler
         self.cuda = runner.device.type == "cuda"
         self.ahead = ahead
         # Two, in turn: one frame's results may be read while the next one's are copied.
@@ -82,20 +81,20 @@ class Verifier:
         self._hosts = [torch.empty(shape, dtype=torch.int32, pin_memory=self.cuda) for _ in range(2)]
         # On CUDA a frame's logits always lie in the same buffer, so greedy sampling of them is captured too.
         self._greedy: dict[tuple[int, bool], CapturedGraph[None]] = {}
-        for inputs in self._empty_frames() if self.cuda else ():
+        for inputs in self.empty_frames() if self.cuda else ():
             self._greedy[_shape_key(inputs)] = self._capture_greedy(inputs)
 
-    def _empty_frames(self) -> Iterator[PassInputs]:
+    def empty_frames(self) -> Iterator[PassInputs]:
         """A frame without spans of every size, with logits of all rows and, where possible, of some."""
-        for size in self._runner.sizes:
-            staging = self._runner.staging(size)
+        for size in self.runner.sizes:
+            staging = self.runner.staging(size)
             yield pack_frame([], staging)
             if staging.num_kept:
                 yield pack_frame([], staging, list(range(staging.num_kept)))
 
     def _capture_greedy(self, inputs: PassInputs) -> CapturedGraph[None]:
-        logits, keep = self._runner.frame(inputs), inputs.keep
-        return CapturedGraph(lambda: self._sample(logits, [], keep), self._runner.device)
+        logits, keep = self.runner.frame(inputs), inputs.keep
+        return CapturedGraph(lambda: self._sample(logits, [], keep), self.runner.device)
 
     def launch(self, spans: list[Span]) -> FrameInFlight:
         """A frame over these spans."""
@@ -104,7 +103,7 @@ class Verifier:
     @torch.inference_mode()
     def run(self, spans: list[Span]) -> FrameResult:
         """One frame: logits, sampled tokens, top log-probabilities and scores of targets."""
-        sampler, runner = self._sampler, self._runner
+        sampler, runner = self.sampler, self.runner
         copies = [span.copy for span in spans if span.copy is not None]
         if copies:
             runner.store.copy(copies)
@@ -136,10 +135,10 @@ class Verifier:
         """Sample every row into the runner's `frame_outputs`, where the next frame may read its inputs."""
         if logits.shape[0] == 0:
             return
-        output = self._sampler.sample(logits, rows)
+        output = self.sampler.sample(logits, rows)
         at: slice | torch.Tensor = slice(output.tokens.shape[0]) if keep is None else keep
-        self._runner.frame_outputs[at, 0] = output.tokens.to(torch.int32)
-        self._runner.frame_outputs[at, 1] = output.logprobs.view(torch.int32)
+        self.runner.frame_outputs[at, 0] = output.tokens.to(torch.int32)
+        self.runner.frame_outputs[at, 1] = output.logprobs.view(torch.int32)
 
     def _score(
         self, logits: torch.Tensor, spans: list[Span], logit_rows: LogitRows
@@ -158,76 +157,35 @@ class Verifier:
             first += len(span.inputs)
         if not rows:
             return [], []
-        scores: list[float] = self._sampler.score(logits, rows, targets).tolist()
+        scores: list[float] = self.sampler.score(logits, rows, targets).tolist()
         with_tops = [(row, num) for row, num in zip(rows, nums, strict=True) if num]
-        tops = self._sampler.top(logits, [r for r, _ in with_tops], [n for _, n in with_tops])
+        tops = self.sampler.top(logits, [r for r, _ in with_tops], [n for _, n in with_tops])
         in_order = iter(tops)
         return scores, [next(in_order) if num else () for num in nums]
 
-    # ── start-up ─────────────────────────────────────────────────────────────────────────────────
+    # ── start-up: see `sampler_trial` ────────────────────────────────────────────────────────────
 
-    @torch.inference_mode()
-    def probe_sampler(self) -> None:
-        """Raise GuaranteeLost unless every way of sampling gives a row the same bits at any index and size.
+    def sample_block(
+        self, block: torch.Tensor, inputs: PassInputs, *, sampled_row: int | None = None
+    ) -> torch.Tensor:
+        """Outputs [R, 2] on the CPU for a block of logits in place of a frame's own, one row for each.
 
-        All-greedy frames are sampled by a shorter way than frames with a sampled row, and scoring is a third
-        way: the other rows of a frame must not show in a row's result.
+        `sampled_row`: its token is drawn; all others are greedy, and on CUDA then take another way.
         """
-        runner = self._runner
-        rows = runner.frame_rows
-        generator = torch.Generator(runner.device).manual_seed(0)
-        shape = (rows, runner.arch.vocab)
-        block = torch.randn(shape, generator=generator, device=runner.device, dtype=torch.float32) * 4
-        block = block.to(runner.dtype)
-        results = [self._sample_in_frame(block, pack_frame([], runner.staging(rows)))]
-        if self.cuda:
-            results += [self._sample_in_frame(block, inputs) for inputs in self._empty_frames()]
-        expected = results[0]
-        if expected is None or not all(
-            result is not None and torch.equal(result, expected[: len(result)]) for result in results
-        ):
-            raise GuaranteeLost(
-                "the sampler gives a row other bits beside other rows or at another index; "
-                "the engine will not start. Try another device or dtype"
-            )
-
-    def _sample_in_frame(self, block: torch.Tensor, inputs: PassInputs) -> torch.Tensor | None:
-        """Outputs for the block's rows, as many as fit, in a frame of this shape; None if they vary.
-
-        They are sampled at several indices, with and without a sampled row beside them, and scored.
-        """
-        runner, keep = self._runner, inputs.keep
-        greedy = self._greedy.get(_shape_key(inputs))
-        num_logits = inputs.num_rows if keep is None else len(keep)
+        runner, keep, greedy = self.runner, inputs.keep, self._greedy.get(_shape_key(inputs))
         if greedy is None:
-            raw = torch.empty(num_logits, runner.arch.vocab, dtype=runner.dtype, device=runner.device)
+            raw = block
         else:  # the captured graph reads the frame's own logits buffer
             raw = runner.frame(inputs)
-        # At row 0 of the buffer: block row 0 unshifted, block row 1 after the last shift.
-        one_sampled = [SamplingRow(0, Sampling(temperature=1.0), (), (), 1)]
-        outputs = []
-        for shift, rows in (
-            (0, []),
-            (0, one_sampled),
-            (num_logits // 2, []),
-            (num_logits - 1, one_sampled),
-        ):
-            index = torch.arange(num_logits, device=block.device) % block.shape[0]
-            raw.copy_(block[index].roll(shift, 0))
-            if rows or greedy is None:
-                self._sample(raw.float(), rows, keep)
-            else:
-                greedy()
-            outputs.append(runner.frame_outputs[:num_logits].roll(-shift, 0).cpu())
-        expected = outputs[0]
-        tokens: list[int] = expected[:, 0].tolist()
-        raw.copy_(raw.roll(-(num_logits - 1), 0))
-        scores = self._sampler.score(raw.float(), list(range(num_logits)), tokens).cpu().view(torch.int32)
-        # The sampled row may get another token: rows 0 and 1 are not compared.
-        same = all(torch.equal(output[2:], expected[2:]) for output in outputs)
-        if not same or not torch.equal(scores, expected[:, 1]):
-            return None
-        return expected[: min(num_logits, block.shape[0])]
+            raw.copy_(block)
+        if greedy is None or sampled_row is not None:
+            drawn = Sampling(temperature=1.0)
+            rows = [] if sampled_row is None else [SamplingRow(sampled_row, drawn, (), (), 1)]
+            self._sample(raw.float(), rows, keep)
+        else:
+            greedy()
+        at = slice(len(block)) if keep is None else keep
+        return runner.frame_outputs[at].cpu()
 
 
 def _shape_key(inputs: PassInputs) -> tuple[int, bool]:
