@@ -99,3 +99,24 @@ def test_strided_logits_give_the_bits_of_contiguous_ones(device):
     part = random_logits(8, 900, device)[:, :517]
     strided, contiguous = row_stats(part, FRACTION_BITS), row_stats(part.contiguous(), FRACTION_BITS)
     assert torch.equal(strided.log_sum, contiguous.log_sum)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_certain_token_has_log_probability_plus_zero_by_every_way(device, dtype):
+    from samewise.execute.sampling import Sampler
+    from samewise.execute.sampling_rows import SamplingRow
+    from samewise.types import Sampling
+
+    vocab = CHUNK + 40
+    logits = torch.zeros(3, vocab, device=device, dtype=dtype)
+    logits[0, 7] = logits[1, CHUNK + 3] = 300.0
+    sampler = Sampler(vocab, torch.device(device), by_row=False)
+    drawn = SamplingRow(2, Sampling(temperature=1.0, seed=3), (), (), 1)
+    alone = [sampler.sample(logits[i : i + 1], []).logprobs for i in range(2)]
+    together = sampler.sample(logits, []).logprobs[:2]
+    in_company = sampler.sample(logits.float(), [drawn]).logprobs[:2]
+    scores = sampler.score(logits.float(), [0, 1], [7, CHUNK + 3])
+    tops = [top[0][1] for top in sampler.top(logits.float(), [0, 1], [1, 1])]
+    for values in (torch.cat(alone), together, in_company, scores, torch.tensor(tops)):
+        assert values.cpu().view(torch.int32).tolist() == [0, 0]  # not -0.0
