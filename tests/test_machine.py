@@ -77,7 +77,7 @@ def test_without_amx_no_child_is_started(tmp_path):
         "OMP_DYNAMIC": "FALSE",
         "OMP_NUM_THREADS": str(machine.num_cores()),
     }
-    assert env == facts
+    assert env == facts | {"CUBLAS_WORKSPACE_CONFIG": machine.CUBLAS_WORKSPACE}
 
 
 def test_amx_that_works_is_not_capped_and_is_tried_once(amx):
@@ -121,9 +121,11 @@ def test_an_unclear_result_caps_below_amx_and_is_not_cached(amx, status):
 def test_variables_set_by_the_user_stay(amx, name):
     env = {name: "AVX2", "OMP_NUM_THREADS": "7", "MKL_DYNAMIC": "TRUE", "MKL_CBWR": "COMPATIBLE"}
     child = FakeChild(default=-signal.SIGILL)
+    before = dict(env)
     facts = machine.pin_environment(child, cpuinfo=amx, environ=env)
     assert child.calls == []
-    assert facts == {**env, "OMP_DYNAMIC": "FALSE"}
+    assert facts == {**before, "OMP_DYNAMIC": "FALSE"}
+    assert env.items() >= before.items()
 
 
 def test_a_damaged_cached_cap_is_tried_again(amx, cache):
@@ -177,3 +179,87 @@ def _seconds(call):
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+# ---- variables and libraries
+
+
+def test_variables_that_can_change_bits_on_a_cpu_are_returned():
+    set_variables = {
+        "OMP_THREAD_LIMIT": "1",
+        "OMP_MAX_ACTIVE_LEVELS": "0",
+        "OMP_NESTED": "TRUE",
+        "KMP_DETERMINISTIC_REDUCTION": "1",
+        "GOMP_SOMETHING_NEW": "1",
+        "MKL_CBWR": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "TORCHINDUCTOR_CPP_WRAPPER": "1",
+    }
+    harmless = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_DISPLAY_ENV": "TRUE",
+        "KMP_BLOCKTIME": "0",
+        "MKL_VERBOSE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": "/somewhere",
+        "HOME": "/root",
+        "TRITON_F32_DEFAULT": "tf32",  # no CPU kernel is Triton's
+    }
+    assert machine.numeric_variables(set_variables | harmless) == dict(sorted(set_variables.items()))
+
+
+def test_variables_that_can_change_bits_on_cuda_are_returned():
+    set_variables = {
+        "CUBLASLT_WORKSPACE_SIZE": "1024",
+        "CUBLAS_EMULATE_DOUBLE_PRECISION": "1",
+        "CUDA_FORCE_PTX_JIT": "1",
+        "NVIDIA_TF32_OVERRIDE": "1",
+        "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",
+        "TORCH_BLAS_PREFER_CUBLASLT": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0",
+        "TRITON_F32_DEFAULT": "tf32",
+        "TRITON_PTXAS_PATH": "/usr/bin/ptxas",
+    }
+    harmless = {
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",  # has a fact of its own
+        "CUBLASLT_LOG_LEVEL": "2",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "OMP_NUM_THREADS": "3",
+        "TORCHINDUCTOR_CACHE_DIR": "/somewhere",
+        "TRITON_CACHE_DIR": "/somewhere",
+        "TRITON_PRINT_AUTOTUNING": "1",
+    }
+    assert machine.numeric_variables(set_variables | harmless, cuda=True) == set_variables
+
+
+def test_the_workspace_of_cublas_is_set_before_torch_loads(tmp_path):
+    env: dict[str, str] = {}
+    machine.pin_environment(FakeChild(), cpuinfo=tmp_path / "absent", environ=env)
+    assert env["CUBLAS_WORKSPACE_CONFIG"] == machine.CUBLAS_WORKSPACE
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    machine.pin_environment(FakeChild(), cpuinfo=tmp_path / "absent", environ=env)
+    assert env["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+MAPS = """\
+55d0c8a00000-55d0c8a2f000 r--p 00000000 fe:00 123                        /usr/bin/python3.11
+7f10c0000000-7f10c0021000 rw-p 00000000 00:00 0
+7f10d0000000-7f10d1000000 r-xp 00001000 fe:00 456                        /opt/my libs/libcublasLt.so.13
+7f10d1000000-7f10d2000000 r--p 01001000 fe:00 456                        /opt/my libs/libcublasLt.so.13
+7f10e0000000-7f10e1000000 r-xp 00000000 fe:00 457                        /opt/cuda/lib64/libcublas.so.13.1.0.3
+7f10f0000000-7f10f1000000 r-xp 00000000 fe:00 458                        /opt/cuda/lib64/libcublasmp.so.0
+7ffc00000000-7ffc00021000 rw-p 00000000 00:00 0                          [stack]
+"""
+
+
+def test_loaded_libraries_are_read_from_the_maps_of_the_process(tmp_path):
+    maps = tmp_path / "maps"
+    maps.write_text(MAPS)
+    assert [str(path) for path in machine.loaded_libraries(r"libcublas(Lt)?\.so[.\d]*", maps)] == [
+        "/opt/cuda/lib64/libcublas.so.13.1.0.3",
+        "/opt/my libs/libcublasLt.so.13",
+    ]
+    assert machine.loaded_libraries(r".*", tmp_path / "absent") == []

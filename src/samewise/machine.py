@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -82,22 +83,99 @@ AMX_FLAGS = frozenset({"amx_bf16", "amx_tile"})
 FATAL_SIGNALS = frozenset({signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT})
 TRY_ISA_SECONDS = 180  # far above the seconds a child takes to import torch, also on a busy machine
 
-# Variables that may change torch's bits if they are set when it loads; each that is set is a contract fact.
+# Variables that may change torch's bits on a CPU if they are set when it loads; each that is set is a fact of
+# a contract that names the machine. A name that ends in _ stands for all variables that begin with it.
 NUMERIC_VARIABLES = (
     *ISA_VARIABLES,
     "ATEN_CPU_CAPABILITY",
-    "KMP_DETERMINISTIC_REDUCTION",
-    "MKL_CBWR",
-    "MKL_DEBUG_CPU_TYPE",
-    "MKL_DYNAMIC",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_NUM_THREADS",
-    "OMP_DYNAMIC",
-    "OMP_NUM_THREADS",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_JIT_PROFILE",
-    "OPENBLAS_NUM_THREADS",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OMP_",
+    "ONEDNN_",
+    "DNNL_",
+    "OPENBLAS_",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
+    "TORCH_COMPILE_",
 )
+
+# The same on CUDA. The workspace of cuBLAS has a fact of its own.
+CUDA_VARIABLES = (
+    "CUBLAS_",
+    "CUBLASLT_",
+    "CUDA_DISABLE_JIT",
+    "CUDA_DISABLE_PTX_JIT",
+    "CUDA_FORCE_JIT",
+    "CUDA_FORCE_PTX_JIT",
+    "DISABLE_LLVM_OPT",
+    "DISABLE_PTXAS_OPT",
+    "NVIDIA_TF32_OVERRIDE",
+    "PTXAS_OPTIONS",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_",
+    "TORCH_COMPILE_",
+    "TORCH_CUBLASLT_",
+    "TORCH_CUBLAS_",
+    "TRITON_",
+)
+
+# Of these, the ones that cannot change a bit: where caches lie, what is logged, how threads wait and where
+# they run. All others count, known or not.
+HARMLESS_VARIABLES = frozenset({
+    "CUBLASLT_LOG_FILE",
+    "CUBLASLT_LOG_LEVEL",
+    "CUBLASLT_LOG_MASK",
+    "CUBLAS_LOGDEST_DBG",
+    "CUBLAS_LOGINFO_DBG",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_VERBOSE",
+    "GOMP_CPU_AFFINITY",
+    "GOMP_DEBUG",
+    "GOMP_SPINCOUNT",
+    "GOMP_STACKSIZE",
+    "KMP_AFFINITY",
+    "KMP_BLOCKTIME",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "KMP_SETTINGS",
+    "KMP_STACKSIZE",
+    "KMP_WARNINGS",
+    "MKL_VERBOSE",
+    "OMP_AFFINITY_FORMAT",
+    "OMP_DISPLAY_AFFINITY",
+    "OMP_DISPLAY_ENV",
+    "OMP_PLACES",
+    "OMP_PROC_BIND",
+    "OMP_STACKSIZE",
+    "OMP_WAIT_POLICY",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    "ONEDNN_VERBOSE",
+    "TORCHDYNAMO_VERBOSE",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE",
+    "TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE",
+    "TORCHINDUCTOR_TRACE",
+    "TORCHINDUCTOR_WORKER_START",
+    "TORCH_COMPILE_DEBUG",
+    "TORCH_COMPILE_DEBUG_DIR",
+    "TRITON_ALWAYS_COMPILE",
+    "TRITON_CACHE_DIR",
+    "TRITON_CACHE_MANAGER",
+    "TRITON_DUMP_DIR",
+    "TRITON_HOME",
+    "TRITON_KERNEL_DUMP",
+    "TRITON_PRINT_AUTOTUNING",
+    "TRITON_REPRODUCER_PATH",
+})  # fmt: skip
+
+CUBLAS_WORKSPACE = ":4096:8"
+"""Of cuBLAS: kilobytes and number of its buffers. cuBLAS chooses algorithms by the room it has."""
 
 _TRY_ISA_CODE = """
 import torch
@@ -116,7 +194,7 @@ def pin_environment(
     cpuinfo: Path = CPUINFO,
     environ: MutableMapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Set the variables torch must find, and return every variable that can change its bits.
+    """Set the variables torch must find, and return every variable that can change its bits on a CPU.
 
     Must run before torch is loaded. Variables that are already set keep their values. Some virtual machines
     advertise AMX and kill a process that uses it: a child process tries it once per machine, and oneDNN is
@@ -127,11 +205,23 @@ def pin_environment(
     env.setdefault("MKL_DYNAMIC", "FALSE")
     env.setdefault("OMP_DYNAMIC", "FALSE")
     env.setdefault("OMP_NUM_THREADS", str(num_cores()))
+    env.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
     if not any(name in env for name in ISA_VARIABLES):
         cap = _isa_cap(_first_processor(cpuinfo), try_isa or try_isa_in_child)
         if cap is not None:
             env["ONEDNN_MAX_CPU_ISA"] = cap
-    return {name: env[name] for name in sorted(NUMERIC_VARIABLES) if name in env}
+    return numeric_variables(env)
+
+
+def numeric_variables(environ: Mapping[str, str], *, cuda: bool = False) -> dict[str, str]:
+    """The variables that are set and can change bits, on a CPU or on CUDA, sorted by name."""
+    names = CUDA_VARIABLES if cuda else NUMERIC_VARIABLES
+    prefixes = tuple(name for name in names if name.endswith("_"))
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if (name in names or name.startswith(prefixes)) and name not in HARMLESS_VARIABLES
+    }
 
 
 def num_cores() -> int:
@@ -208,6 +298,26 @@ def try_isa_in_child(cap: str | None) -> int | None:
         return None
 
 
+# ------------------------------------------------------------------------------------- loaded libraries
+
+MAPS = Path("/proc/self/maps")
+
+
+def loaded_libraries(pattern: str, maps: Path = MAPS) -> list[Path]:
+    """Files that this process has loaded whose names match a pattern, in order; empty without /proc.
+
+    A library may be loaded from elsewhere than its package says: LD_LIBRARY_PATH, another wheel.
+    """
+    try:
+        text = maps.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    # Address, permissions, offset, device, inode; then the path, which may contain spaces.
+    fields = [line.split(maxsplit=5) for line in text.splitlines()]
+    paths = {Path(field[5]) for field in fields if len(field) == 6 and field[5].startswith("/")}
+    return sorted(path for path in paths if re.fullmatch(pattern, path.name))
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -215,4 +325,14 @@ def _version(package: str) -> str:
         return "none"
 
 
-__all__ = ["cpu_facts", "num_cores", "pin_environment", "try_isa_in_child"]
+__all__ = [
+    "CUBLAS_WORKSPACE",
+    "HARMLESS_VARIABLES",
+    "MAPS",
+    "cpu_facts",
+    "loaded_libraries",
+    "num_cores",
+    "numeric_variables",
+    "pin_environment",
+    "try_isa_in_child",
+]
