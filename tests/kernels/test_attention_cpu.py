@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from native_variants import variant_library
 from samewise.errors import BadParameter, InvariantBroken
 from samewise.kernels.attention import native
 from samewise.kernels.attention.base import PAGE, AttentionKernel, LayerKV, Rows
@@ -270,10 +271,9 @@ def test_bits_do_not_depend_on_the_number_of_threads():
 
 
 @needs_compiler
-@pytest.mark.parametrize("flags", [("-O1", "-DSAMEWISE_PORTABLE"), ("-O3", "-DSAMEWISE_PORTABLE")])
-def test_bits_do_not_depend_on_vector_instructions_or_optimization_of_the_build(tmp_path, flags):
-    native_build.build(tmp_path / "other.so", flags)
-    other = native.entry_of(native_build.load_library(tmp_path / "other.so"))
+@pytest.mark.parametrize("build", ["portable, -O1", pytest.param("portable", marks=pytest.mark.slow)])
+def test_bits_do_not_depend_on_vector_instructions_or_optimization_of_the_build(build):
+    other = native.entry_of(variant_library(build))
     kernel = pick_cpu_kernel("native")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         sequence = random_sequence(70, scattered_pages(70), heads=9, kv_heads=3, dim=40, dtype=dtype)

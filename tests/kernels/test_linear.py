@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cpp_reference import bits, linear_reference, random_tensor
+from native_variants import variant_library
 from samewise.errors import InvariantBroken
 from samewise.kernels.linear import packed as linear
 from samewise.kernels.native import build as native_build
@@ -133,13 +134,12 @@ def test_a_compiled_layer_may_contain_the_linear():
         assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
 
 
-@pytest.mark.parametrize("flags", [("-O1", "-DSAMEWISE_PORTABLE"), ("-O3", "-DSAMEWISE_PORTABLE")])
-def test_bits_do_not_depend_on_vector_instructions_or_optimization(tmp_path, monkeypatch, flags):
+@pytest.mark.parametrize("build", ["portable, -O1", pytest.param("portable", marks=pytest.mark.slow)])
+def test_bits_do_not_depend_on_vector_instructions_or_optimization(monkeypatch, build):
     weights = [int4_weights(50, 64), int8_weights(50, 64), random_tensor(50, 64), random_tensor(50, 70)]
     x = {width: random_tensor(5, width, seed=3) for width in (64, 70)}
     want = [linear.multiply(x[w.shape[1]], linear.pack(w), None) for w in weights]
-    native_build.build(tmp_path / "other.so", flags)
-    other = native_build.load_library(tmp_path / "other.so")
+    other = variant_library(build)
     monkeypatch.setattr(native_build, "library", lambda: other)
     linear._entries.cache_clear()
     try:

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from cpp_reference import bits, exp_reference, linear_reference, norm_reference, random_tensor
+from native_variants import variant_library
 from samewise.engine import Engine
 from samewise.errors import GuaranteeLost, InvariantBroken
 from samewise.execute.runner import kv_shapes
@@ -189,12 +190,10 @@ def test_wide_layer_on_several_threads_gives_each_row_its_own_bits():
         torch.set_num_threads(num_threads)
 
 
-def test_portable_build_gives_the_same_bits(tmp_path, monkeypatch):
+def test_portable_build_gives_the_same_bits(monkeypatch):
     layer, inputs = bound_layers("qwen3")[0], random_inputs(19)
     expected = bits(run_layer(fuse_layer(layer), *inputs))
-    target = tmp_path / "portable.so"
-    native_build.build(target, ("-DSAMEWISE_PORTABLE",))
-    entry = native_build.load_library(target).samewise_layer
+    entry = variant_library("portable, -O1").samewise_layer
     entry.argtypes = [ctypes.POINTER(calls.Layer), ctypes.POINTER(calls.Visit)]
     monkeypatch.setattr(fused_layer, "_entry", lambda: entry)
     assert torch.equal(bits(run_layer(fuse_layer(layer), *inputs)), expected)

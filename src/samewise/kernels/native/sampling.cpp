@@ -5,12 +5,12 @@
 //   top      = the largest x, token = the lowest id that has it (NaN is passed over)
 //   exp sum  = blocks of 4096 ids from id 0 on, added in order. A block: 16 lane sums in binary64, lane =
 //              id % 16, of exp_below(x - top) in the order of ids from +0, then folded 16 -> 8 -> 4 -> 2 -> 1
-//   log sum  = log_of(exp sum), rounded to float32
+//   log sum  = log_of(exp sum), rounded to float32; NaN if a logit is NaN or the largest is infinite
 //   gap      = (top - x) / temperature, in float32
 //   noise    = -log_of(-log_of(1 - (h + 0.5) / 2^32)) in binary64, rounded to float32; h is the hash of the
 //              id under the row's key, all 32-bit integer operations
 //   score    = noise - gap; -inf where gap > limit
-//   mass     = exp_below(-gap) in units of 2^-bits, rounded down to an integer
+//   mass     = exp_below(-gap) in units of 2^-bits, rounded down to an integer; 0 if the gap is NaN
 //
 // so the number of rows, their order, the threads and the instruction set take no part in it.
 
@@ -96,7 +96,7 @@ extern "C" int samewise_row_stats(const float* logits, int64_t rows, int64_t str
             while (block + 1 < blocks && maxima[row * blocks + block] != tops[row]) block++;
             const int64_t begin = block * BLOCK_IDS;
             tokens[row] = begin + first_id(logits + row * stride + begin, std::min(BLOCK_IDS, vocab - begin), tops[row]);
-            log_sums[row] = float(log_of(sum));
+            log_sums[row] = sum > 0.0 ? float(log_of(sum)) : __builtin_nanf("");
         }
         return 0;
     } catch (const std::bad_alloc&) {
@@ -125,6 +125,9 @@ extern "C" int samewise_scores(const float* logits, int64_t vocab, float tempera
 extern "C" int samewise_masses(const float* gaps, int64_t count, int64_t bits, int64_t* masses) {
     DefaultArithmetic arithmetic;
     const double unit = double_of(uint64_t(1023 + bits) << 52);
-    for (int64_t i = 0; i < count; i++) masses[i] = int64_t(double(exp_below(-gaps[i])) * unit);
+    for (int64_t i = 0; i < count; i++) {
+        const double mass = double(exp_below(-gaps[i])) * unit;
+        masses[i] = mass > 0.0 ? int64_t(mass) : 0;  // what a NaN becomes as an integer differs between CPUs
+    }
     return 0;
 }
