@@ -1,23 +1,157 @@
-"""Trying linears at every frame size: once per shape, and then from the cache."""
+"""Trying linears at every frame size: on made weights once per shape, on loaded ones once per model."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from samewise.config import EngineConfig
+from samewise.engine import Engine
+from samewise.errors import GuaranteeLost
+from samewise.execute.load import Loaded
+from samewise.kernels import graph
+from samewise.model.linear import FrameLinear, pack_linears, stack_siblings
 from samewise.testing import tiny
 from samewise.verify import operators
 from samewise.verify.operators import check_linears
 
+FACTS = {"cpu": "this one"}
 
-def test_each_shape_is_tried_once_and_then_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+
+class LinearByBias(FrameLinear):
+    """A linear whose bias is added in another way to the first row: without one it is as it should be."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        if self.bias is not None:
+            output[..., 0, :] = (output[..., 0, :] - self.bias) * (1 + 2**-20) + self.bias
+        return output
+
+
+class LinearByWeight(FrameLinear):
+    """A linear that is wrong in its first row with one weight only."""
+
+    marked: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        if torch.equal(self.weight, self.marked):
+            output[..., 0, :] *= 1 + 2**-20
+        return output
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The names of linears that were tried, with the kind of trial."""
     monkeypatch.setenv("SAMEWISE_CACHE", str(tmp_path))
-    tried: list[str] = []
-    real = operators._try_linear
-    monkeypatch.setattr(operators, "_try_linear", lambda *args: (tried.append(args[1]), real(*args))[1])
-    facts = {"cpu": "this one"}
+    names: list[str] = []
+    for kind in ("_try_made", "_try_loaded"):
+        real = getattr(operators, kind)
+
+        def counted(*args, kind=kind, real=real):
+            names.append(f"{kind} {args[1]}")
+            return real(*args)
+
+        monkeypatch.setattr(operators, kind, counted)
+    return names
+
+
+def test_each_shape_is_tried_once_and_then_cached(tried: list[str]) -> None:
     for _ in range(2):
-        # Five shapes: q and o, k and v, gate and up, down, head.
-        assert len(check_linears(tiny().model, 16, facts)) == 5
-        assert len(tried) == 5
-    check_linears(tiny().model, 16, {"cpu": "another"})
-    assert len(tried) == 10
+        # Five shapes: q and o, k and v, gate and up, down, head; each on a made and on its loaded weight.
+        assert len(check_linears(tiny().model, 16, FACTS, weights="a")) == 5
+        assert len(tried) == 10
+    check_linears(tiny().model, 16, {"cpu": "another"}, weights="a")
+    assert len(tried) == 20
+
+
+def test_other_weights_are_tried_again_and_made_ones_are_not(tried: list[str]) -> None:
+    check_linears(tiny().model, 16, FACTS, weights="a")
+    tried.clear()
+    check_linears(tiny(seed=1).model, 16, FACTS, weights="b")
+    assert [name.split()[0] for name in tried] == ["_try_loaded"] * 5
+
+
+def test_nothing_is_cached_about_weights_without_a_digest(tried: list[str]) -> None:
+    for _ in range(2):
+        check_linears(tiny().model, 16, FACTS)
+    assert len(tried) == 5 + 2 * 5
+
+
+def replaced(linear: type[FrameLinear], *, family: str = "qwen2") -> Loaded:
+    """A model of a family with one linear of this class."""
+    loaded = tiny(family)
+    attention = loaded.model.get_submodule("model.layers.0.self_attn")
+    attention.q_proj = linear.from_linear(attention.q_proj)
+    return loaded
+
+
+def test_a_linear_that_is_wrong_with_its_loaded_bias_only_is_refused() -> None:
+    loaded = replaced(LinearByBias)
+    assert loaded.model.model.layers[0].self_attn.q_proj.bias.abs().max() > 0
+    with pytest.raises(GuaranteeLost, match=r"layers\.0\.self_attn\.q_proj"):
+        check_linears(loaded.model, 16, FACTS)
+
+
+def test_a_linear_that_is_wrong_with_its_loaded_weight_only_is_refused() -> None:
+    loaded = replaced(LinearByWeight, family="llama")
+    linear = loaded.model.model.layers[0].self_attn.q_proj
+    linear.marked = linear.weight.detach().clone()
+    with pytest.raises(GuaranteeLost, match=r"layers\.0\.self_attn\.q_proj"):
+        check_linears(loaded.model, 16, FACTS)
+    linear.weight.data = linear.weight.data + 1.0
+    assert check_linears(loaded.model, 16, FACTS)
+
+
+def test_stacked_siblings_are_tried_as_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny("qwen2")
+    stack_siblings(loaded.model)
+    seen = []
+    real = torch.nn.functional.linear
+
+    def linear(x, weight, bias=None):
+        seen.append((tuple(weight.shape), bias is not None))
+        return real(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    check_linears(loaded.model, 16, FACTS, stacked=True)
+    assert ((128, 64), True) in seen  # q, k and v with their biases: 64 + 32 + 32 outputs
+    assert ((224, 64), False) in seen  # gate and up
+
+
+def test_packed_siblings_are_tried_as_one_product_with_their_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny("qwen2")
+    pack_linears(loaded.model)
+    seen = []
+    real = operators.multiply
+
+    def multiply(x, packed, bias=None):
+        seen.append((packed, bias))
+        return real(x, packed, bias)
+
+    monkeypatch.setattr(operators, "multiply", multiply)
+    check_linears(loaded.model, 16, FACTS)
+    q_proj = loaded.model.model.layers[0].self_attn.q_proj
+    own = q_proj.bias if q_proj.merged is None else q_proj.merged[0].bias
+    assert any(packed is q_proj.packed and bias is own for packed, bias in seen)
+
+
+@pytest.mark.gpu
+def test_on_cuda_linears_are_tried_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = []
+    real = graph.CapturedGraph
+
+    class Counted(real):
+        def __init__(self, *args):
+            captured.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(operators, "CapturedGraph", Counted)
+    model = tiny("qwen2", dtype=torch.bfloat16).model.to("cuda")
+    check_linears(model, 16, FACTS, sizes=(1, 16, 64))
+    assert len(captured) >= 5 * 2 * 3
+
+
+def test_an_engine_tries_the_weights_it_runs(tried: list[str]) -> None:
+    Engine(tiny(), EngineConfig(model="tiny", kv_memory=2**22, device="cpu"))
+    assert sum(name.startswith("_try_loaded") for name in tried) == 5

@@ -21,7 +21,7 @@ from samewise.execute.choices import (
     pick_linear,
     pick_max_model_len,
 )
-from samewise.execute.load import Loaded
+from samewise.execute.load import Loaded, model_facts
 from samewise.execute.process_state import ProcessState
 from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
@@ -100,8 +100,9 @@ def _assemble(
         )
     elif config.frame_sizes is not None:
         log.warning("frame_sizes is not used: %s has products that are not linears", arch.model_type)
+    weights = model_facts(loaded, model)["weights"]
     tried = operators.check_linears(
-        model, frame_rows, platform | {"linear": linears}, sizes, stacked=compiled
+        model, frame_rows, platform | {"linear": linears}, sizes, weights=weights, stacked=compiled
     )
     num_pages = count_pages(config, arch, max_model_len, device, widest=sizes[-1])
     window = tuning.search.window

@@ -1,13 +1,14 @@
 """Finds the frame sizes at which each linear gives the canonical bits, before anything runs.
 
-Every shape is tried on inputs built to cancel, so that another order of summation shows in most elements. The
-result depends on the machine, its libraries and the shapes, not on the weights: it is cached. At other sizes
-a linear is run in pieces or padded, which cannot change a bit.
+Every shape is tried twice. On a made weight and inputs that cancel, another order of summation shows in most
+elements: the result depends on the machine, its libraries and the shapes. On the loaded weight and bias the
+linear is tried as it will be run: packed or stacked, on CUDA captured in a graph. Both results are cached,
+the second by the weights too. At other sizes a linear is run in pieces or padded, which changes no bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from samewise import user_cache
 from samewise.contract import ENGINE_VERSION
 from samewise.errors import GuaranteeLost
 from samewise.execute.numerics import as_bits
+from samewise.kernels.graph import CapturedGraph
 from samewise.kernels.linear.packed import multiply, pack_as_is
 from samewise.model.linear import FrameLinear
 from samewise.model.row_pieces import Pieces, piece_for
@@ -43,6 +45,10 @@ class _Kind(NamedTuple):
     bias: bool
 
     @property
+    def text(self) -> str:
+        return f"{self.shape[0]}×{self.shape[1]}, {self.dtype}"
+
+    @property
     def label(self) -> str:
         bias = " with bias" if self.bias else ""
         return f"{self.type.__qualname__} {self.shape[0]}×{self.shape[1]} {self.dtype}{bias}"
@@ -54,6 +60,12 @@ class _Members:
 
     name: str  # of the first
     linears: list[nn.Linear] = field(default_factory=list)
+
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""Inputs [1, rows, width] → outputs, or their bits."""
+Attempt = Callable[[nn.Linear, str, _Kind, int, Sequence[int]], list[int]]
+"""(linear, its name, kind, canonical rows, sizes) → the sizes at which it gives the canonical bits."""
 
 
 def elastic(model: nn.Module) -> bool:
@@ -71,20 +83,24 @@ def check_linears(
     facts: Mapping[str, str],
     sizes: Sequence[int] = (),
     *,
+    weights: str = "",
     stacked: bool = True,
 ) -> list[Operator]:
     """Try every shape of linear, and set the rows each linear runs at in frames of these sizes.
 
-    `stacked`: linears that share their input will run as one product of their stacked weights. Raises
+    `facts`: the machine and its libraries; `weights`: a digest of the model's, or "" to cache nothing about
+    them. `stacked`: linears that share their input will run as one product of their stacked weights. Raises
     GuaranteeLost where a row's bits depend on its index at the canonical number of rows, `frame_rows`. A
     trial allocates a weight matrix of its own, so it runs before the KV cache takes the memory.
     """
     kinds = _kinds_of(model, stacked=stacked)
     sizes = sorted({*sizes, frame_rows})
-    good_sizes = _good_sizes(kinds, frame_rows, sizes, facts)
+    made = _good_sizes(kinds, frame_rows, sizes, facts, _try_made)
+    loaded = _good_sizes(kinds, frame_rows, sizes, {**facts, "weights": weights}, _try_loaded)
     operators = []
     for kind, members in kinds.items():
-        pieces = {size: piece_for(size, good_sizes[kind.label], frame_rows) for size in sizes}
+        good = [size for size in made[kind.label] if size in loaded[kind.label]]
+        pieces = {size: piece_for(size, good, frame_rows) for size in sizes}
         outputs, inputs = kind.shape
         operators.append(Operator(members.name, outputs, inputs, pieces))
         for linear in members.linears:
@@ -105,7 +121,11 @@ def _kinds_of(model: nn.Module, *, stacked: bool) -> dict[_Kind, _Members]:
 
 
 def _good_sizes(
-    kinds: Mapping[_Kind, _Members], rows: int, sizes: Sequence[int], facts: Mapping[str, str]
+    kinds: Mapping[_Kind, _Members],
+    rows: int,
+    sizes: Sequence[int],
+    facts: Mapping[str, str],
+    attempt: Attempt,
 ) -> dict[str, list[int]]:
     """By kind, the sizes at which it gives the bits of `rows`: from the cache, or tried now."""
     key = dict(facts) | {
@@ -115,12 +135,12 @@ def _good_sizes(
         "shapes": str(sorted(kind.label for kind in kinds)),
     }
     # Code from elsewhere may change under the same class name.
-    cacheable = all(kind.type in (nn.Linear, FrameLinear) for kind in kinds)
+    cacheable = facts.get("weights") != "" and all(kind.type in (nn.Linear, FrameLinear) for kind in kinds)
     cached = user_cache.get("operators", key) if cacheable else None
     if isinstance(cached, dict) and all(_is_valid(cached.get(kind.label), rows, sizes) for kind in kinds):
         return cached
     good_sizes = {
-        kind.label: _try_linear(members.linears[0], members.name, kind, rows, sizes)
+        kind.label: attempt(members.linears[0], members.name, kind, rows, sizes)
         for kind, members in kinds.items()
     }
     if cacheable:
@@ -134,42 +154,100 @@ def _is_valid(good: object, rows: int, sizes: Sequence[int]) -> bool:
 
 
 @torch.inference_mode()
-def _try_linear(linear: nn.Linear, name: str, kind: _Kind, rows: int, sizes: Sequence[int]) -> list[int]:
-    """The sizes at which a linear gives the bits it gives at `rows` rows."""
-    shape, dtype = kind.shape, kind.dtype
+def _try_made(linear: nn.Linear, name: str, kind: _Kind, rows: int, sizes: Sequence[int]) -> list[int]:
+    """The sizes at which a linear with a made weight gives the bits it gives at `rows` rows."""
     weight, x = _cancelling(kind, -(-max(sizes) // rows) * rows)
     parameters = {"weight": weight}
     if linear.bias is not None:  # of the kind's shape: a stacked linear is tried as the whole product
-        parameters["bias"] = torch.zeros(shape[0], device=kind.device, dtype=dtype)
-    is_native = isinstance(linear, FrameLinear) and linear.packed is not None
-    native = pack_as_is(weight) if is_native else None
+        parameters["bias"] = torch.zeros(kind.shape[0], device=kind.device, dtype=kind.dtype)
+    if _is_native(linear):
+        packed = pack_as_is(weight)
+        run = _bits_of(kind, lambda x: multiply(x, packed, parameters.get("bias")))
+        return _sizes_of_native(run, x, f"{name} ({kind.text})", rows, sizes, range(1, rows))
+    run = _bits_of(kind, lambda x: torch.func.functional_call(linear, parameters, (x,)))
+    return _sizes_that_agree(run, x, f"{name} ({kind.text})", rows, sizes)
 
-    def run(inputs: torch.Tensor) -> torch.Tensor:
-        if native is not None:
-            return as_bits(multiply(inputs, native, parameters.get("bias"))[0])
-        output: torch.Tensor = torch.func.functional_call(linear, parameters, (inputs,))
-        return as_bits(output[0])
 
-    label = f"the operator {name} ({shape[0]}×{shape[1]}, {dtype})"
-    expected = run(x[:, :rows])
-    for shift in sorted({1 % rows, rows // 2, rows - 1}):
-        if not torch.equal(run(x[:, :rows].roll(shift, 1)), expected.roll(shift, 0)):
-            raise GuaranteeLost(
-                f"{label} gives a row other bits at another place among {rows} rows. "
-                f"The engine will not start. Try frame_rows={max(16, 1 << rows.bit_length())}"
-            )
-    if native is None:
-        return [size for size in sizes if _agrees(run, x, rows, size)]
-    for size in range(1, rows):
+@torch.inference_mode()
+def _try_loaded(linear: nn.Linear, name: str, kind: _Kind, rows: int, sizes: Sequence[int]) -> list[int]:
+    """The same with its own weight and bias, as they will be run."""
+    x = _wide(kind, -(-max(sizes) // rows) * rows)
+    run = _bits_of(kind, _product_of(linear, kind))
+    if _is_native(linear):
+        return _sizes_of_native(
+            run, x, f"{name} ({kind.text})", rows, sizes, {1, 3, rows // 2} & {*range(1, rows)}
+        )
+    return _sizes_that_agree(run, x, f"{name} ({kind.text})", rows, sizes)
+
+
+def _is_native(linear: nn.Linear) -> bool:
+    return isinstance(linear, FrameLinear) and linear.packed is not None
+
+
+def _product_of(linear: nn.Linear, kind: _Kind) -> Product:
+    """The product that a linear's rows go through: its own, or the one it shares with its siblings."""
+    if not isinstance(linear, FrameLinear):
+        return linear
+    if linear.packed is not None:
+        packed, bias = linear.packed, linear.bias if linear.merged is None else linear.merged[0].bias
+        return lambda x: multiply(x, packed, bias)
+    if linear.stacked is not None and linear.stacked.weight.shape == kind.shape:
+        stacked = linear.stacked
+        return lambda x: nn.functional.linear(x, stacked.weight, stacked.bias)
+    return linear
+
+
+def _bits_of(kind: _Kind, product: Product) -> Product:
+    """The product's bits, [rows, outputs]; on CUDA captured once for each number of rows, as in frames."""
+    if kind.device.type != "cuda":
+        return lambda x: as_bits(product(x)[0])
+    captured: dict[int, tuple[torch.Tensor, CapturedGraph[torch.Tensor]]] = {}
+    pool = torch.cuda.graph_pool_handle()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[1]
+        if rows not in captured:
+            buffer = x.clone()
+            captured[rows] = buffer, CapturedGraph(lambda: product(buffer), kind.device, pool)
+        buffer, graph = captured[rows]
+        buffer.copy_(x)
+        return as_bits(graph()[0].clone())
+
+    return run
+
+
+def _sizes_that_agree(run: Product, x: torch.Tensor, name: str, rows: int, sizes: Sequence[int]) -> list[int]:
+    _refuse_by_index(run, x, name, rows)
+    return [size for size in sizes if _agrees(run, x, rows, size)]
+
+
+def _sizes_of_native(
+    run: Product, x: torch.Tensor, name: str, rows: int, sizes: Sequence[int], tried: Iterable[int]
+) -> list[int]:
+    """All sizes; raises GuaranteeLost where one of the tried numbers of rows gives other bits."""
+    expected = _refuse_by_index(run, x, name, rows)
+    for size in tried:
         if not torch.equal(run(x[:, :size]), expected[:size]):
             raise GuaranteeLost(
-                f"{label} gives other bits at {size} rows than at {rows}. "
+                f"the operator {name} gives other bits at {size} rows than at {rows}. "
                 'The engine will not start. Try linear="torch"'
             )
     return list(sizes)
 
 
-def _agrees(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: int, size: int) -> bool:
+def _refuse_by_index(run: Product, x: torch.Tensor, name: str, rows: int) -> torch.Tensor:
+    """The bits of the first `rows` rows; raises GuaranteeLost if they depend on a row's index."""
+    expected = run(x[:, :rows])
+    for shift in sorted({1 % rows, rows // 2, rows - 1}):
+        if not torch.equal(run(x[:, :rows].roll(shift, 1)), expected.roll(shift, 0)):
+            raise GuaranteeLost(
+                f"the operator {name} gives a row other bits at another place among {rows} rows. "
+                f"The engine will not start. Try frame_rows={max(16, 1 << rows.bit_length())}"
+            )
+    return expected
+
+
+def _agrees(run: Product, x: torch.Tensor, rows: int, size: int) -> bool:
     """Whether `size` rows get the bits they get in calls of `rows` rows, in two orders."""
     if size == rows:
         return True
@@ -199,6 +277,18 @@ def _cancelling(kind: _Kind, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     a = noise(rows, half)
     x = torch.cat([a, -a, torch.zeros(rows, width - 2 * half, device=kind.device)], 1)
     return weight, (x + 1e-3 * noise(rows, width)).to(kind.dtype).unsqueeze(0)
+
+
+def _wide(kind: _Kind, rows: int) -> torch.Tensor:
+    """Inputs [1, rows, width] of both signs and many magnitudes: most bits of a product depend on its order.
+
+    No inputs cancel against any weight whatever; large terms of both signs come near it.
+    """
+    generator = torch.Generator(kind.device).manual_seed(1)
+    shape = (1, rows, kind.shape[1])
+    x = torch.randn(shape, generator=generator, device=kind.device, dtype=torch.float32)
+    exponents = torch.randint(-8, 9, shape, generator=generator, device=kind.device)
+    return (x * torch.exp2(exponents.float())).to(kind.dtype)
 
 
 __all__ = ["Operator", "check_linears", "elastic"]
