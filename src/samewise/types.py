@@ -261,6 +261,7 @@ class Sequence:
     stop_id: int | None = None
     unverified_kv: bool = False  # whether KV above the prompt came from the fast path
     guide: Guide | None = None  # for a request with a grammar
+    guide_moved: bool = False  # whether the guide may stand after tokens that were dropped
     num_failures: int = 0  # failed steps it was part of since it last made progress
     failed_at: Received | None = None  # what its caller had at the last of them
     prompt_len: int = field(init=False)  # fixed here: preemption does not turn output into prompt

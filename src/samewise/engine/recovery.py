@@ -1,4 +1,4 @@
-"""Calls that may be cut short: marked before the work, repaired by the next call where the mark is still there.
+"""Calls that may be cut short: each is marked before its work, and a mark that is left leads to a repair.
 
 An exception may end a call anywhere: a lack of memory inside a frame, Ctrl-C, a signal handler that raises,
 inside the handling of another exception too. So nothing relies on `finally`: each call that changes the
@@ -20,7 +20,7 @@ from samewise.schedule.registry import Registry
 from samewise.types import Received
 
 Repair = Callable[[Mapping[int, Received | None], bool], None]
-"""Rebuilds the engine's state from its requests and what was received of them. True: a request is to blame."""
+"""Rebuilds the engine's state from its requests and what was received of them. True: requests are blamed."""
 
 DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "HIP error")
 """How messages of a device that failed begin, where torch or Triton raise a plain RuntimeError."""

@@ -10,14 +10,11 @@ What is noted here changes by a single store, so that there is no moment at whic
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from samewise.errors import InvariantBroken
 from samewise.types import Finish, Received, Sequence
-
-log = logging.getLogger("samewise")
 
 MAX_FAILURES = 2
 """Failed steps in a row, without a token between them, that end a request. The first may have been the fault
@@ -96,8 +93,7 @@ class Registry:
             if seq_id in blamed:
                 again.num_failures = 1 if has != seq.failed_at else seq.num_failures + 1
                 again.failed_at = has
-            fails = again.num_failures >= MAX_FAILURES or not _restore_guide(again)
-            (failed if fails else going_on).append(again)
+            (failed if again.num_failures >= MAX_FAILURES else going_on).append(again)
         for seq in failed:
             seq.finish = Finish.ERROR
         before = {seq.request.id: seq.committed for seq in failed}
@@ -126,21 +122,10 @@ def _restarted(seq: Sequence, has: Received) -> Sequence:
         score_next=None if first is None else first + has.scores,
         num_cached=seq.num_cached,
         guide=seq.guide,
+        guide_moved=True,
         num_failures=seq.num_failures,
         failed_at=seq.failed_at,
     )
-
-
-def _restore_guide(seq: Sequence) -> bool:
-    """Whether the sequence's grammar, if it has one, follows its tokens again."""
-    if seq.guide is None:
-        return True
-    try:
-        seq.guide.restore(tuple(seq.tokens[seq.prompt_len :]))
-    except Exception:
-        log.exception("the grammar of request %d cannot be followed again; the request ends", seq.request.id)
-        return False
-    return True
 
 
 __all__ = ["MAX_FAILURES", "Delivery", "Registry"]

@@ -333,6 +333,9 @@ class Scheduler:
             self._new_sequences.append(seq)
         seq.last_served = self._step - 1  # as if just served: sequences already generating go first
         self._running[seq.request.id] = seq
+        if seq.guide is not None and seq.guide_moved:  # here, so that the sequence is to blame if it raises
+            seq.guide.restore(tuple(seq.tokens[seq.prompt_len :]))
+            seq.guide_moved = False
         return True
 
     def _remove(self, request_id: int) -> Sequence | None:

@@ -156,7 +156,7 @@ class Service:
         with llm.expecting():
             parsed, name, checked = await asyncio.to_thread(prepare)
         salt = salt_of(request.state.key_digest, parsed.cache_salt)
-        active.readers = await llm.submit(checked, salt=salt, streamed=parsed.stream)
+        active.read_from(await llm.submit(checked, salt=salt, streamed=parsed.stream))
         return parsed, name
 
     async def _events(

@@ -47,12 +47,25 @@ class ActiveRequest:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.readers: list[ResponseReader] = []
+        self._failure: ApiError | None = None
         self.num_choices = 0  # counted by the worker; guarded by its lock
         self.closed = False
 
     def reserve(self, num_choices: int) -> None:
         """Take places for these choices, or raise what a full server answers. Any thread may call it."""
         self._worker.reserve(self, num_choices)
+
+    def read_from(self, readers: list[ResponseReader]) -> None:
+        """The request is on the engine: its answers are read from these."""
+        self.readers = readers
+        if self._failure is not None:
+            self.fail(self._failure)
+
+    def fail(self, error: ApiError) -> None:
+        """End the request with an error, also one that is not on the engine yet."""
+        self._failure = error
+        for reader in self.readers:
+            reader.fail(error)
 
     def close(self) -> None:
         """Abort what is still running and give the places back. Closing twice is fine."""
@@ -209,8 +222,7 @@ class Worker:
         """End every active request with an error, and wait until the errors were sent."""
         self._draining = True
         for request in list(self._active):
-            for reader in request.readers:
-                reader.fail(unavailable("the server is shutting down", "draining"))
+            request.fail(unavailable("the server is shutting down", "draining"))
         try:
             await asyncio.wait_for(self._idle.wait(), ABORT_SECONDS)
         except TimeoutError:
