@@ -308,3 +308,42 @@ def test_a_model_with_an_mlp_for_each_topic_has_the_logits_of_the_model():
             float((logits(many, text, LayerSet(mlp=mlp)) - complete).abs().max()) for mlp in (others, own)
         ]
         assert errors[0] < 0.1 < 1.0 < errors[1]
+
+
+def test_builds_whose_tool_is_missing_are_listed_with_the_tools_name(script, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    report = script("portable.py")
+    assert report["same"]
+    assert {result["verdict"] for result in report["results"].values()} == {"not run"}
+    assert report["results"]["g++, aarch64, NEON"]["details"] == "no aarch64-linux-gnu-g++"
+
+
+@pytest.mark.slow
+def test_a_build_is_compared_with_the_stored_digests(script):
+    report = script("portable.py", "--only", "g++, x86-64, portable")
+    assert report["results"]["g++, x86-64, portable"]["verdict"] in {"same", "not run"}
+    assert report["same"]
+
+
+def test_an_interpreter_that_cannot_run_the_probe_is_listed(script, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no module named samewise >&2\nexit 1\n")
+    python.chmod(0o755)
+    report = script("portable.py", "--pythons", str(python))
+    assert report["results"][str(python)] == {"verdict": "not run", "details": "no module named samewise"}
+
+
+def test_the_bits_of_two_interpreters_are_compared(script, tmp_path, capsys):
+    findings = [{"name": "model: a", "same": True}, {"name": "model: b", "same": False}]
+    for name, same in (("one", True), ("other", False)):
+        found = [finding | {"same": same or finding["same"]} for finding in findings]
+        report = json.dumps({"machine": name, "findings": found})
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{report}'\n")
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(SystemExit):
+        script("portable.py", "--pythons", str(tmp_path / "one"), str(tmp_path / "other"))
+    one, other, last = capsys.readouterr().out.splitlines()
+    assert one.split()[-2:] == ["same", "one"]
+    assert "differs" in other
+    assert "model: b" in other
+    assert not json.loads(last)["same"]

@@ -1,4 +1,4 @@
-"""`samewise probe`: the contract and the table of frame sizes."""
+"""`samewise probe`: the contract, the table of frame sizes, portable bits."""
 
 import io
 import json
@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from native_variants import needs_compiler
 from samewise.cli.probe import sizes_table
+from samewise.jobs.portable import EXPECTED_MODELS
 from samewise.testing import tiny_engine
 from samewise.verify.frame_sizes import FrameSizeUse
 
@@ -19,7 +21,7 @@ def test_the_contract_is_printed_fact_by_fact(run, model):
     as_json = run("probe", "-m", model, "--device", "cpu", "--json")
     report = json.loads(as_json.out)
     assert report["contract"] in result.out
-    assert {"weights", "dtype", "probe", "frame rows"} <= report["facts"].keys()
+    assert {"weights", "dtype", "probe", "text"} <= report["facts"].keys()
     assert len(report["operators"]) == 5
     assert set(report["sizes"].values()) == {"as it is"}
 
@@ -55,3 +57,33 @@ def test_probe_and_generate_report_the_same_contract(run, model):
     contract = json.loads(run("probe", "-m", model, "--device", "cpu", "--json").out)["contract"]
     result = run("generate", "x", "-m", model, "-n", "1", "--json", "--kv-memory", "4MiB", "--device", "cpu")
     assert result.records[0]["contract"] == contract
+
+
+@needs_compiler
+def test_portable_bits_are_printed_beside_those_of_every_machine(run, monkeypatch):
+    result = run("probe", "--portable")
+    assert result.code == 0
+    assert "differs" not in result.out
+    assert result.out.splitlines()[-1] == "same"
+    report = json.loads(run("probe", "--portable", "--json").out)
+    assert report["same"] is True
+    assert all(finding["digest"] == finding["expected"] for finding in report["findings"])
+    assert "torch" in report["machine"]
+    for finding in report["findings"]:
+        assert finding["digest"] in result.out
+
+
+@needs_compiler
+def test_portable_bits_that_differ_are_named_and_the_command_fails(run, monkeypatch):
+    name = next(iter(EXPECTED_MODELS))
+    monkeypatch.setitem(EXPECTED_MODELS, name, "0123456789abcdef")
+    result = run("probe", "--portable")
+    assert result.code == 1
+    (line,) = [line for line in result.out.splitlines() if name in line]
+    assert "0123456789abcdef" in line
+    assert "differs" in line
+    report = run("probe", "--portable", "--json")
+    assert report.code == 1
+    assert [one["name"] for one in json.loads(report.out)["findings"] if not one["same"]] == [
+        f"model: {name}"
+    ]
