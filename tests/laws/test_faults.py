@@ -44,6 +44,8 @@ WALKED = [
     Variant(MISTRAL, "forked"),
 ]
 
+CORE = [WALKED[1], WALKED[5], WALKED[6], WALKED[7]]  # in `make test`
+
 DIGITS = Sampling(grammar=Grammar.regex("[0-9]+(,[0-9]+)*"))
 REQUESTS = [replace(CASES[i], max_tokens=min(6, CASES[i].max_tokens)) for i in (0, 3, 8, 11, 12, 13)]
 REQUESTS += [
@@ -98,7 +100,9 @@ def walk(variant, error, kind):
     return engine
 
 
-@pytest.mark.parametrize("variant", WALKED, ids=str)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=[] if v in CORE else [pytest.mark.slow]) for v in WALKED], ids=str
+)
 def test_a_fault_where_any_function_begins_changes_no_bit(variant):
     engine = walk(variant, ERRORS[WALKED.index(variant) % 3], "calls")
     assert engine.stats()["recoveries"] > 100
@@ -121,21 +125,23 @@ def test_a_fault_between_preemptions_loses_no_token(kind):
     assert engine.scheduler.counters.preempted > 0
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_interrupts_at_random_moments_change_no_bit(seed):
+@pytest.mark.parametrize(
+    ("seed", "num"), [(6, 15), *(pytest.param(seed, 40, marks=pytest.mark.slow) for seed in range(6))]
+)
+def test_interrupts_at_random_moments_change_no_bit(seed, num):
     """A storm: requests arrive, run, are preempted and aborted, and any call may be interrupted, repairs too."""
     rng = random.Random(seed)
     variant = WALKED[seed % len(WALKED)]
     engine = variant.engine(num_pages=40, max_num_seqs=5)
-    faults = AtRandom(seed, 600, KeyboardInterrupt)
+    faults = AtRandom(seed, 10_000, KeyboardInterrupt)
     requests = [replace(case, max_tokens=min(case.max_tokens, 9)) for case in CASES]
     expected = run_references(variant.setup, requests)
     live, received, done = {}, {}, 0
-    while done < 40:
+    while done < num:
         event = rng.random()
         try:
             with faults:
-                if event < 0.2:
+                if event < 0.2 and len(live) < 8:
                     chosen = rng.randrange(len(requests))
                     request = engine.new_id()
                     live[request], received[request] = chosen, FullTranscript()
@@ -159,7 +165,7 @@ def test_interrupts_at_random_moments_change_no_bit(seed):
     while not engine.idle:
         engine.step()
     assert all_pages_free(engine)
-    assert faults.num_raised > 5
+    assert faults.num_raised > 2
 
 
 def add_as(engine, request_id, case):
@@ -179,10 +185,11 @@ def has_received(live, received):
 # -- what may fail ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-@pytest.mark.parametrize("name", ["empty", "zeros", "tensor", "where", "index_select"])
+@pytest.mark.parametrize(
+    ("name", "error"), [("empty", MemoryError), ("where", torch.OutOfMemoryError), ("tensor", MemoryError)]
+)
 def test_every_allocation_of_a_run_may_fail(monkeypatch, name, error):
-    """The k-th call fails, for k = 1, 2, 3 ... until a run has fewer."""
+    """The k-th call fails, for k = 1, 2, 3 ... 20, or until a run has fewer."""
     engine, allocate = Variant(LLAMA, "skip").engine(num_pages=60), getattr(torch, name)
     num_calls, failing = 0, 0
 
@@ -195,7 +202,7 @@ def test_every_allocation_of_a_run_may_fail(monkeypatch, name, error):
 
     monkeypatch.setattr(torch, name, allocate_or_fail)
     faults = AtEvent(None, error)  # only expects the error
-    while failing <= min(num_calls, 60):
+    while failing <= min(num_calls, 20):
         num_calls, failing = 0, failing + 1
         assert_bits(run_with_faults(engine, [*REQUESTS, UNVERIFIED], faults), LLAMA)
 
