@@ -74,7 +74,7 @@ class Setting:
 
 TWO = {"OMP_NUM_THREADS": "2"}
 VARIABLES = [
-    Variables("two threads", TWO, core=True),
+    Variables("two threads, again", TWO, machine=Expect.SAME_ID),
     Variables("two threads, of which OpenMP gives one", TWO | {"OMP_THREAD_LIMIT": "1"}, core=True),
     Variables("two threads, and no parallel regions", TWO | {"OMP_MAX_ACTIVE_LEVELS": "0"}),
     Variables("two threads, a limit far above", TWO | {"OMP_THREAD_LIMIT": "64"}),
@@ -115,7 +115,6 @@ VARIABLES = [
             "MALLOC_PERTURB_": "90",
             "PYTHONHASHSEED": "11",
         },
-        core=True,
     ),
 ]
 
@@ -268,4 +267,4 @@ SETTINGS = [
     Setting("no prefix cache", {"enable_prefix_caching": False}),
 ]
 
-__all__ = ["ACTIONS", "SETTINGS", "VARIABLES", "Action", "Expect", "Setting", "Variables"]
+__all__ = ["ACTIONS", "SETTINGS", "TWO", "VARIABLES", "Action", "Expect", "Setting", "Variables"]

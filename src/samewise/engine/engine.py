@@ -64,8 +64,9 @@ class Engine:
             self.limits.max_model_len, ahead=self.verifier.ahead, chain=self.limits.burst,
             scratch_pages=parts.scratch_pages, counters=counters, tuning=tuning,
         )  # fmt: skip
-        self.fast = Decode(self.runner, parts.sampler, chain=self.limits.burst)
-        self.proposer = (make_proposer or maker_of(config))(proposer_parts)
+        with parts.process.pinned():
+            self.fast = Decode(self.runner, parts.sampler, chain=self.limits.burst)
+            self.proposer = (make_proposer or maker_of(config))(proposer_parts)
         self.scheduler = Scheduler(self.limits, counters)
         self._calls = Calls(self.scheduler.registry, self._repair)
         self._flight: FrameInFlight | None = None  # the frame in flight
@@ -258,8 +259,9 @@ class Engine:
             return self.contract
 
     def _certify(self) -> None:
-        self.contract, self.report = certify(self.parts, self.loaded, self.config, self._model_facts)
-        self.proposer.renew(self.contract.id)
+        with self.parts.process.pinned():
+            self.contract, self.report = certify(self.parts, self.loaded, self.config, self._model_facts)
+            self.proposer.renew(self.contract.id)
 
     @property
     def max_model_len(self) -> int:
@@ -285,7 +287,8 @@ class Engine:
 def build(config: EngineConfig, *, make_proposer: MakeProposer | None = None) -> Engine:
     """An engine from a configuration: load the model, assemble, certify, warm up."""
     engine = Engine(load(config), config, make_proposer=make_proposer)
-    engine.proposer.warm(config.max_num_seqs)
+    with engine.parts.process.pinned():
+        engine.proposer.warm(config.max_num_seqs)
     return engine
 
 
