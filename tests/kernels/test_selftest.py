@@ -93,7 +93,9 @@ def test_relaxed_arithmetic_that_is_not_noticed_by_name_is_noticed_by_its_bits(
         "-ffinite-math-only",
         "-fno-signed-zeros",
         "-ffp-contract=fast",
+        "-ffp-model=fast",
         "-mrecip=all",
+        "-mdaz-ftz",
     ],
 )
 def test_options_that_relax_arithmetic_are_refused_by_name(monkeypatch, option):

@@ -15,7 +15,7 @@ import torch
 from native_variants import CPU_FEATURES, missing, needs_compiler
 from samewise import LLM, SamplingParams
 from samewise.config import EngineConfig
-from samewise.engine import Engine
+from samewise.engine import Engine, build
 from samewise.execute.load import Loaded
 from samewise.jobs.audit import Auditor, Case, Status, make_recorded_tokens
 from samewise.jobs.portable import EXPECTED_MODELS, MODELS, check_portable, hashed_model, model_digest
@@ -279,6 +279,25 @@ def test_ids_and_bits_are_the_same_in_another_process(name: str, here: dict[str,
     assert there["threads"] == int(env["OMP_NUM_THREADS"]) or "OMP_THREAD_LIMIT" in env
     assert there["contracts"] == here["contracts"]
     assert there["digests"] == here["digests"]
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_the_embedded_model_has_one_contract_in_other_processes() -> None:
+    engine = build(EngineConfig.of(device="cpu", kv_memory=2**26, proposer="none"))
+    expected = facts(engine)
+    assert expected["machine"] == "any"
+    main = "from samewise.cli.main import main; main()"
+    command = [sys.executable, "-W", "ignore", "-c", main, "probe", "--device", "cpu", "--json"]
+    for changes in ({"OMP_NUM_THREADS": "1", "SAMEWISE_PORTABLE": "1"}, aten("default")):
+        env = os.environ | {"PYTHONPATH": str(SRC)} | changes
+        result = subprocess.run(
+            [*command, "--kv-memory", "64MiB"], env=env, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        report = json.loads(result.stdout)
+        assert report["facts"] == expected
+        assert report["contract"] == engine.contract.id
 
 
 @pytest.mark.slow

@@ -88,11 +88,12 @@ def check_portable() -> list[Finding]:
 
 def machine_summary() -> str:
     """What could have mattered and must not: CPU, threads, compiler, torch."""
-    compiler = native_build.find_compiler() or ["no compiler"]
+    program, *options = native_build.find_compiler() or ["no compiler"]
+    compiler = " ".join([Path(program).name, *options])
     flags = ", portable C++" if os.environ.get("SAMEWISE_PORTABLE") else ""
     return (
         f"{machine.cpu_facts()['cpu']} ({platform.machine()}), {torch.get_num_threads()} threads, "
-        f"{Path(compiler[0]).name} {' '.join(compiler[1:])}{flags}, torch {torch.__version__}"
+        f"{compiler}{flags}, torch {torch.__version__}"
     )
 
 
