@@ -65,9 +65,11 @@ def assemble(loaded: Loaded, config: EngineConfig, tuning: Tuning, *, ahead: boo
     """Everything between a loaded model and an engine. `ahead`: see Verifier; by default on CUDA only."""
     machine.pin_environment()
     device = pick_device(config.device)
+    switches = numerics.pin_switches(device)  # to stay: every step then finds them as they should be
     process = ProcessState(device)
     with process.pinned():
-        return _assemble(loaded, config, tuning, device, process, ahead=ahead)
+        platform = _platform_facts(device, switches)
+        return _assemble(loaded, config, tuning, device, process, platform, ahead=ahead)
 
 
 def _assemble(
@@ -76,10 +78,10 @@ def _assemble(
     tuning: Tuning,
     device: torch.device,
     process: ProcessState,
+    platform: dict[str, str],
     *,
     ahead: bool | None,
 ) -> Assembly:
-    platform = _platform_facts(device, numerics.pin_switches(device))
     arch = loaded.arch
     max_model_len = pick_max_model_len(config, arch)
     linears = pick_linear(config.linear, device)

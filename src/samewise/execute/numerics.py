@@ -6,6 +6,7 @@ Every switch that lets a library choose another arithmetic by itself is off.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import re
@@ -75,15 +76,17 @@ def pin_switches(device: torch.device) -> dict[str, str]:
     }
 
 
+@functools.cache
 def _pin_cublas_workspace(device: torch.device) -> str:
     """Have cuBLAS work with the configured workspace, and return its configuration and its bytes.
 
     torch reads the variable when a stream first needs a workspace, which may have been before this. So the
-    workspaces are dropped, and the size of a new one is what a product takes of the device's memory.
+    workspaces are dropped, and the size of a new one is what a product takes of the device's memory. Once per
+    process: graphs that are captured afterwards keep the workspace they were captured with.
     """
     config = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", machine.CUBLAS_WORKSPACE)
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # noqa: SLF001 - has no public name
-    x = torch.zeros(16, 16, device=device)
+    x = torch.zeros(16, 16, device=device, dtype=torch.float32)
     if clear is None:
         return config
     torch.mm(x, x)  # loads the library
