@@ -25,12 +25,19 @@ class PlantedFault(Exception):
 
 
 class Faults:
-    """While active, raises at the first event that `wanted` chooses, and then no more."""
+    """While active, raises at the first event that `wanted` chooses. `rooms`: only in these packages."""
 
-    def __init__(self, error: type[BaseException] = PlantedFault, kind: str = "calls") -> None:
+    def __init__(
+        self,
+        error: type[BaseException] = PlantedFault,
+        kind: str = "calls",
+        *,
+        rooms: tuple[str, ...] = ("",),
+    ) -> None:
         self.error, self.kind = error, kind
         self.num_raised = 0
         self._armed = False
+        self._paths = tuple(f"{PACKAGE}/{room}" for room in rooms)
 
     def wanted(self, place: Place) -> bool:
         raise NotImplementedError
@@ -50,10 +57,12 @@ class Faults:
     def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
         code = frame.f_code
         file = code.co_filename
-        if not self._armed or not file.startswith(PACKAGE) or file.endswith("testing.py"):
+        if not self._armed or not file.startswith(self._paths) or file.endswith("testing.py"):
             return None
         if self.kind == "edges" and code.co_flags & inspect.CO_GENERATOR:
             return None  # it may be one that is being thrown away, where Python only prints exceptions
+        if any(name.endswith("_lock") for name in code.co_names):
+            return None  # a hook can raise between taking a lock and its `with`; a signal handler cannot
         if (self.kind != "lines" or event == "line") and self.wanted((code, frame.f_lineno, event)):
             self._disarm()
             self.num_raised += 1
@@ -64,8 +73,10 @@ class Faults:
 class EveryPlace(Faults):
     """Raises wherever it has not raised before."""
 
-    def __init__(self, error: type[BaseException] = PlantedFault, kind: str = "calls") -> None:
-        super().__init__(error, kind)
+    def __init__(
+        self, error: type[BaseException] = PlantedFault, kind: str = "calls", rooms: tuple[str, ...] = ("",)
+    ) -> None:
+        super().__init__(error, kind, rooms=rooms)
         self._places: set[Place] = set()
 
     def wanted(self, place: Place) -> bool:

@@ -87,16 +87,16 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Continue one prompt, yielding chunks as they become final. Leaving early aborts the request."""
         (checked,) = self._check_all([prompt], sampling_params)
-        loop, answer = self._loop, None
+        loop, answers = self._loop, list[Answer]()
         try:
-            answer = loop.submit(checked, streamed=True)
+            answer = loop.submit(checked, streamed=True, into=answers)
             while answer.pending or not answer.finished:
                 if answer.pending:
                     yield answer.pending.popleft()
                 else:
                     loop.step()
         finally:
-            if answer is not None:
+            for answer in answers:
                 loop.abort(answer)
 
     def stream_chat(
@@ -208,7 +208,7 @@ class LLM:
         loop, answers = self._loop, list[Answer]()
         try:
             for checked in requests:
-                answers.append(loop.submit(checked))
+                loop.submit(checked, into=answers)
             with tqdm(total=len(answers), desc="Answers", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 unfinished = dict.fromkeys(answers)
                 while unfinished:
@@ -225,7 +225,7 @@ class LLM:
         loop, scores = self._loop, list[Score]()
         try:
             for checked in requests:
-                scores.append(loop.submit_score(checked))
+                loop.submit_score(checked, into=scores)
             with tqdm(total=len(scores), desc="Scores", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while not all(score.finished for score in scores):
                     loop.step()

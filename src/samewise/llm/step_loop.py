@@ -54,11 +54,18 @@ class StepLoop:
     # ---- requests
 
     def submit(
-        self, checked: CheckedRequest, *, salt: bytes = b"", only: int | None = None, streamed: bool = False
+        self,
+        checked: CheckedRequest,
+        *,
+        salt: bytes = b"",
+        only: int | None = None,
+        streamed: bool = False,
+        into: list[Answer] | None = None,
     ) -> Answer:
         """Queue a request as n sequences (all of them or none), or with `only` that choice alone.
 
-        The first sequence reads the prompt; the others wait for its pages where the prefix cache is on.
+        The first sequence reads the prompt; the others wait for its pages where the prefix cache is on. The
+        answer is appended to `into` before it is queued, so that a caller that is interrupted can abort it.
         """
         self._begin()
         self._num_submitted += 1
@@ -71,6 +78,8 @@ class StepLoop:
             clock=self._clock,
             streamed=streamed,
         )
+        if into is not None:
+            into.append(answer)
         try:
             for index in range(checked.params.n) if only is None else (only,):
                 self._add(answer, index, salt)
@@ -91,11 +100,12 @@ class StepLoop:
         self._open[request.id] = answer, answer.add_choice(index, request.id)
         self.engine.add(request, guide)
 
-    def submit_score(self, checked: CheckedScore) -> Score:
-        """Queue a completion to be scored after its prompt."""
+    def submit_score(self, checked: CheckedScore, *, into: list[Score]) -> Score:
+        """Queue a completion to be scored after its prompt. It is appended to `into` before it is queued."""
         self._begin()
         request = checked.request(self.engine.new_id())
         score = self._scores[request.id] = Score(checked, request.id)
+        into.append(score)
         try:
             self.engine.add(request)
         except BaseException as error:
