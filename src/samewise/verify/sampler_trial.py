@@ -162,4 +162,4 @@ def _greedy_outputs(verifier: Verifier, block: torch.Tensor, inputs: PassInputs)
         yield torch.cat(outputs)
 
 
-__all__ = ["try_sampler"]
+__all__ = ["Outcome", "try_sampler"]
