@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from samewise.execute.runner import Runner
+from samewise.kernels import noise
 from samewise.kernels.attention.base import PAGE
 from samewise.types import Sampling, Span
 
@@ -52,11 +53,11 @@ class ProbeText:
         self._max_position = min(MAX_POSITION, max_model_len) - 1
         room = min((runner.store.num_pages - 3) * PAGE, max_model_len)
         length = min(TEXT_LEN, room)
-        self._text = [self._random.randrange(self._vocab) for _ in range(length)]
+        self._text = self._known_tokens(0, length)
         self._pages = array("i", range(1, -(-length // PAGE) + 1))
         self._far_page = len(self._pages) + 1
         self._scratch_page = len(self._pages) + 2
-        self._far_tokens = [self._random.randrange(self._vocab) for _ in range(FAR_LEN)]
+        self._far_tokens = self._known_tokens(1, FAR_LEN)
         last = (max_model_len - FAR_LEN) // PAGE * PAGE
         starts = {start for start in (*FAR_STARTS, last) if start <= last}
         self._far_starts = sorted(starts) if TEXT_LEN == length <= last else []
@@ -97,12 +98,20 @@ class ProbeText:
         rows = min(self._rows, FAR_LEN + 4) if self._any_size else self._rows
         return tuple(self._frame_with(piece, max(rows, len(piece.inputs))) for piece in self._far_pieces())
 
+    def _known_tokens(self, text: int, length: int) -> list[int]:
+        """Tokens from an integer hash: a digest over them must not depend on a library's random numbers."""
+        return [_known_number(text, i) % self._vocab for i in range(length)]
+
     def _far_pieces(self) -> list[Span]:
-        length = min(self._rows, FAR_LEN)
+        """Far pieces, cut so that each fits a frame."""
         pieces = []
         for start in self._far_starts:
-            context = random.Random(start).choices(self._pages, k=start // PAGE)
-            pieces.append(_span(self._far_tokens[:length], start, array("i", [*context, self._far_page])))
+            context = [self._pages[_known_number(2, i) % len(self._pages)] for i in range(start // PAGE)]
+            pages = array("i", [*context, self._far_page])
+            pieces += [
+                _span(self._far_tokens[i : i + self._rows], start + i, pages)
+                for i in range(0, FAR_LEN, self._rows)
+            ]
         return pieces
 
     def _frame_with(self, piece: Span, rows: int) -> PlacedFrame:
@@ -135,6 +144,11 @@ class ProbeText:
             spans.append(_span(tokens, start, pages))
             rows -= length
         return spans
+
+
+def _known_number(text: int, i: int) -> int:
+    high, low = noise.key(20, text, i)
+    return high << 32 | low
 
 
 def _span(tokens: list[int], start: int, pages: array[int]) -> Span:
