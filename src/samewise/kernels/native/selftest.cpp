@@ -179,6 +179,35 @@ void sampling(Digest& digest, Threads threads) {
     digest.add(masses);
 }
 
+// Many ids, which are shared out among threads.
+void wide_rows(Digest& digest, Threads threads) {
+    const int64_t rows = 3, vocab = 20'011;
+    auto logits = numbers(rows * vocab, 31, 0);
+    std::vector<int64_t> tokens(rows);
+    std::vector<float> tops(rows), sums(rows), scores(vocab);
+    samewise_row_stats(logits.data(), rows, vocab, vocab, tokens.data(), tops.data(), sums.data(), threads.count,
+                       threads.parallel);
+    samewise_scores(logits.data(), vocab, 0.9f, __builtin_inff(), 0x12345678u, 0x9ABCDEF0u, scores.data(),
+                    threads.count, threads.parallel);
+    digest.add(tokens), digest.add(tops), digest.add(sums), digest.add(scores);
+}
+
+// Rows without a sum: the sign and payload of a NaN differ between CPUs, and must reach no result.
+void not_finite(Digest& digest, Threads threads) {
+    const float inf = __builtin_inff(), nan = __builtin_nanf("");
+    const int64_t rows = 5, vocab = 37;
+    auto logits = numbers(rows * vocab, 32);
+    for (int64_t row = 1; row < rows; row++)
+        std::fill_n(logits.begin() + row * vocab, vocab, row == 1 ? inf : row == 2 ? -inf : row == 3 ? nan : -nan);
+    logits[5] = nan;
+    std::vector<int64_t> tokens(rows), masses(4);
+    std::vector<float> tops(rows), sums(rows), gaps{nan, -nan, inf, 0.0f};
+    samewise_row_stats(logits.data(), rows, vocab, vocab, tokens.data(), tops.data(), sums.data(), threads.count,
+                       threads.parallel);
+    samewise_masses(gaps.data(), 4, 48, masses.data());
+    digest.add(tokens), digest.add(tops), digest.add(sums), digest.add(masses);
+}
+
 struct Case { const char* name; void (*run)(Digest&, Threads); };
 
 const Case CASES[] = {
@@ -193,6 +222,9 @@ const Case CASES[] = {
     {"layer", [](Digest& d, Threads t) { layer(d, t, false), layer(d, t, true); }},
     {"rotary", rotary},
     {"sampling", sampling},
+    {"long linears", [](Digest& d, Threads t) { for (int64_t form : {F32, BF16, F16, Q4, Q8}) linears(d, t, form, 1600); }},
+    {"wide rows", wide_rows},
+    {"not finite", not_finite},
 };
 
 }  // namespace
