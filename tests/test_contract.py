@@ -79,7 +79,7 @@ def test_equal_engines_have_equal_contracts(default_contract: Contract) -> None:
 
 def test_settings_that_cannot_change_a_bit_are_no_facts(default_contract: Contract) -> None:
     other = tiny_engine(
-        max_num_seqs=3, kv_memory=2**20, enable_prefix_caching=False, max_queued=4, seed=0, max_model_len=100
+        max_num_seqs=3, kv_memory=2**20, enable_prefix_caching=False, max_queued=4, seed=0
     ).contract
     assert default_contract.differences(other) == []
 
@@ -88,7 +88,8 @@ def test_settings_that_cannot_change_a_bit_are_no_facts(default_contract: Contra
     ("change", "fact"),
     [
         ({"seed": 1}, "weights"),
-        ({"frame_rows": 32}, "frame rows"),
+        ({"linear": "torch"}, "linear"),
+        ({"max_model_len": 100}, "context"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"date": "2024-07-26"}, "date"),
         ({"attention": "torch"}, "attention"),
@@ -106,5 +107,7 @@ def test_settings_that_can_change_a_bit_change_the_contract(
 def test_an_engines_contract_names_weights_libraries_and_probe_digest(default_contract: Contract) -> None:
     facts = dict(default_contract.facts)
     assert len(facts["probe"]) == 64
-    assert {"weights", "dtype", "torch", "transformers", "cpu", "frame rows", "page"} <= facts.keys()
+    assert {"weights", "dtype", "page"} <= facts.keys()
     assert all(isinstance(value, str) for value in facts.values())
+    with_torch = dict(tiny_engine(linear="torch").contract.facts)
+    assert {"torch", "transformers", "cpu", "frame rows"} <= with_torch.keys()
