@@ -60,7 +60,7 @@ def test_a_library_that_lacks_a_kernel_is_refused_and_the_kernel_is_named(monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["-ffp-contract=fast", "-ffast-math", "-Ofast"])
+@pytest.mark.parametrize("flag", ["-ffast-math", "-Ofast"])
 def test_relaxed_arithmetic_that_is_not_noticed_by_name_is_noticed_by_its_bits(
     monkeypatch, forget_library, request, tmp_path, flag
 ):
@@ -73,11 +73,7 @@ def test_relaxed_arithmetic_that_is_not_noticed_by_name_is_noticed_by_its_bits(
     wrapper.chmod(0o755)
     monkeypatch.setenv("CXX", str(wrapper))
     native_build.build(tmp_path / "relaxed.so")
-    digests = native_build.selftest(native_build.load_library(tmp_path / "relaxed.so"))
     monkeypatch.setattr(native_build, "library_path", lambda: tmp_path / "relaxed.so")
-    if digests == EXPECTED:
-        assert native_build.library() is not None
-        return
     with pytest.raises(GuaranteeLost, match=r"wrapper.*other bits"):
         native_build.library()
 
