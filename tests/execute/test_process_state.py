@@ -33,7 +33,7 @@ def set_any_precision(value: object) -> None:
 
 
 DISTURBANCES = {
-    "threads": lambda: setting(torch.set_num_threads, 3, torch.get_num_threads()),
+    "threads": lambda: setting(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
     "default dtype": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
     "flush denormal": lambda: setting(torch.set_flush_denormal, True, False),
     "autocast on cpu": lambda: torch.autocast("cpu", dtype=torch.bfloat16),

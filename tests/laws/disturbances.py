@@ -257,7 +257,7 @@ SETTINGS = [
     Setting("a context of 300", {"max_model_len": 300}, Expect.OTHER_ID, Expect.OTHER_ID),
     Setting("float16", {"dtype": "float16"}, Expect.OTHER_ID, Expect.OTHER_ID),
     Setting("a date", {"date": "2024-07-26"}, Expect.OTHER_ID, Expect.OTHER_ID),
-    Setting("torch's attention", {"attention": "torch"}, Expect.OTHER_ID, Expect.OTHER_ID),
+    Setting("torch's attention", {"attention": "torch"}, Expect.OTHER_ID, Expect.LAW),
     Setting("16 rows", {"frame_rows": 16}, Expect.SAME_ID, Expect.LAW),
     Setting("32 rows", {"frame_rows": 32}, Expect.SAME_ID, Expect.OTHER_ID),
     Setting("n-grams", {"proposer": "ngram"}),
