@@ -21,6 +21,7 @@ from served_app import (
 from samewise import AsyncLLM
 from samewise.serve.app import make_app
 from samewise.serve.worker import State, Worker
+from samewise.openai.errors import ApiError
 from samewise.testing import Scripted, tiny_engine
 
 LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
@@ -137,20 +138,63 @@ def long_chat(**fields: Any) -> dict[str, Any]:
 
 
 class FailingProposer(Scripted):
-    """A proposer that raises once `now` is set."""
+    """A proposer that raises where it is asked for drafts once `now` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__(lambda _: [])
-        self.now = threading.Event()
+        self.now, self._error = threading.Event(), error
 
     def propose(self, asks: list[Any]) -> list[Any]:
-        if self.now.is_set():
-            raise ZeroDivisionError("a planted bug")
+        if asks and self.now.is_set():
+            raise self._error
         return super().propose(asks)
 
 
+def test_a_failing_request_ends_and_the_server_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    proposer = FailingProposer(ZeroDivisionError("a planted bug"))
+
+    async def work() -> None:
+        async with served_app(make_proposer=lambda _: proposer) as served:
+            asking = asyncio.create_task(served.client.post(COMPLETIONS, json=LONG))
+            streaming = asyncio.create_task(served.client.post(COMPLETIONS, json=LONG | {"stream": True}))
+            await wait_for_tokens(served)
+            proposer.now.set()
+            whole, stream = await asking, await streaming
+            assert (whole.status_code, error_of(whole)["code"]) == (500, "request_failed")
+            *_, last = events_of(stream.text)
+            assert last["error"]["code"] == "request_failed"
+            assert "planted" not in whole.text + stream.text
+            proposer.now.clear()
+            assert (await served.client.get("/health")).status_code == 200
+            assert (await served.complete())["choices"][0]["finish_reason"] == "length"
+            assert served.worker.failure is None
+            await served.check_idle()
+
+    with caplog.at_level("ERROR"):
+        run(work())
+    assert "a planted bug" in caplog.text
+
+
+def test_shutting_down_ends_a_request_that_is_still_being_parsed() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            begun = served.worker.begin()
+            aborting = asyncio.create_task(served.worker.abort_all())
+            await asyncio.sleep(0)
+            checked = served.llm.intake.check("hello", served.llm.default_params)
+            begun.read_from(await served.llm.submit([checked]))
+            with pytest.raises(ApiError, match="shutting down"):
+                await begun.outputs()
+            begun.close()
+            await aborting
+            await served.check_idle()
+
+    run(work())
+
+
 def test_a_stopped_engine_ends_requests_and_health() -> None:
-    proposer = FailingProposer()
+    fatal = RuntimeError("CUDA error: an illegal memory access, planted")
+    proposer = FailingProposer(fatal)
 
     async def work() -> None:
         async with served_app(make_proposer=lambda _: proposer) as served:
@@ -168,7 +212,7 @@ def test_a_stopped_engine_ends_requests_and_health() -> None:
             status, error = await served.refusal(COMPLETIONS, LONG)
             assert (status, error["code"]) == (503, "engine_stopped")
             assert b'samewise:up{model_name=""} 0.0' in (await served.client.get("/metrics")).content
-            assert isinstance(served.worker.failure, ZeroDivisionError)
+            assert served.worker.failure is fatal
             assert not served.worker.num_active
 
     run(work())

@@ -200,7 +200,7 @@ def test_requests_are_aborted_after_the_timeout_or_a_second_signal(signals: int)
 def test_the_server_exits_with_1_when_its_engine_stops(caplog: pytest.LogCaptureFixture) -> None:
     def broken(ask: Any) -> list[int]:
         if len(ask.tokens) > 20:
-            raise ZeroDivisionError("a planted bug")
+            raise RuntimeError("CUDA error: a planted device error")
         return []
 
     def client(url: str) -> httpx.Response:
@@ -212,7 +212,7 @@ def test_the_server_exits_with_1_when_its_engine_stops(caplog: pytest.LogCapture
     )
     assert code == 1
     assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_failed")
-    assert "a planted bug" in caplog.text
+    assert "a planted device error" in caplog.text
 
 
 def test_an_unknown_model_ends_the_server() -> None:

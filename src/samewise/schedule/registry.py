@@ -72,6 +72,10 @@ class Registry:
         """The caller gets all that was committed, and the call is finished."""
         self.delivery = Delivery(self.delivery.sequences, received_ends=self.delivery.ended)
 
+    def has_progressed(self, seq: Sequence) -> bool:
+        """Whether the caller has received anything of a sequence since the last failed step it was part of."""
+        return self.delivery.before.get(seq.request.id, seq.committed) != seq.failed_at
+
     # ---- after a failure
 
     def recover(

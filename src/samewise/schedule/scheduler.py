@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from samewise.counters import Counters, DrafterCounters
-from samewise.errors import QueueFull
+from samewise.errors import InvariantBroken, QueueFull
 from samewise.kv.prefix import PrefixIndex
 from samewise.schedule.drafts import append_tokens, burst_room, clear_draft, draft_room, extend_draft
 from samewise.schedule.limits import Limits
@@ -244,6 +244,8 @@ class Scheduler:
         until each has a token. Returns the last deltas of requests that end with an error.
         """
         registry = self.registry
+        if blame and all(seq.finish is Finish.ERROR for seq in registry.sequences.values()):
+            raise InvariantBroken("steps fail without any request that could be to blame")
         blamed = {*self._running, *registry.delivery.before} or set(registry.sequences)
         going_on, failed = registry.recover(received, blamed if blame else ())
         self._paging = Paging(self.limits)
@@ -263,9 +265,8 @@ class Scheduler:
         """Let the oldest suspect without progress run, alone. False: none is left."""
         while self._suspects:
             seq = self._suspects[0]
-            if self.registry.sequences.get(seq.request.id) is seq and seq.committed == seq.failed_at:
+            if self.registry.sequences.get(seq.request.id) is seq and not self.registry.has_progressed(seq):
                 break
-            seq.num_failures = 0
             self._suspects.popleft()
         else:
             return False

@@ -1,0 +1,157 @@
+"""AsyncLLM after a failed step: one request may end with an error, the others give their bits."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from aio_cases import SHORT, assert_idle, bits, run_async
+
+from samewise import AsyncLLM, SamplingParams
+from samewise.errors import EngineLost, InvariantBroken, MachineError, RequestFailed
+from samewise.testing import Scripted, tiny_engine
+from samewise.types import Ask
+
+PARAMS = SamplingParams(temperature=0.7, seed=2, max_tokens=20, ignore_eos=True)
+PROMPTS = ["one", "another one", "and a third, which is longer than a page of the KV cache holds", "x"]
+
+
+class Poisoned(Scripted):
+    """Raises where it is asked about a sequence whose prompt begins with "!", as often as `times` says."""
+
+    def __init__(self, times: int, error: Exception) -> None:
+        super().__init__(self._script)
+        self.left, self.error = times, error
+
+    def _script(self, ask: Ask) -> list[int]:
+        if ask.tokens[0] == ord("!") - 33 and self.left:
+            self.left -= 1
+            raise self.error
+        return []
+
+
+def poisoned_llm(times: int = 10**9, error: Exception | None = None) -> AsyncLLM:
+    proposer = Poisoned(times, error or ZeroDivisionError("a planted bug"))
+    return AsyncLLM.over(tiny_engine(make_proposer=lambda _: proposer))
+
+
+async def answers(llm: AsyncLLM, prompts: list[str]) -> list[Any]:
+    results = await asyncio.gather(
+        *(llm.generate(prompt, PARAMS) for prompt in prompts), return_exceptions=True
+    )
+    return [result if isinstance(result, BaseException) else bits(result) for result in results]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    async def work() -> list[Any]:
+        async with AsyncLLM.over(tiny_engine()) as llm:
+            return await answers(llm, PROMPTS)
+
+    return run_async(work())
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_a_request_that_always_fails_ends_alone(
+    expected: list[Any], place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        async with poisoned_llm() as llm:
+            results = await answers(llm, [*PROMPTS[:place], "!poison", *PROMPTS[place:]])
+            failed = results.pop(place)
+            assert isinstance(failed, RequestFailed)
+            assert "planted" not in str(failed)  # its client learns that it failed, the log why
+            assert results == expected
+            assert llm.failure is None
+            assert await answers(llm, PROMPTS) == expected
+            await assert_idle(llm)
+            assert (await llm.stats())["failed"] == 1
+
+    run_async(work())
+    assert "a planted bug" in caplog.text
+
+
+def test_a_request_that_fails_once_is_computed_again(expected: list[Any]) -> None:
+    async def work() -> None:
+        async with poisoned_llm(times=1, error=MemoryError()) as llm:
+            first = await answers(llm, ["!poison", *PROMPTS])
+            assert first[1:] == expected
+            assert await answers(llm, ["!poison"]) == first[:1]
+            stats = await llm.stats()
+            assert (stats["failed"], stats["recoveries"]) == (0, 1)
+
+    run_async(work())
+
+
+def test_a_stream_gets_its_tokens_and_then_the_error() -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    async def work() -> None:
+        llm = AsyncLLM.over(tiny_engine(make_proposer=lambda _: Scripted(fail_late)))
+        async with llm:
+            tokens: list[int] = []
+            with pytest.raises(RequestFailed):
+                async for chunk in llm.stream("hello", params):
+                    tokens += chunk.token_ids
+            assert len(tokens) == 6  # the seventh was committed by the step that failed
+            await assert_idle(llm)
+
+    def fail_late(ask: Ask) -> list[int]:
+        if len(ask.tokens) - ask.prompt_len >= 7:
+            raise ZeroDivisionError
+        return []
+
+    run_async(work())
+
+
+def test_an_answer_whose_text_cannot_be_made_ends_alone(
+    expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with AsyncLLM.over(tiny_engine()) as llm:
+            text_stream = llm.intake.text_stream
+
+            def broken(checked: Any) -> Any:
+                stream = text_stream(checked)
+                if checked.text == "broken":
+                    assert stream is not None
+                    monkeypatch.setattr(stream, "push", None)  # calling it raises TypeError
+                return stream
+
+            monkeypatch.setattr(llm.intake, "text_stream", broken)
+            results = await answers(llm, ["broken", *PROMPTS])
+            assert isinstance(results[0], RequestFailed)
+            assert results[1:] == expected
+            await assert_idle(llm)
+
+    run_async(work())
+
+
+def test_an_engine_that_fails_without_any_request_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        llm = AsyncLLM.over(tiny_engine())
+        monkeypatch.setattr(llm._engine.scheduler.__class__, "admit", None)  # calling it raises TypeError
+        results = await answers(llm, PROMPTS)
+        assert all(isinstance(result, RequestFailed | MachineError) for result in results)
+        assert isinstance(llm.failure, InvariantBroken)
+        assert isinstance(llm.failure.__context__, TypeError)
+        llm.close()
+
+    run_async(work())
+
+
+def test_a_device_error_ends_the_thread_and_says_so() -> None:
+    error = torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    async def work() -> None:
+        llm = poisoned_llm(error=error)
+        results = await answers(llm, ["!poison", "one"])
+        assert all(isinstance(result, MachineError) and "launch failure" in str(result) for result in results)
+        assert llm.failure is error
+        assert not llm.alive
+        assert isinstance(llm._engine.lost, EngineLost)
+        with pytest.raises(MachineError, match="has stopped"):
+            await llm.generate("a", SHORT)
+        llm.close()
+
+    run_async(work())
