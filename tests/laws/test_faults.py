@@ -129,7 +129,7 @@ def test_a_fault_between_preemptions_loses_no_token(kind):
     ("seed", "num"), [(6, 15), *(pytest.param(seed, 40, marks=pytest.mark.slow) for seed in range(6))]
 )
 def test_interrupts_at_random_moments_change_no_bit(seed, num):
-    """A storm: requests arrive, run, are preempted and aborted, and any call may be interrupted, repairs too."""
+    """A storm: requests arrive, run, are preempted and aborted; any call may be interrupted, repairs too."""
     rng = random.Random(seed)
     variant = WALKED[seed % len(WALKED)]
     engine = variant.engine(num_pages=40, max_num_seqs=5)

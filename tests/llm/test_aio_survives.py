@@ -90,9 +90,13 @@ def test_a_stream_gets_its_tokens_and_then_the_error() -> None:
         llm = AsyncLLM.over(tiny_engine(make_proposer=lambda _: Scripted(fail_late)))
         async with llm:
             tokens: list[int] = []
-            with pytest.raises(RequestFailed):
+
+            async def read() -> None:
                 async for chunk in llm.stream("hello", params):
-                    tokens += chunk.token_ids
+                    tokens.extend(chunk.token_ids)
+
+            with pytest.raises(RequestFailed):
+                await read()
             assert len(tokens) == 6  # the seventh was committed by the step that failed
             await assert_idle(llm)
 

@@ -180,7 +180,11 @@ def test_a_lost_engine_says_so_in_every_call() -> None:
     with FailingFrame(llm, 2, fail_with(error)), pytest.raises(RuntimeError) as first:
         generate(llm, PROMPTS, greedy())
     assert first.value is error
-    for call in (lambda: generate(llm, PROMPT), lambda: llm.score(["a"], ["b"]), lambda: next(llm.stream("a"))):
+    for call in (
+        lambda: generate(llm, PROMPT),
+        lambda: llm.score(["a"], ["b"]),
+        lambda: next(llm.stream("a")),
+    ):
         with pytest.raises(EngineLost, match="this engine is lost: RuntimeError: CUDA error: an illegal"):
             call()
     llm.close()

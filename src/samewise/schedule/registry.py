@@ -73,7 +73,7 @@ class Registry:
         self.delivery = Delivery(self.delivery.sequences, received_ends=self.delivery.ended)
 
     def has_progressed(self, seq: Sequence) -> bool:
-        """Whether the caller has received anything of a sequence since the last failed step it was part of."""
+        """Whether the caller has received more of a sequence since the last failed step it was part of."""
         return self.delivery.before.get(seq.request.id, seq.committed) != seq.failed_at
 
     # ---- after a failure
