@@ -288,7 +288,6 @@ def build(config: EngineConfig, *, make_proposer: MakeProposer | None = None) ->
     """An engine from a configuration: load the model, assemble, certify, warm up."""
     engine = Engine(load(config), config, make_proposer=make_proposer)
     with engine.parts.process.pinned():
-        with engine.parts.process.pinned():
         engine.proposer.warm(config.max_num_seqs)
     return engine
 
