@@ -281,12 +281,18 @@ def test_ids_and_bits_are_the_same_in_another_process(name: str, here: dict[str,
     assert there["digests"] == here["digests"]
 
 
+EMBEDDED_PROBE = "ed653a5b0251c78703c3c4d429c43021627cd3fb92f02eb6b41467b4bdc2ebe5"
+"""The fact `probe` of the embedded model on every machine: it changes only with the engine's arithmetic, or
+with the texts and the ways of sampling that the probe tries."""
+
+
 @pytest.mark.slow
 @pytest.mark.real
 def test_the_embedded_model_has_one_contract_in_other_processes() -> None:
     engine = build(EngineConfig.of(device="cpu", kv_memory=2**26, proposer="none"))
     expected = facts(engine)
     assert expected["machine"] == "any"
+    assert expected["probe"] == EMBEDDED_PROBE
     main = "from samewise.cli.main import main; main()"
     command = [sys.executable, "-W", "ignore", "-c", main, "probe", "--device", "cpu", "--json"]
     for changes in ({"OMP_NUM_THREADS": "1", "SAMEWISE_PORTABLE": "1"}, aten("default")):
