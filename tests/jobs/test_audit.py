@@ -98,12 +98,12 @@ def test_receipt_of_an_answer_without_speculation_is_replayed_in_few_frames(
 
 
 def test_facts_of_another_contract_are_named(receipts: list[Receipt]) -> None:
-    other = Auditor(tiny_engine(eos=True, seed=1, frame_rows=32, **AUDITING))
+    other = Auditor(tiny_engine(eos=True, seed=1, max_model_len=256, **AUDITING))
     first = receipts[:3]
     findings = audit_all(other, first)
     assert {finding.status for finding in findings} == {Status.OTHER_CONTRACT}
     details = " | ".join(findings[0].details)
-    assert "frame rows: 64 in the receipt, 32 here" in details
+    assert "context: 512 in the receipt, 256 here" in details
     assert "weights: memory:" in details
     forced = audit_all(other, first, force=True)
     assert {finding.status for finding in forced} == {Status.DIFFERENT}

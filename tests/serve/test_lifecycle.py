@@ -19,9 +19,9 @@ from served_app import (
 )
 
 from samewise import AsyncLLM
+from samewise.openai.errors import ApiError
 from samewise.serve.app import make_app
 from samewise.serve.worker import State, Worker
-from samewise.openai.errors import ApiError
 from samewise.testing import Scripted, tiny_engine
 
 LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
