@@ -71,19 +71,25 @@ class Faults:
 
 
 class EveryPlace(Faults):
-    """Raises wherever it has not raised before."""
+    """Raises wherever it has not been before, or with `stride` n at every n-th of these places."""
 
     def __init__(
-        self, error: type[BaseException] = PlantedFault, kind: str = "calls", rooms: tuple[str, ...] = ("",)
+        self,
+        error: type[BaseException] = PlantedFault,
+        kind: str = "calls",
+        rooms: tuple[str, ...] = ("",),
+        *,
+        stride: int = 1,
     ) -> None:
         super().__init__(error, kind, rooms=rooms)
         self._places: set[Place] = set()
+        self._stride = stride
 
     def wanted(self, place: Place) -> bool:
         if place in self._places:
             return False
         self._places.add(place)
-        return True
+        return len(self._places) % self._stride == 0
 
 
 class AtEvent(Faults):
