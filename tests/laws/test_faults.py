@@ -60,8 +60,8 @@ def expected_of(setup):
     return run_references(setup, REQUESTS)
 
 
-def run_with_faults(engine, requests, faults, *, step=None, limit=20_000):
-    """Run requests; a step that raises a planted error returned nothing."""
+def run_with_faults(engine, requests, faults, *, step=None, message="planted", limit=20_000):
+    """Run requests; a step that raises a planted error, known by its message, returned nothing."""
     step = step or type(engine).step
     outputs = [FullTranscript() for _ in requests]
     by_id = {request.add(engine): output for request, output in zip(requests, outputs, strict=True)}
@@ -72,7 +72,7 @@ def run_with_faults(engine, requests, faults, *, step=None, limit=20_000):
             with faults:
                 deltas = step(engine)
         except faults.error as error:
-            assert str(error) == "planted"  # noqa: PT017 - raised in hundreds of steps of one run
+            assert message in str(error)  # noqa: PT017 - raised in hundreds of steps of one run
             continue
         for delta in deltas:
             by_id[delta.request_id].take(delta)
@@ -186,7 +186,13 @@ def has_received(live, received):
 
 
 @pytest.mark.parametrize(
-    ("name", "error"), [("empty", MemoryError), ("where", torch.OutOfMemoryError), ("tensor", MemoryError)]
+    ("name", "error"),
+    [
+        ("empty", RuntimeError),
+        ("empty_like", MemoryError),
+        ("tensor", MemoryError),
+        ("where", torch.OutOfMemoryError),
+    ],
 )
 def test_every_allocation_of_a_run_may_fail(monkeypatch, name, error):
     """The k-th call fails, for k = 1, 2, 3 ... 20, or until a run has fewer."""
@@ -197,7 +203,7 @@ def test_every_allocation_of_a_run_may_fail(monkeypatch, name, error):
         nonlocal num_calls
         num_calls += 1
         if num_calls == failing:
-            raise error("planted")
+            raise error("planted: DefaultCPUAllocator: can't allocate memory")
         return allocate(*args, **kwargs)
 
     monkeypatch.setattr(torch, name, allocate_or_fail)
