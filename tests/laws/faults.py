@@ -61,7 +61,7 @@ class Faults:
             return None
         if self.kind == "edges" and code.co_flags & inspect.CO_GENERATOR:
             return None  # it may be one that is being thrown away, where Python only prints exceptions
-        if any(name.endswith("_lock") for name in code.co_names):
+        if any(name.lower().endswith("_lock") for name in code.co_names):
             return None  # a hook can raise between taking a lock and its `with`; a signal handler cannot
         if (self.kind != "lines" or event == "line") and self.wanted((code, frame.f_lineno, event)):
             self._disarm()
