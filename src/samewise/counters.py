@@ -37,5 +37,16 @@ class Counters:
     rolled_back: int = 0
     drafters: dict[str, DrafterCounters] = field(default_factory=dict)
 
+    def add_draft(self, drafter: str, guessed: int, accepted: int, *, branch_won: bool) -> None:
+        """Count a verified draft of one proposer."""
+        self.guessed += guessed
+        self.accepted += accepted
+        self.rolled_back += guessed - accepted
+        of_drafter = self.drafters.setdefault(drafter, DrafterCounters())
+        of_drafter.drafts += 1
+        of_drafter.guessed += guessed
+        of_drafter.accepted += accepted
+        of_drafter.branches += branch_won
+
 
 __all__ = ["Counters", "DrafterCounters"]

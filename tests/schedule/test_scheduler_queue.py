@@ -4,7 +4,8 @@ import pytest
 from fake_engine import STOP, VOCAB, FakeEngine, expected_tokens, make_limits
 
 from samewise.errors import InvariantBroken, QueueFull
-from samewise.schedule.scheduler import PATIENCE, Scheduler
+from samewise.schedule.order import PATIENCE
+from samewise.schedule.scheduler import Scheduler
 from samewise.types import Finish, Sampling
 
 

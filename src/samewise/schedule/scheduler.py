@@ -2,7 +2,7 @@
 
 Requests are admitted by arrival. A frame's rows go first to sequences that generate, so that they keep
 streaming while prompts are read, then to prompts; among equals the one that waited longest goes first. Where
-the generating sequences leave no row, a sequence that got none for `PATIENCE` steps goes before them, so that
+the generating sequences leave no row, one that got none for some steps goes before them (`order`), so that
 none starves. When pages run out the youngest sequence is preempted: it releases its pages and later computes
 its KV again, to the same bits. The oldest can always take what it needs: a request that could not run alone
 was refused at intake.
@@ -15,18 +15,18 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from samewise.counters import Counters, DrafterCounters
+from samewise.counters import Counters
 from samewise.errors import InvariantBroken, QueueFull
 from samewise.kv.prefix import PrefixIndex
+from samewise.schedule.branches import branch_spans
 from samewise.schedule.drafts import append_tokens, burst_room, clear_draft, draft_room, extend_draft
 from samewise.schedule.limits import Limits
+from samewise.schedule.order import frame_due, serving_order
 from samewise.schedule.paging import Paging
 from samewise.schedule.plan import ask_of, continued, must_land, span_of
 from samewise.schedule.registry import Registry
+from samewise.schedule.suspects import Suspects
 from samewise.types import Ask, Delta, Finish, Guide, Proposal, Received, Request, Sequence, Span, Verdict
-
-PATIENCE = 4
-"""Steps without a row after which a sequence is served before generating ones. Set by hand."""
 
 
 @dataclass(slots=True)
@@ -39,13 +39,11 @@ class Scheduler:
     _paging: Paging = field(init=False)
     _waiting: list[Sequence] = field(default_factory=list)  # by arrival
     _running: dict[int, Sequence] = field(default_factory=dict)  # by admission
-    _new_sequences: deque[Sequence] = field(
-        default_factory=deque
-    )  # admitted, not yet reported by `new_sequences`
+    _new_sequences: deque[Sequence] = field(default_factory=deque)  # admitted, not reported yet
     _step: int = 0
     _num_unverified: int = 0  # running or waiting requests with verify=False
     _preempted: bool = False  # whether a sequence was preempted since `_order` was called
-    _suspects: deque[Sequence] = field(default_factory=deque)  # part of a failed step, by arrival
+    _suspects: Suspects = field(default_factory=Suspects)
 
     def __post_init__(self) -> None:
         self._paging = Paging(self.limits)
@@ -155,7 +153,7 @@ class Scheduler:
 
     def spans(self) -> list[Span]:
         """The next frame, at most `max_rows` rows. Empty when no verification is due yet."""
-        if not self._frame_due():
+        if not frame_due(self._running.values(), self._step, self.limits):
             return []
         left = max_rows = self.limits.max_rows
         step, spans = self._step, list[Span]()
@@ -250,7 +248,7 @@ class Scheduler:
         going_on, failed = registry.recover(received, blamed if blame else ())
         self._paging = Paging(self.limits)
         self._running, self._waiting, self._new_sequences = {}, going_on, deque()
-        self._suspects = deque(seq for seq in going_on if seq.num_failures)
+        self._suspects = Suspects(seq for seq in going_on if seq.num_failures)
         self._num_unverified = sum(not seq.request.verify for seq in going_on)
         self.counters.recoveries += 1
         self.counters.failed += len(failed)
@@ -263,12 +261,8 @@ class Scheduler:
 
     def _admit_suspect(self) -> bool:
         """Let the oldest suspect without progress run, alone. False: none is left."""
-        while self._suspects:
-            seq = self._suspects[0]
-            if self.registry.sequences.get(seq.request.id) is seq and not self.registry.has_progressed(seq):
-                break
-            self._suspects.popleft()
-        else:
+        seq = self._suspects.oldest(self.registry)
+        if seq is None:
             return False
         for other in list(self._running.values()):
             if other is not seq:
@@ -378,39 +372,10 @@ class Scheduler:
 
     # ---- frames
 
-    def _frame_due(self) -> bool:
-        """Whether a frame should run: it is full, a prompt waits, no draft grows, or one waited too long."""
-        drafting, rows, oldest = False, 0, self._step
-        for seq in self._running.values():
-            if seq.prefilling:
-                return True
-            if seq.drafting:
-                drafting = True
-            elif seq.request.verify:
-                if seq.ready_since is None:
-                    seq.ready_since = self._step
-                oldest = min(oldest, seq.ready_since)
-                rows += 1 + len(seq.draft)
-        if not drafting:
-            return True
-        limits = self.limits
-        full = rows >= (limits.canonical_rows or limits.max_rows)
-        return full or (rows > 0 and self._step - oldest >= limits.deadline)
-
     def _order(self) -> list[Sequence]:
-        """Running sequences in the order they are served. Any order will do where there are rows for all."""
+        """Running sequences in the order they are served."""
         self._preempted = False
-        running = list(self._running.values())
-        wanted = sum(len(seq.tokens) - seq.kv_len + len(seq.draft) for seq in running)
-        if wanted <= self.limits.max_rows:
-            return running
-        generating = sum(1 + len(seq.draft) for seq in running if seq.request.verify and not seq.prefilling)
-        # Where generating sequences leave no row for a prompt, one that waited long enough goes first.
-        late = self._step - PATIENCE if generating >= self.limits.max_rows else -1
-        return sorted(
-            running,
-            key=lambda seq: (seq.last_served > late, seq.prefilling, seq.last_served, seq.request.id),
-        )
+        return serving_order(list(self._running.values()), self._step, self.limits.max_rows)
 
     def _rows_with_pages(self, seq: Sequence, rows: int) -> int:
         """How many of `rows` rows the sequence can get pages for."""
@@ -427,7 +392,8 @@ class Scheduler:
             spans += self._unverified_rows(left)
             left -= len(spans) - len(drafts)
         for draft in drafts:
-            branches = self._branch_spans(draft, left)
+            seq = self._running[draft.seq_id]
+            branches = branch_spans(seq, draft, left, self._paging, self.limits.page)
             spans += branches
             left -= sum(len(branch.inputs) for branch in branches)
         return left
@@ -440,32 +406,6 @@ class Scheduler:
         for seq in unverified:
             seq.last_served = self._step
         return [span_of(seq, 1, 1) for seq in unverified]
-
-    def _branch_spans(self, draft: Span, left: int) -> list[Span]:
-        """Spans for a sequence's branches, in pages of their own, while there are rows and free pages.
-
-        Each repeats the known tokens and the draft up to its fork, so that its KV is canonical and can be
-        kept as it is if it wins.
-        """
-        seq = self._running[draft.seq_id]
-        if not seq.branches or len(draft.inputs) != seq.given + len(seq.draft):
-            return []
-        shared, partial = divmod(seq.kv_len, self.limits.page)
-        spans: list[Span] = []
-        for branch in seq.branches:
-            inputs = (*draft.inputs[: draft.given + branch.at], *branch.tokens)
-            lent = self._paging.lend(seq, seq.kv_len + len(inputs)) if len(inputs) <= left else None
-            if lent is None:
-                break
-            copy = (seq.pages[shared], lent[0]) if partial else None
-            number = len(seq.branch_pages)
-            spans.append(
-                draft._replace(
-                    inputs=inputs, pages=seq.pages[:shared] + lent, branch=number, copy=copy, targets=()
-                )
-            )
-            left -= len(inputs)
-        return spans
 
     def _count_frame(self, rows: int) -> None:
         sizes = self.limits.frame_sizes or (self.limits.max_rows,)
@@ -491,7 +431,10 @@ class Scheduler:
             self._paging.share(seq)
         self.counters.output_tokens += num
         if verdict.guessed:
-            self._count_guesses(verdict)
+            num_guesses = verdict.guessed + verdict.lost_guesses
+            self.counters.add_draft(
+                verdict.drafter, num_guesses, verdict.accepted, branch_won=verdict.branch > 0
+            )
         clear_draft(seq)
         if seq.finish is not None:
             self.registry.will_end(seq)
@@ -503,20 +446,9 @@ class Scheduler:
             verdict.guessed + verdict.lost_guesses, verdict.drafter, int(seq.request.verify and num > 0),
         )  # fmt: skip
 
-    def _count_guesses(self, verdict: Verdict) -> None:
-        guessed = verdict.guessed + verdict.lost_guesses
-        self.counters.guessed += guessed
-        self.counters.accepted += verdict.accepted
-        self.counters.rolled_back += guessed - verdict.accepted
-        drafter = self.counters.drafters.setdefault(verdict.drafter, DrafterCounters())
-        drafter.drafts += 1
-        drafter.guessed += guessed
-        drafter.accepted += verdict.accepted
-        drafter.branches += verdict.branch > 0
-
 
 def _arrival(seq: Sequence) -> int:
     return seq.request.id
 
 
-__all__ = ["PATIENCE", "Scheduler"]
+__all__ = ["Scheduler"]
