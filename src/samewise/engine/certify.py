@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import NamedTuple
 
 from samewise.config import EngineConfig
@@ -42,6 +44,7 @@ def certify(
         "architecture": loaded.arch.model_type,
         "context": str(parts.limits.max_model_len),  # an answer ends where the context does
         "date": config.date or "none",
+        "generation": generation_fact(loaded),
         "grammar": grammar.version(),
         "probe": report.digest,
         "rope": parts.rope,
@@ -50,6 +53,13 @@ def certify(
     contract = Contract.of(facts)
     log.info("contract %s, certified by %d frames", contract, report.frames)
     return Certificate(contract, report)
+
+
+def generation_fact(loaded: Loaded) -> str:
+    """Where answers end, and a digest of the checkpoint's generation defaults."""
+    ends = ", ".join(map(str, sorted(loaded.eos_ids))) or "no token"
+    defaults = json.dumps(sorted(loaded.generation.items()), default=str)
+    return f"ends at {ends}; defaults {sha256(defaults.encode()).hexdigest()[:16]}"
 
 
 def arithmetic_facts(parts: Assembly) -> dict[str, str]:
@@ -88,4 +98,4 @@ def settings_of(parts: Assembly, config: EngineConfig) -> dict[str, str | int | 
     }
 
 
-__all__ = ["Certificate", "arithmetic_facts", "certify", "settings_of"]
+__all__ = ["Certificate", "arithmetic_facts", "certify", "generation_fact", "settings_of"]

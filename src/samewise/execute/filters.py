@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from decimal import Decimal
+from decimal import ROUND_HALF_EVEN, Context, Decimal, localcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,14 @@ def min_p_gap(sampling: Sampling) -> float:
     return _min_p_gap(min(sampling.min_p, 1.0)) if sampling.min_p > 0.0 else math.inf
 
 
+DECIMAL = Context(prec=28, rounding=ROUND_HALF_EVEN, Emin=-999_999, Emax=999_999, traps=[])
+"""For logarithms that are the same on every machine; the caller's own decimal context is not used."""
+
+
 @functools.lru_cache(maxsize=256)
 def _min_p_gap(min_p: float) -> float:
-    return float(-Decimal(min_p).ln())  # correctly rounded; a C library's logarithm need not be
+    with localcontext(DECIMAL):
+        return 0.0 - float(Decimal(min_p).ln())  # a C library's logarithm may be a bit off
 
 
 def max_gap(gap: npt.NDArray[np.float32], sampling: Sampling, row_math: RowMath) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import add, mul, truediv
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,12 @@ class LogitEditor:
         if (edit := self._collect(rows, _repetitions)) is not None:
             at, penalty = edit
             old = flat[at]
-            flat[at] = torch.where(old > 0, old / penalty, old * penalty)
+            divided, multiplied = elementwise(truediv, old, penalty), elementwise(mul, old, penalty)
+            flat[at] = torch.where(old > 0, divided, multiplied)
         for kind in (_occurrences, _biases):
             if (edit := self._collect(rows, kind)) is not None:
                 at, amount = edit
-                flat[at] += amount
+                flat[at] = elementwise(add, flat[at], amount)
         restricted = [row for row in rows if row.sampling.allowed_token_ids is not None]
         masked = [(row.row, row.mask) for row in rows if row.mask is not None]
         banning = [row for row in rows if _may_ban(row)]
@@ -116,6 +118,17 @@ class LogitEditor:
         return left
 
 
+def elementwise(operation: Callable[[Any, Any], Any], x: Tensor, y: Tensor) -> Tensor:
+    """A float operation on each pair of elements; on a CPU by NumPy, in the calling thread.
+
+    torch's other threads keep the rounding mode they were started with, which may be another.
+    """
+    if x.device.type != "cpu":
+        return operation(x, y)  # type: ignore[no-any-return]
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(operation(x.numpy(), y.numpy()))
+
+
 def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Copy to the device, without waiting for the work queued there."""
     return torch.from_numpy(array).to(device, non_blocking=True)
@@ -182,4 +195,4 @@ def _unpack(packed: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.uint8]:
     return np.unpackbits(packed, axis=-1, count=count, bitorder="little")
 
 
-__all__ = ["LogitEditor", "send"]
+__all__ = ["LogitEditor", "elementwise", "send"]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import sub
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from samewise.execute.filters import gaps, mass_bits, max_gap, max_gaps, min_p_gap
-from samewise.execute.logit_edits import LogitEditor, send
+from samewise.execute.logit_edits import LogitEditor, elementwise, send
 from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels import noise
 from samewise.kernels.cpu_sampling import RowMath, RowStats, pick_row_math
@@ -50,8 +51,8 @@ class _Scale(NamedTuple):
     log_sum: Tensor  # [R] float32
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """[R] logits, one per row → log-probabilities. Of a certain token +0.0, by every way."""
-        return logits - self.top - self.log_sum
+        """Logits, one per row (or of columns [R, 1]) → log-probabilities. Of a certain token +0.0, always."""
+        return elementwise(sub, elementwise(sub, logits, self.top), self.log_sum)
 
 
 class Sampler:
@@ -110,7 +111,7 @@ class Sampler:
             return [() for _ in counts]
         scale = self._scale(logits, rows)
         selected = logits[self._send(np.array(rows))]
-        values = selected - scale.top[:, None] - scale.log_sum[:, None]
+        values = _Scale(scale.top[:, None], scale.log_sum[:, None]).logprobs(selected)
         # topk leaves the order of equal values open: take every value that could belong, and sort those.
         floor = values.topk(max_count).values[:, -1:]
         row, token = (values >= floor).nonzero().unbind(1)
@@ -231,7 +232,8 @@ def _scale_of(stats: RowStats) -> _Scale:
 def _row_gaps(logits: Tensor, temperature: float) -> npt.NDArray[np.float32]:
     """(largest - logit) / temperature of [V], in float32."""
     row = logits.numpy()
-    gaps: npt.NDArray[np.float32] = (row.max() - row) / np.float32(temperature)
+    with np.errstate(all="ignore"):
+        gaps: npt.NDArray[np.float32] = (row.max() - row) / np.float32(temperature)
     return gaps
 
 

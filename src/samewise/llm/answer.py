@@ -6,6 +6,7 @@ caller (`Update.stop`), which tells the engine.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -233,7 +234,7 @@ class Answer:
     def _completion(self, choice: Choice) -> CompletionOutput:
         tokens, logprobs = list(choice.token_ids), list(choice.logprobs)
         return CompletionOutput(
-            choice.index, choice.text, tokens, sum(logprobs),
+            choice.index, choice.text, tokens, math.fsum(logprobs),
             self._logprob_dicts(tokens, logprobs, choice.top_logprobs), choice.finish, choice.stop_reason,
             logprobs, self.checked.seed,
         )  # fmt: skip

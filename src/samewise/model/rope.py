@@ -9,7 +9,7 @@ kinds of RoPE get correctly rounded ones instead, the same everywhere. The contr
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from decimal import Decimal, localcontext
+from decimal import ROUND_HALF_EVEN, Context, Decimal, localcontext
 from typing import TYPE_CHECKING, Any
 
 from samewise.errors import UnsupportedModel
@@ -28,9 +28,8 @@ def pin_rope(model: "nn.Module", max_model_len: int) -> str | None:
     for a model without longrope.
     """
     choices: dict[str, str] = {}
-    modules: Iterator[Any] = iter(
-        model.modules()
-    )  # Any: attributes of transformers' modules are not declared
+    # Any: attributes of transformers' modules are not declared.
+    modules: Iterator[Any] = iter(model.modules())
     for module in modules:
         rope_types = getattr(module, "rope_type", None)
         if isinstance(rope_types, str):
@@ -81,7 +80,8 @@ def _pin(module: Any, rope_type: str, layer_type: str | None, max_model_len: int
 
 # ---------------------------------------------------------------------------------------- exact frequencies
 
-DIGITS = 40  # decimal digits of intermediate results, far beyond those of a float32
+DECIMAL = Context(prec=40, rounding=ROUND_HALF_EVEN, Emin=-999_999, Emax=999_999, traps=[])
+"""For intermediate results, far beyond the digits of a float32; the caller's own context is not used."""
 TOLERANCE = 1e-5  # relative: how far transformers' own frequencies may lie from the exact ones
 PI = Decimal("3.1415926535897932384626433832795028841971693993751")
 
@@ -115,8 +115,7 @@ def exact_frequencies(kind: str, parameters: Mapping[str, Any], count: int) -> l
     theta = parameters.get("rope_theta")
     if kind not in {"default", "linear", "llama3"} or not theta:
         return None
-    with localcontext() as context:
-        context.prec = DIGITS
+    with localcontext(DECIMAL):
         log_theta = Decimal(theta).ln()
         plain = [(-log_theta * i / count).exp() for i in range(count)]
         if kind == "linear":
