@@ -1,13 +1,16 @@
 """Replacing weights: all tensors fit or nothing changes, and only certified weights are served."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from samewise.engine.weights import CertifiedWeights, apply_update, read_update
+from samewise.config import EngineConfig
+from samewise.engine import Engine
+from samewise.engine.weights import PIECE, CertifiedWeights, apply_update, read_update
 from samewise.errors import BadParameter, CallerError, GuaranteeLost, UnknownModel
-from samewise.testing import run, submit, tiny_engine, tiny_model
+from samewise.testing import run, submit, tiny, tiny_engine, tiny_model
 from samewise.types import Sampling
 
 ASKS = [([65, 66, 67], Sampling(), 5)]
@@ -106,3 +109,58 @@ def test_an_engine_whose_update_failed_refuses_to_serve(monkeypatch: pytest.Monk
         engine.step()
     engine.update_weights({})
     assert run(engine, ASKS) == before
+
+
+def repeat(times: int, call: Callable[[], object]) -> None:
+    for _ in range(times):
+        call()
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight", NORM])
+def test_weights_written_in_place_by_the_caller_are_refused(name: str) -> None:
+    engine = tiny_engine()
+    before = engine.contract
+    submit(engine, [1, 2], Sampling(), max_tokens=30)
+    engine.step()
+    with torch.no_grad():
+        engine.loaded.model.get_parameter(name).mul_(1.5)
+    with pytest.raises(GuaranteeLost, match=r"written in place; give new weights to update_weights\(\)"):
+        submit(engine, [1, 2], Sampling(), max_tokens=3)
+    with pytest.raises(GuaranteeLost, match="written in place"):
+        repeat(8, engine.step)
+    engine.abort(0)
+    assert engine.update_weights({}) != before
+    run(engine, ASKS)
+
+
+def test_every_tensor_is_looked_at_within_a_few_steps() -> None:
+    model = torch.nn.ParameterList([torch.zeros(1) for _ in range(3 * PIECE)])
+    weights = CertifiedWeights(model)
+    for index in (0, PIECE, 3 * PIECE - 1):
+        with torch.no_grad():
+            model[index].add_(1.0)
+        with pytest.raises(GuaranteeLost, match="written in place"):
+            repeat(3, weights.check_some)
+        with pytest.raises(GuaranteeLost, match="written in place"):
+            weights.check()
+        weights.certify()
+        weights.check()
+
+
+def test_a_model_made_in_inference_mode_is_served() -> None:
+    """torch counts no writes to its tensors."""
+    with torch.inference_mode():
+        model = torch.nn.Linear(3, 3)
+    weights = CertifiedWeights(model)
+    weights.check()
+    weights.check_some()
+
+
+def test_a_second_engine_over_the_same_model_leaves_the_first_one_certified() -> None:
+    loaded = tiny()
+    config = EngineConfig(model="tiny", kv_memory=2**22, device="cpu")
+    engine = Engine(loaded, config)
+    before = run(engine, ASKS)
+    other = Engine(loaded, config)
+    assert run(other, ASKS) == run(engine, ASKS) == before
+    assert other.contract == engine.contract

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,3 +110,36 @@ def test_a_file_changed_between_its_digest_and_the_end_of_loading_is_refused(fol
     monkeypatch.setattr(load_module, "load_model", load_and_touch)
     with pytest.raises(GuaranteeLost, match=r"model\.safetensors was changed while it was loaded"):
         load(EngineConfig(model=str(folder), device="cpu", dtype="float32"))
+
+
+CONFIG = EngineConfig(model="tiny", kv_memory=2**22, device="cpu")
+
+
+def weights_of(engine: Engine) -> str:
+    return dict(engine.contract.facts)["weights"]
+
+
+def test_an_engine_built_after_another_one_updated_the_model_names_the_weights_in_memory() -> None:
+    loaded = replace(tiny(), facts={"weights": "ab" * 32})  # as if it came from files
+    first = Engine(loaded, CONFIG)
+    assert weights_of(first) == "ab" * 32
+    first.update_weights({"model.norm.weight": torch.full((64,), 7.0)})
+    second = Engine(loaded, CONFIG)
+    assert weights_of(second) == weights_of(first) == fingerprint(first.runner.model)
+
+
+def test_weights_from_files_written_before_the_engine_is_built_are_named_by_their_content(folder) -> None:
+    config = replace(CONFIG, model=str(folder), dtype="float32")
+    loaded = load(config)
+    from_files = weights_of(Engine(loaded, config))
+    assert from_files == loaded.facts["weights"]
+    with torch.no_grad():
+        loaded.model.model.norm.weight.mul_(2.0)
+    engine = Engine(loaded, config)
+    assert weights_of(engine) == fingerprint(engine.runner.model)
+
+
+def test_writes_are_counted_also_of_a_model_loaded_in_inference_mode(folder) -> None:
+    with torch.inference_mode():
+        loaded = load(EngineConfig(model=str(folder), device="cpu", dtype="float32"))
+    assert not any(tensor.is_inference() for tensor in loaded.model.parameters())

@@ -6,6 +6,12 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,7 +38,17 @@ def set_any_precision(value: object) -> None:
     torch.backends.fp32_precision = value
 
 
+@contextmanager
+def hook_on_all() -> Iterator[None]:
+    handle = register_module_forward_hook(lambda module, args, output: output + 1)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 DISTURBANCES = {
+    "hooks on all modules": hook_on_all,
     "threads": lambda: setting(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
     "default dtype": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
     "flush denormal": lambda: setting(torch.set_flush_denormal, True, False),
@@ -97,6 +113,25 @@ def test_a_callers_function_mode_sees_no_operator_of_the_engine() -> None:
         assert seen == []
         torch.ones(1) + 1
         assert seen
+
+
+def test_hooks_on_all_modules_are_suspended_and_stay_removable() -> None:
+    state, identity, x = ProcessState(CPU), nn.Identity(), torch.zeros(1)
+    handles = [
+        register_module_forward_hook(lambda module, args, output: output + 1),
+        register_module_forward_pre_hook(lambda module, args: (args[0] + 2,)),
+        register_module_module_registration_hook(lambda module, name, child: None),
+    ]
+    try:
+        assert identity(x) == 3
+        with state.pinned():
+            assert identity(x) == 0
+        assert identity(x) == 3
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert identity(x) == 0
+    assert state.disturbed() == []
 
 
 def test_flushing_of_subnormal_numbers_is_read_from_the_thread() -> None:

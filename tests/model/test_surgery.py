@@ -144,6 +144,24 @@ def test_copied_modules_share_tensors_and_nothing_else():
     assert not hasattr(model.inner.layers[1], "tag")
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_registered_later_belong_to_one_of_model_and_copy(register):
+    model = Model()
+    copied, expected = copy_modules(model), model(X)
+    handles = [
+        getattr(module, register)(lambda *_: torch.zeros(2, 3), **kwargs)
+        for module in (model, model.inner.layers[0])
+        for kwargs in ({}, {"with_kwargs": True})
+    ]
+    assert torch.equal(copied(X), expected)
+    for handle in handles:
+        handle.remove()
+    with_hook = copied.inner.layers[0].register_forward_hook(lambda *_: torch.zeros(2, 3))
+    assert torch.equal(model(X), expected)
+    assert not torch.equal(copied(X), expected)
+    with_hook.remove()
+
+
 def test_module_used_twice_is_copied_once():
     shared = nn.Linear(3, 3)
     copied = copy_modules(nn.Sequential(shared, shared))

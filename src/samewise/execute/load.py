@@ -20,7 +20,7 @@ from samewise.execute.process_state import ProcessState
 from samewise.model import folder
 from samewise.model.arch import INSPECTION_VERSION, Arch, inspect_model, read_config
 from samewise.model.digest import config_digests, model_files, refuse_changed, stamps_of, weights_digest
-from samewise.model.load import load_model
+from samewise.model.load import count_writes, load_model, num_updates, tracked_tensors
 from samewise.model.resolve import resolve
 
 MEMORY = "memory:"
@@ -39,13 +39,15 @@ class Loaded:
     tokenizer: Any = None
     generation: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint's generation defaults
     eos_ids: frozenset[int] = frozenset()
+    num_writes: int | None = None  # to the model's tensors when its files were read; None: not from files
 
 
 def load(config: EngineConfig) -> Loaded:
     """Resolve, inspect and load the configured model. Refuses one that cannot keep the promise."""
     machine.pin_environment()
     device = pick_device(config.device)
-    with ProcessState(device).pinned():
+    # Out of inference mode: torch counts no writes to tensors that were made in it.
+    with ProcessState(device).pinned(), torch.inference_mode(mode=False):
         return _load(config, device)
 
 
@@ -61,7 +63,9 @@ def _load(config: EngineConfig, device: torch.device) -> Loaded:
     generation = folder.generation_defaults(source)
     tokenizer = folder.read_tokenizer(source, trust_remote_code=trusted)
     refuse_changed(stamps)
-    return Loaded(model, arch, facts, tokenizer, generation, folder.eos_ids(generation, model_config))
+    eos_ids = folder.eos_ids(generation, model_config)
+    num_writes = count_writes(tracked_tensors(model))
+    return Loaded(model, arch, facts, tokenizer, generation, eos_ids, num_writes)
 
 
 def _inspect(model_config: Any, *, trusted: bool) -> Arch:
@@ -83,9 +87,16 @@ def model_facts(loaded: Loaded, model: nn.Module) -> dict[str, str]:
     `model` is the loaded one as it is run.
     """
     facts = dict(loaded.facts)
-    if facts.get("weights", MEMORY).startswith(MEMORY):  # may have been changed since they were made
+    if not _are_those_of_files(loaded):
         facts["weights"] = fingerprint(model)
     return facts
+
+
+def _are_those_of_files(loaded: Loaded) -> bool:
+    """Whether the weights in memory are those that the facts name: no engine and no caller changed them."""
+    if loaded.facts.get("weights", MEMORY).startswith(MEMORY) or num_updates(loaded.model):
+        return False
+    return loaded.num_writes in (None, count_writes(tracked_tensors(loaded.model)))
 
 
 def fingerprint(model: nn.Module) -> str:

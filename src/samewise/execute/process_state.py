@@ -1,7 +1,7 @@
 """Switches of the process and the thread that could change a bit, pinned while an engine works.
 
-torch keeps its default dtype, its numbers of threads, autocast, the precision of matrix products and more for
-the whole process or thread, and a caller may change them between two calls. `ProcessState.pinned` gives each
+torch keeps its default dtype, its numbers of threads, autocast, hooks on all modules and more for the whole
+process or thread, and a caller may change them between two calls. `ProcessState.pinned` gives each
 the value it had when the contract was made, and puts the caller's value back afterwards.
 """
 
@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _disable_current_modes
 
 IEEE = ("none", "ieee")
@@ -68,9 +69,8 @@ class ProcessState:
         with _without_function_modes(), _without_dispatch_modes():
             before: list[tuple[Switch, Any]] = []
             try:
-                for (
-                    switch
-                ) in self._switches:  # in order: a general switch shows in the narrower ones after it
+                # In order: a general switch shows in the narrower ones after it.
+                for switch in self._switches:
                     if not _is_good(switch):
                         before.append((switch, switch.read()))
                         switch.write(switch.good[0])
@@ -98,6 +98,7 @@ def _switches(num_threads: int) -> list[Switch]:
         Switch("flush denormal", flushes_denormals, torch.set_flush_denormal, (False,)),
         Switch("default dtype", torch.get_default_dtype, torch.set_default_dtype, (torch.float32,)),
         Switch("threads", torch.get_num_threads, torch.set_num_threads, (num_threads,)),
+        Switch("hooks on all modules", _hooks_on_all, _set_hooks_on_all, (NO_HOOKS,)),
         _autocast("cpu"),
         _autocast("cuda")._replace(cuda=True),
         Switch("deterministic algorithms", c._get_deterministic_algorithms, _set_deterministic, (False,)),
@@ -176,6 +177,27 @@ def _fp32_precision(backend: str, operators: str) -> Switch:
         IEEE,
         cuda=backend == "cuda",
     )
+
+
+NO_HOOKS = ()
+HOOKS_ON_ALL: tuple[dict[Any, Any], ...] = tuple(
+    value
+    for name, value in vars(torch_modules).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+)
+"""torch's dicts of hooks that run in every module of the process, or where one gets a parameter or child."""
+
+
+def _hooks_on_all() -> tuple[dict[Any, Any], ...]:
+    """The content of each dict; NO_HOOKS where all are empty."""
+    return tuple(map(dict, HOOKS_ON_ALL)) if any(HOOKS_ON_ALL) else NO_HOOKS
+
+
+def _set_hooks_on_all(contents: tuple[dict[Any, Any], ...]) -> None:
+    for hooks in HOOKS_ON_ALL:
+        hooks.clear()
+    for hooks, content in zip(HOOKS_ON_ALL, contents, strict=False):  # contents may be NO_HOOKS
+        hooks.update(content)
 
 
 def _set_deterministic(value: bool) -> None:

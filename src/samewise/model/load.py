@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,21 @@ def own_memory(model: nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
+def tracked_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers whose writes torch counts: all but those made in inference mode."""
+    return [t for t in (*model.parameters(), *model.buffers()) if not t.is_inference()]
+
+
+def count_writes(tensors: Iterable[torch.Tensor]) -> int:
+    """How often these tensors were written in place. Writes through `.data` or raw memory are not counted."""
+    return sum([tensor._version for tensor in tensors])  # noqa: SLF001 - torch has no public name for it
+
+
+def num_updates(model: nn.Module) -> int:
+    """How often engines over this model replaced weights of it."""
+    return int(getattr(model, "samewise_weights_version", 0))
+
+
 @contextmanager
 def _progress_bar_if_large(source: Source) -> Iterator[None]:
     num_bytes = sum(path.stat().st_size for path in weight_files(source.path))
@@ -74,4 +89,4 @@ def wrap_modules(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval().requires_grad_(requires_grad=False)
 
 
-__all__ = ["load_model", "own_memory", "wrap_modules"]
+__all__ = ["count_writes", "load_model", "num_updates", "own_memory", "tracked_tensors", "wrap_modules"]

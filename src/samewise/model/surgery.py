@@ -14,6 +14,9 @@ from torch import nn
 
 M = TypeVar("M", bound=nn.Module)
 
+CONTAINERS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+"""Attributes of every module that `copy.copy` would share with the copy: parameters, children, hooks, ..."""
+
 
 def with_class(module: nn.Module, cls: type[M]) -> M:
     """A module of class `cls` that shares all state with `module`: parameters, buffers, attributes."""
@@ -35,15 +38,15 @@ def replace_child(module: nn.Module, name: str, child: nn.Module) -> None:
 def copy_modules(model: nn.Module) -> nn.Module:
     """The same model in new module objects over the same tensors.
 
-    Attributes set, children replaced or buffers registered in the copy do not show in the original.
+    Attributes set, children replaced, buffers or hooks registered in one do not show in the other.
     """
     copies: dict[nn.Module, nn.Module] = {}
 
     def copied(module: nn.Module) -> nn.Module:
         if module not in copies:
             copies[module] = result = copy.copy(module)
-            result._parameters = dict(module._parameters)
-            result._buffers = dict(module._buffers)
+            for name in CONTAINERS:
+                result.__dict__[name] = copy.copy(module.__dict__[name])
             result._modules = {name: child and copied(child) for name, child in module._modules.items()}
         return copies[module]
 
