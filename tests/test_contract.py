@@ -1,11 +1,15 @@
 """Contract: equal facts give equal ids; and which facts an engine writes into it."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from samewise.config import EngineConfig
 from samewise.contract import ENGINE_VERSION, Contract
-from samewise.testing import tiny_engine
+from samewise.engine import Engine
+from samewise.testing import byte_tokenizer, tiny, tiny_engine
 
 FACTS = st.dictionaries(st.text(min_size=1, max_size=6), st.text(max_size=6), max_size=6)
 
@@ -79,7 +83,7 @@ def test_equal_engines_have_equal_contracts(default_contract: Contract) -> None:
 
 def test_settings_that_cannot_change_a_bit_are_no_facts(default_contract: Contract) -> None:
     other = tiny_engine(
-        max_num_seqs=3, kv_memory=2**20, enable_prefix_caching=False, max_queued=4, seed=0
+        max_num_seqs=3, kv_memory=2**20, enable_prefix_caching=False, max_queued=4, seed=0, date="2024-07-26"
     ).contract
     assert default_contract.differences(other) == []
 
@@ -91,7 +95,6 @@ def test_settings_that_cannot_change_a_bit_are_no_facts(default_contract: Contra
         ({"linear": "torch"}, "linear"),
         ({"max_model_len": 100}, "context"),
         ({"dtype": "bfloat16"}, "dtype"),
-        ({"date": "2024-07-26"}, "date"),
         ({"attention": "torch"}, "attention"),
         ({"family": "qwen2"}, "architecture"),
     ],
@@ -102,6 +105,17 @@ def test_settings_that_can_change_a_bit_change_the_contract(
     other = tiny_engine(**change).contract  # type: ignore[arg-type]
     assert other.id != default_contract.id
     assert fact in [name for name, _, _ in default_contract.differences(other)]
+
+
+def test_a_date_is_a_fact_where_the_chat_template_asks_for_one() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}"
+    loaded, config = replace(tiny(), tokenizer=tokenizer), EngineConfig(model="tiny", kv_memory=2**22)
+    facts = [
+        dict(Engine(loaded, replace(config, device="cpu", date=date)).contract.facts)
+        for date in (None, "2024-07-26", "2024-07-27")
+    ]
+    assert [each["date"] for each in facts] == ["none", "2024-07-26", "2024-07-27"]
 
 
 def test_an_engines_contract_names_weights_libraries_and_probe_digest(default_contract: Contract) -> None:

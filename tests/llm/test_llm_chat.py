@@ -70,7 +70,6 @@ def test_a_template_gets_the_configured_date() -> None:
     assert decode(llm, llm.chat_prompt(MESSAGES)) == "26 Jul 2024"
     llm.get_tokenizer().chat_template = BARE_DATE
     assert decode(llm, llm.chat_prompt(MESSAGES)) == "today is 2024-07-26"
-    assert dict(llm.contract.facts)["date"] == "2024-07-26"
 
 
 def test_a_refusal_by_the_template_is_raised_with_its_reason(

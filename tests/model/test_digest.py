@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,10 +50,54 @@ def test_config_digests_cover_every_file_that_shapes_text(model_folder):
     assert digests["merges.txt"] == hashlib.sha256(b"merges.txt").hexdigest()
 
 
+def write(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def test_files_that_transformers_reads_from_the_folder_count(model_folder):
+    before = list(config_digests(resolve(str(model_folder))))
+    read = ["additional_chat_templates/tool_use.jinja", "source.spm", "tekken.json", "vocab.bpe"]
+    write(model_folder, *read, "additional_chat_templates/notes.txt", "other/tool_use.jinja", "notes.json")
+    assert set(config_digests(resolve(str(model_folder)))) - set(before) == set(read)
+
+
+def test_code_counts_only_where_it_is_trusted_and_at_any_depth(model_folder):
+    source = resolve(str(model_folder))
+    before, files = config_digests(source), model_files(source)
+    write(model_folder, "modeling.py", "layers/attention/kernel.py", "layers/readme.md")
+    assert config_digests(source) == before
+    assert model_files(source) == files
+    trusted = config_digests(source, trusted=True)
+    assert set(trusted) - set(before) == {"modeling.py", "layers/attention/kernel.py"}
+    assert set(model_files(source, trusted=True)) - set(files) == {
+        model_folder / "modeling.py",
+        model_folder / "layers" / "attention" / "kernel.py",
+    }
+
+
 @pytest.fixture
 def settled_at_once(monkeypatch):
-    """Digests are cached of files that were just written."""
+    """Digests are cached of files that were just written, also where a test's files are kept in memory."""
     monkeypatch.setattr(digest, "SETTLED_NS", -(10**9))
+    monkeypatch.setattr(digest, "in_memory", lambda path: False)
+
+
+@pytest.mark.parametrize("number", [digest.TMPFS, digest.RAMFS])
+def test_digest_of_a_file_kept_in_memory_is_not_cached(model_folder, cache, monkeypatch, number):
+    """Written through a mapping it keeps its mtime and ctime."""
+    monkeypatch.setattr(digest, "SETTLED_NS", -(10**9))
+    monkeypatch.setattr(digest, "file_system", lambda path: number)
+    weights_digest(resolve(str(model_folder)))
+    assert not (cache / "facts").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="numbers of Linux")
+def test_a_file_system_has_linuxs_number(tmp_path):
+    assert digest.file_system(Path("/proc/self/stat")) == 0x9FA0
+    assert digest.file_system(tmp_path / "absent") is None
+    assert not digest.in_memory(Path("/proc/self/stat"))
 
 
 def test_digest_of_a_file_just_written_is_not_cached(model_folder, cache):

@@ -4,7 +4,7 @@ import pytest
 
 from samewise.testing import byte_tokenizer, tiny_engine
 from samewise.text import text_trial
-from samewise.text.text_trial import text_fact
+from samewise.text.text_trial import date_fact, text_fact
 
 
 def digest(tokenizer, date=None):
@@ -42,6 +42,42 @@ def test_a_template_with_a_date_gives_a_fact_with_and_without_one():
     tokenizer.chat_template += "{{ strftime_now('%d %B %Y') }}"
     facts = {digest(tokenizer), digest(tokenizer, "2026-01-02"), digest(tokenizer, "2026-01-03")}
     assert len(facts) == 3
+
+
+def test_a_second_template_for_tools_is_another_fact():
+    def with_tools(template):
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": template}
+        return digest(tokenizer)
+
+    facts = {digest(byte_tokenizer()), with_tools("{{ tools[0].function.name }}"), with_tools("tools")}
+    assert len(facts) == 3
+
+
+def test_what_a_template_does_with_tools_is_part_of_the_fact(monkeypatch):
+    """The same template, rendered otherwise only where there are tools."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template += "{% if tools %}{{ tools | tojson }}{% endif %}"
+    before = digest(tokenizer)
+    original = text_trial.render_chat
+
+    def altered(tokenizer, messages, *, tools=None, **kwargs):
+        return original(tokenizer, messages, tools=tools, **kwargs) + ("!" if tools else "")
+
+    monkeypatch.setattr(text_trial, "render_chat", altered)
+    assert digest(tokenizer) != before
+
+
+def test_jinja2_and_the_date_count_only_where_a_prompt_depends_on_them():
+    plain, dated, without = byte_tokenizer(), byte_tokenizer(), byte_tokenizer()
+    dated.chat_template = {"default": "hello", "tool_use": "{{ strftime_now('%d %B %Y') }}"}
+    without.chat_template = None
+    assert date_fact(dated, "2026-01-02") == "2026-01-02"
+    assert {date_fact(dated, None), *(date_fact(each, "2026-01-02") for each in (plain, without, None))} == {
+        "none"
+    }
+    assert "jinja2" not in text_fact(without, None)
+    assert text_fact(plain, "2026-01-02") == text_fact(plain, None)
 
 
 def test_a_template_that_refuses_a_conversation_still_gives_a_fact():

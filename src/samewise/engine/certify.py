@@ -15,7 +15,7 @@ from samewise.execute import numerics
 from samewise.execute.load import Loaded
 from samewise.kernels.attention.base import PAGE
 from samewise.text import grammar
-from samewise.text.text_trial import text_fact
+from samewise.text.text_trial import date_fact, text_fact
 from samewise.verify.probe import ProbeReport, probe
 
 log = logging.getLogger("samewise")
@@ -43,7 +43,7 @@ def certify(
         **arithmetic_facts(parts),
         "architecture": loaded.arch.model_type,
         "context": str(parts.limits.max_model_len),  # an answer ends where the context does
-        "date": config.date or "none",
+        "date": date_fact(loaded.tokenizer, config.date),
         "generation": generation_fact(loaded),
         "grammar": grammar.version(),
         "probe": report.digest,

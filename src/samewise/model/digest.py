@@ -1,11 +1,15 @@
 """SHA-256 digests of a model's files, as the contract states them.
 
 Cached by path, size, inode, mtime and ctime. A program may set a file's mtime to any value; ctime is the time
-of the last change by the system's own clock.
+of the last change by the system's own clock. Neither changes when a file in memory (tmpfs) is written through
+a mapping, so the digests of such files are not cached.
 """
 
+import ctypes
 import hashlib
+import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +21,13 @@ from samewise.errors import GuaranteeLost
 from samewise.model.source import Source, weight_files
 
 CONFIG_FILES = re.compile(
-    r"config\.json|generation_config\.json|chat_template.*|.*\.(jinja|tiktoken|model|py)"
-    r"|(tokenizer|vocab|merges|special_tokens_map|added_tokens|spiece)[^/]*\.(json|txt)"
+    r"config\.json|generation_config\.json|tekken\.json|chat_template.*"
+    r"|(additional_chat_templates/)?[^/]*\.jinja|[^/]*\.(tiktoken|model|spm)"
+    r"|(tokenizer|vocab|merges|special_tokens_map|added_tokens|spiece)[^/]*\.(json|txt|bpe)"
 )
+"""Of paths inside the model's folder. Code (.py) counts in addition where it is trusted, at any depth."""
+TMPFS, RAMFS = 0x01021994, 0x858458F6
+"""Linux's numbers of the file systems that keep files in memory."""
 SETTLED_NS = 2_000_000_000
 """Nanoseconds a file must be unchanged before its digest is cached: the coarsest file-system clock (FAT's)
 ticks every 2 s, and within one tick a file can change without changing its mtime or ctime."""
@@ -40,9 +48,9 @@ class FileStamp(NamedTuple):
         return cls(stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
-def model_files(source: Source) -> list[Path]:
-    """Every file that digests are made of: weights, configuration, tokenizer."""
-    return [*weight_files(source.path), *_config_files(source)]
+def model_files(source: Source, *, trusted: bool = False) -> list[Path]:
+    """Every file that digests are made of: weights, configuration, tokenizer, and code if it is trusted."""
+    return [*weight_files(source.path), *_config_files(source, trusted=trusted)]
 
 
 def stamps_of(paths: Iterable[Path]) -> dict[Path, FileStamp]:
@@ -71,19 +79,26 @@ def weights_digest(source: Source) -> str:
     return total.hexdigest()
 
 
-def config_digests(source: Source) -> dict[str, str]:
-    """File name -> sha256: config, tokenizer, chat template and generation defaults, sorted by name."""
-    return {path.name: file_digest(path) for path in _config_files(source)}
+def config_digests(source: Source, *, trusted: bool = False) -> dict[str, str]:
+    """Path in the folder -> sha256: config, tokenizer, chat templates, generation defaults, trusted code."""
+    files = _config_files(source, trusted=trusted)
+    return {path.relative_to(source.path).as_posix(): file_digest(path) for path in files}
 
 
-def _config_files(source: Source) -> list[Path]:
-    files = sorted(source.path.iterdir())
-    return [path for path in files if CONFIG_FILES.fullmatch(path.name) and path.is_file()]
+def _config_files(source: Source, *, trusted: bool) -> list[Path]:
+    """Sorted by path."""
+    paths = [*source.path.iterdir(), *source.path.glob("additional_chat_templates/*")]
+    files = {path for path in paths if CONFIG_FILES.fullmatch(path.relative_to(source.path).as_posix())}
+    if trusted:
+        files |= set(source.path.rglob("*.py"))
+    return sorted(path for path in files if path.is_file())
 
 
 def file_digest(path: Path) -> str:
     """sha256 of a file, from the cache where the file has not changed since."""
     real = path.resolve()
+    if in_memory(real):
+        return sha256_of(real)
     stamp = FileStamp.of(real)
     key: dict[str, str | int] = {"path": str(real), **stamp._asdict()}
     cached = user_cache.get("digest", key)
@@ -93,6 +108,21 @@ def file_digest(path: Path) -> str:
     if time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) > SETTLED_NS:
         user_cache.put("digest", key, digest)
     return digest
+
+
+def in_memory(path: Path) -> bool:
+    """Whether a file lies in a file system that is kept in memory. Known on Linux only."""
+    return file_system(path) in {TMPFS, RAMFS}
+
+
+def file_system(path: Path) -> int | None:
+    """Linux's number of the file system in which a path lies; None elsewhere, or where it cannot be read."""
+    if sys.platform != "linux":
+        return None
+    result = ctypes.create_string_buffer(1024)  # a struct statfs, which has about 120 bytes
+    if ctypes.CDLL(None).statfs(os.fsencode(path), result) != 0:
+        return None
+    return int.from_bytes(result.raw[:4], sys.byteorder)  # f_type; its number has 32 bits
 
 
 def sha256_of(path: Path) -> str:
@@ -105,6 +135,8 @@ __all__ = [
     "FileStamp",
     "config_digests",
     "file_digest",
+    "file_system",
+    "in_memory",
     "model_files",
     "refuse_changed",
     "sha256_of",

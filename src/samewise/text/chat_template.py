@@ -68,7 +68,7 @@ def pin_date(template: str, date: str | None) -> str:
     Without a date, a template that calls it raises an error. A name set in the template itself takes
     precedence over the one transformers passes in.
     """
-    if "strftime_now" not in template:
+    if not asks_for_date(template):
         return template
     if date is None:
         pinned = "{%- set strftime_now = there_is_no_clock_configure_a_date %}"
@@ -85,6 +85,11 @@ def pin_date(template: str, date: str | None) -> str:
     return pinned + ("\n" if template.startswith("\n") else "") + template
 
 
+def asks_for_date(template: str) -> bool:
+    """Whether a template may ask for today's date."""
+    return "strftime_now" in template
+
+
 def _is_message(message: object) -> bool:
     return (
         isinstance(message, Mapping)
@@ -93,4 +98,4 @@ def _is_message(message: object) -> bool:
     )
 
 
-__all__ = ["Messages", "pin_date", "render_chat", "template_of"]
+__all__ = ["Messages", "asks_for_date", "pin_date", "render_chat", "template_of"]
