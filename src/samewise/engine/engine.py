@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from samewise.config import EngineConfig
@@ -23,7 +24,7 @@ from samewise.draft.tuning import Tuning
 from samewise.engine.assemble import assemble
 from samewise.engine.certify import certify, settings_of
 from samewise.engine.frame_log import FrameLog
-from samewise.engine.recovery import Calls, wait_for_device
+from samewise.engine.recovery import Calls, entry, is_nested, refuse_nested, wait_for_device
 from samewise.engine.stats import Times, stats_of
 from samewise.engine.weights import CertifiedWeights, WeightUpdate, apply_update, read_update
 from samewise.errors import CallerError, EngineLost
@@ -68,7 +69,7 @@ class Engine:
             self.fast = Decode(self.runner, parts.sampler, chain=self.limits.burst)
             self.proposer = (make_proposer or maker_of(config))(proposer_parts)
         self.scheduler = Scheduler(self.limits, counters)
-        self._calls = Calls(self.scheduler.registry, self._repair)
+        self._calls = Calls(self, self.scheduler.registry, self._repair)
         self._flight: FrameInFlight | None = None  # the frame in flight
         self._landed = 0.0  # when the last frame's verdicts arrived
         self._held: list[Delta] = []  # committed outside of step(), returned by the next one
@@ -80,6 +81,7 @@ class Engine:
 
     # ---- the loop
 
+    @entry
     def step(self) -> list[Delta]:
         """Launch the next frame and return what the frame in flight committed.
 
@@ -170,6 +172,7 @@ class Engine:
         self._next_id += 1
         return self._next_id - 1
 
+    @entry
     def add(self, request: Request, guide: Guide | None = None) -> None:
         """Queue a request that `llm.intake` has checked, with a guide if it has a grammar.
 
@@ -181,20 +184,42 @@ class Engine:
         with self._calls.change:
             self.scheduler.add(request, guide)
 
+    @entry
     def abort(self, request_id: int) -> Delta | None:
-        """Drop a request at any moment. None if it has ended already."""
-        with self._calls.change:
-            delta = self.scheduler.abort(request_id)
-            if delta is not None:
-                self.proposer.forget(request_id)
-            return delta
+        """Drop a request at any moment. None if it has ended already.
 
-    def end(self, request_id: int) -> None:
-        """End a request whose text is complete (a stop string was found): no further delta comes of it."""
+        Inside another call (in a finalizer or a signal handler) it returns None, and the next call drops the
+        request before it does anything else.
+        """
+        if is_nested(self):
+            self._calls.queue(partial(self._abort, request_id))
+            return None
         with self._calls.change:
-            self.scheduler.end(request_id)
+            return self._abort(request_id)
+
+    def _abort(self, request_id: int) -> Delta | None:
+        delta = self.scheduler.abort(request_id)
+        if delta is not None:
             self.proposer.forget(request_id)
+        return delta
 
+    @entry
+    def end(self, request_id: int) -> None:
+        """End a request whose text is complete (a stop string was found): no further delta comes of it.
+
+        Inside another call the request is ended as `abort` says.
+        """
+        if is_nested(self):
+            self._calls.queue(partial(self._end, request_id))
+            return
+        with self._calls.change:
+            self._end(request_id)
+
+    def _end(self, request_id: int) -> None:
+        self.scheduler.end(request_id)
+        self.proposer.forget(request_id)
+
+    @entry
     def preempt(self, request_id: int) -> bool:
         """Free a running request's pages; it will prefill its tokens again, to the same bits."""
         with self._calls.change, self.parts.process.pinned():
@@ -207,6 +232,7 @@ class Engine:
         nothing_left = self._flight is None and not self._held and self.scheduler.idle
         return nothing_left and not self._calls.unfinished
 
+    @entry
     def check(self) -> None:
         """Raise InvariantBroken unless every page is accounted for."""
         self._calls.repair()
@@ -219,6 +245,7 @@ class Engine:
         """Why the engine cannot go on, if it cannot: what every further call raises."""
         return self._calls.lost
 
+    @entry
     def recover(self, received: Mapping[int, Received | None] | None = None, *, blame: bool = False) -> None:
         """Start every request again from what its caller has; done by itself after a call that raised.
 
@@ -226,6 +253,7 @@ class Engine:
         request is not wanted any more). `blame`: the last step failed because of a request in it. Requests
         that were running then run one at a time, and one that fails again ends with finish reason "error".
         """
+        refuse_nested(self)
         self._calls.recover(received or {}, blame=blame)
 
     def _repair(self, received: Mapping[int, Received | None], blame: bool) -> None:
@@ -238,6 +266,7 @@ class Engine:
 
     # ---- contract and weights
 
+    @entry
     def update_weights(self, update: WeightUpdate) -> Contract:
         """Replace weights in place, drop everything computed with the old ones, and certify again.
 

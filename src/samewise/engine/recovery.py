@@ -5,17 +5,25 @@ inside the handling of another exception too. So nothing relies on `finally`: ea
 engine first marks itself as unfinished, by one store, and ends with one store that takes the mark away. A
 call that finds the mark of an earlier one repairs first. A repair may be cut short as well; it is repeated.
 
+A mark is also found by a call from inside the one that made it: the garbage collector or a signal handler may
+call `abort` at any moment. Whether the marked call still runs is read off the interpreter's stack
+(`is_nested`), where nothing can be out of date. A nested abort is queued for the next call; any other nested
+call is refused.
+
 Some failures cannot be repaired (`is_fatal`): the engine is lost, and says so in every later call.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
+from typing import Any, TypeVar
 
 import torch
 
-from samewise.errors import EngineLost, GuaranteeLost, InvariantBroken
+from samewise.errors import CallerError, EngineLost, GuaranteeLost, InvariantBroken
 from samewise.schedule.registry import Registry
 from samewise.types import Received
 
@@ -29,11 +37,44 @@ MEMORY_ERRORS = ("out of memory", "ALLOC_FAILED")
 """In messages of a device that only lacks memory: nothing is broken."""
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+ENTRIES: set[CodeType] = set()
+"""The code of every method that is marked as an `entry`."""
+
+
+def entry(method: Method) -> Method:
+    """Mark a method that changes its object, so that `is_nested` finds it on the stack."""
+    ENTRIES.add(method.__code__)
+    return method
+
+
+def is_nested(owner: object) -> bool:
+    """Whether the entry of `owner` that is running was called from inside another one, in this thread."""
+    num_entries = 0
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - its documented name
+    while frame is not None:
+        if frame.f_code in ENTRIES and frame.f_locals.get("self") is owner:
+            num_entries += 1
+        frame = frame.f_back
+    return num_entries > 1
+
+
+def refuse_nested(owner: object) -> None:
+    """Raise CallerError if the entry of `owner` that is running is nested."""
+    if is_nested(owner):
+        raise CallerError(
+            "this was called from inside another call of this engine, by a signal handler or a finalizer; "
+            "there, only abort a request or close a stream"
+        )
+
+
 class Calls:
     """The mark of an unfinished call, and why the engine is lost, if it is. Owned by the Engine."""
 
-    def __init__(self, registry: Registry, repair: Repair) -> None:
-        self._registry, self._repair = registry, repair
+    def __init__(self, owner: object, registry: Registry, repair: Repair) -> None:
+        self._owner, self._registry, self._repair = owner, registry, repair
+        self._queued: deque[Callable[[], object]] = deque()
         self.lost: EngineLost | None = None
         self.change = _Call(self)
         """A `with` around every change outside of a step."""
@@ -50,6 +91,7 @@ class Calls:
         if self.lost is not None:
             raise self.lost
         if self.unfinished:
+            refuse_nested(self._owner)
             self.recover({}, blame=False)
 
     def recover(self, received: Mapping[int, Received | None], *, blame: bool) -> None:
@@ -66,9 +108,16 @@ class Calls:
         self._registry.delivery.unfinished = False
 
     def begin(self) -> None:
-        """Mark a call as unfinished, after repairing what an earlier one left."""
+        """Mark a call as unfinished, after repairing what an earlier one left; then do what was queued."""
         self.repair()
         self._registry.delivery.unfinished = True
+        while self._queued:
+            self._queued[0]()  # may be cut short and repeated
+            self._queued.popleft()
+
+    def queue(self, work: Callable[[], object]) -> None:
+        """Do something at the start of the next call."""
+        self._queued.append(work)
 
     def end(self) -> None:
         """Take the mark away: the call has come to its end."""
@@ -150,4 +199,4 @@ def wait_for_device(device: torch.device) -> None:
         raise EngineLost(f"the device has failed: {error}; build another engine, in a new process") from error
 
 
-__all__ = ["Calls", "is_fatal", "wait_for_device"]
+__all__ = ["Calls", "entry", "is_fatal", "is_nested", "refuse_nested", "wait_for_device"]

@@ -232,7 +232,7 @@ class LLM:
                     bar.update(sum(score.finished for score in scores) - bar.n)
         finally:
             for score in scores:
-                loop.abort_score(score)
+                loop.abort(score)
         return [ScoreOutput(*score.checked, score.logprobs) for score in scores]
 
 

@@ -7,10 +7,13 @@ the text ends its sequence one frame late; the tokens of that frame are dropped.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import get_ident
 
 from samewise.engine import Engine
+from samewise.engine.recovery import entry, is_nested, refuse_nested
 from samewise.errors import CallerError
 from samewise.llm.answer import Answer, Choice
 from samewise.llm.intake import CheckedRequest, CheckedScore, Intake
@@ -21,7 +24,7 @@ from samewise.receipts.signing import SigningKey
 from samewise.types import Delta, Finish, Received
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Score:
     """A completion being scored. Owned by the StepLoop."""
 
@@ -37,6 +40,9 @@ class StepLoop:
     Any call may be cut short by an exception, a signal handler's too. Each marks itself as unfinished first;
     a call that finds the mark tells the engine what every open answer really has, and the engine computes the
     rest again.
+
+    Answers may be aborted at any moment, from inside another call and from another thread too: the garbage
+    collector closes a stream that was left. There the abort is queued, and the next call carries it out.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,10 +55,13 @@ class StepLoop:
         self._open: dict[int, tuple[Answer, Choice]] = {}
         self._scores: dict[int, Score] = {}
         self._num_submitted = 0
+        self._dropped: deque[Answer | Score] = deque()  # to be aborted, in order
         self._unfinished = False  # whether a call has begun that did not come to its end
+        self._thread = get_ident()  # of the last call
 
     # ---- requests
 
+    @entry
     def submit(
         self,
         checked: CheckedRequest,
@@ -84,7 +93,7 @@ class StepLoop:
             for index in range(checked.params.n) if only is None else (only,):
                 self._add(answer, index, salt)
         except CallerError:
-            self._abort(answer)  # a full queue may refuse the last of n
+            self._drop(answer)  # a full queue may refuse the last of n
             self._unfinished = False
             raise
         except BaseException:
@@ -100,6 +109,7 @@ class StepLoop:
         self._open[request.id] = answer, answer.add_choice(index, request.id)
         self.engine.add(request, guide)
 
+    @entry
     def submit_score(self, checked: CheckedScore, *, into: list[Score]) -> Score:
         """Queue a completion to be scored after its prompt. It is appended to `into` before it is queued."""
         self._begin()
@@ -117,30 +127,29 @@ class StepLoop:
         self._unfinished = False
         return score
 
-    def abort(self, answer: Answer) -> None:
-        """Drop what is still running of an answer."""
-        self._begin()
-        self._abort(answer)
-        self._unfinished = False
+    @entry
+    def abort(self, dropped: Answer | Score) -> None:
+        """Drop what is still running of an answer or a score: now, or where that is impossible next."""
+        self._dropped.append(dropped)
+        if get_ident() == self._thread and not is_nested(self):
+            self._begin()
+            self._unfinished = False
 
-    def _abort(self, answer: Answer) -> None:
-        for engine_id in answer.abort():
+    def _drop(self, dropped: Answer | Score) -> None:
+        if isinstance(dropped, Answer):
+            running = dropped.abort()
+        else:
+            running = [] if dropped.finished else [dropped.engine_id]
+            dropped.finished = True
+        for engine_id in running:
             if self.engine.lost is None:  # a lost engine has nothing left to abort
                 self.engine.abort(engine_id)
             self._open.pop(engine_id, None)
-
-    def abort_score(self, score: Score) -> None:
-        """Drop a score that is still running."""
-        self._begin()
-        if not score.finished:
-            score.finished = True
-            if self.engine.lost is None:
-                self.engine.abort(score.engine_id)
-        self._scores.pop(score.engine_id, None)
-        self._unfinished = False
+            self._scores.pop(engine_id, None)
 
     # ---- results
 
+    @entry
     def step(self) -> list[Answer]:
         """One engine step. Returns the answers that changed, in the order of the engine's deltas.
 
@@ -175,6 +184,7 @@ class StepLoop:
 
     # ---- failures
 
+    @entry
     def recover(self, *, blame: bool = False) -> list[Answer]:
         """Go on after a call that was cut short; done by itself at the next call.
 
@@ -182,6 +192,10 @@ class StepLoop:
         being updated ends with an error, and the engine looks for a request that is to blame (see
         Engine.recover). Returns the answers that ended here.
         """
+        refuse_nested(self)
+        return self._recover(blame=blame)
+
+    def _recover(self, *, blame: bool) -> list[Answer]:
         ended: list[Answer] = []
         for answer, _ in self._open.values():
             choice = answer.undo()
@@ -200,10 +214,16 @@ class StepLoop:
         return ended
 
     def _begin(self) -> None:
-        """Mark a call as unfinished, after repairing what an earlier one left."""
-        if self._unfinished and self.engine.lost is None:
-            self.recover()
+        """Mark a call as unfinished, after repairing what an earlier one left; then abort what was queued."""
+        if self._unfinished:
+            refuse_nested(self)
+            if self.engine.lost is None:
+                self._recover(blame=False)
         self._unfinished = True
+        self._thread = get_ident()
+        while self._dropped:
+            self._drop(self._dropped[0])  # may be cut short and repeated
+            self._dropped.popleft()
 
     def receipts(
         self,
