@@ -167,12 +167,14 @@ def test_only_aborts_are_allowed_inside_a_call():
 def test_a_stream_closed_in_another_thread_is_aborted_by_the_next_call():
     """The garbage collector runs in any thread; the engine may be inside a step meanwhile."""
     llm = LLM.over(LLAMA.engine())
-    expected, stream, launch = answer_all(llm), half_read(llm), llm.engine.verifier.launch
+    expected, launch = answer_all(llm), llm.engine.verifier.launch
+    streams = [half_read(llm) for _ in range(8)]
 
     def closing(spans):
-        thread = threading.Thread(target=stream.close)
-        thread.start()
-        thread.join()
+        if streams:
+            thread = threading.Thread(target=streams.pop().close)
+            thread.start()
+            thread.join()
         return launch(spans)
 
     llm.engine.verifier.launch = closing

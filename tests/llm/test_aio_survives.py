@@ -1,6 +1,7 @@
 """AsyncLLM after a failed step: one request may end with an error, the others give their bits."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from aio_cases import SHORT, assert_idle, bits, run_async
 
 from samewise import AsyncLLM, SamplingParams
+from samewise.engine import Engine
 from samewise.errors import EngineLost, InvariantBroken, MachineError, RequestFailed
+from samewise.llm.step_loop import StepLoop
 from samewise.testing import Scripted, tiny_engine
-from samewise.types import Ask
+from samewise.types import Ask, Delta, Span
 
 PARAMS = SamplingParams(temperature=0.7, seed=2, max_tokens=20, ignore_eos=True)
 PROMPTS = ["one", "another one", "and a third, which is longer than a page of the KV cache holds", "x"]
@@ -157,5 +160,76 @@ def test_a_device_error_ends_the_thread_and_says_so() -> None:
         with pytest.raises(MachineError, match="has stopped"):
             await llm.generate("a", SHORT)
         llm.close()
+
+    run_async(work())
+
+
+def test_answers_that_end_in_a_step_before_its_failure_reach_their_readers(
+    expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All answers end in one step, and giving out the third end fails."""
+    dispatch, num_ends = StepLoop._dispatch, [0]
+
+    def failing(loop: StepLoop, delta: Delta) -> None:
+        num_ends[0] += delta.finish is not None
+        if num_ends[0] == 3:
+            num_ends[0] += 1
+            raise MemoryError
+        dispatch(loop, delta)
+
+    async def work() -> None:
+        async with AsyncLLM.over(tiny_engine()) as llm:
+            monkeypatch.setattr(StepLoop, "_dispatch", failing)
+            readers = await llm.submit([llm.intake.check(prompt, PARAMS) for prompt in PROMPTS])
+            for reader in readers:
+                with reader:
+                    while await reader.next_chunks():
+                        pass
+            assert [bits(reader.output()) for reader in readers] == expected
+            await assert_idle(llm)
+
+    run_async(work(), 20)
+    assert num_ends[0] > 5
+
+
+def test_an_answer_ended_by_a_stop_string_reaches_its_reader_if_the_engine_fails_to_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    async def work() -> None:
+        async with AsyncLLM.over(tiny_engine()) as llm:
+            text = (await llm.generate("one", params)).outputs[0].text
+            stopped, end = replace(params, stop=text[3:5]), Engine.end
+
+            def failing(engine: Engine, request_id: int) -> None:
+                monkeypatch.setattr(Engine, "end", end)
+                raise MemoryError
+
+            monkeypatch.setattr(Engine, "end", failing)
+            output = await llm.generate("one", stopped)
+            assert (output.outputs[0].text, output.outputs[0].finish_reason) == (text[:3], "stop")
+            await assert_idle(llm)
+
+    run_async(work(), 20)
+
+
+def test_answers_that_lack_one_token_when_a_step_fails_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ends with the first token that it gets alone."""
+    params = SamplingParams(temperature=0, max_tokens=1)
+
+    async def work() -> None:
+        async with AsyncLLM.over(tiny_engine()) as llm:
+            verifier = llm._engine.verifier
+            launch = verifier.launch
+
+            def failing(spans: list[Span]) -> Any:
+                monkeypatch.setattr(verifier, "launch", launch)
+                raise MemoryError
+
+            monkeypatch.setattr(verifier, "launch", failing)
+            outputs = await asyncio.gather(*(llm.generate(prompt, params) for prompt in PROMPTS))
+            assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(PROMPTS)
+            assert (await llm.stats())["recoveries"] == 1
 
     run_async(work())

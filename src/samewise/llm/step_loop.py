@@ -56,6 +56,7 @@ class StepLoop:
         self._scores: dict[int, Score] = {}
         self._num_submitted = 0
         self._dropped: deque[Answer | Score] = deque()  # to be aborted, in order
+        self._changed: dict[Answer, None] = {}  # answers that `step` has not returned since they got a delta
         self._unfinished = False  # whether a call has begun that did not come to its end
         self._thread = get_ident()  # of the last call
 
@@ -151,21 +152,23 @@ class StepLoop:
 
     @entry
     def step(self) -> list[Answer]:
-        """One engine step. Returns the answers that changed, in the order of the engine's deltas.
+        """One engine step. Returns the answers that got a delta, in the order of the engine's deltas.
 
-        Every open answer is updated, whichever call steps: a stream left open loses nothing.
+        Every open answer is updated, whichever call steps: a stream left open loses nothing. If it raises,
+        the next step, or `recover`, also returns the answers that got a delta in this one.
         """
         self._begin()
-        changed: dict[Answer, None] = {}
         for delta in self.engine.step():
-            answer = self._dispatch(delta)
-            if answer is not None:
-                changed[answer] = None
+            self._dispatch(delta)
         self._unfinished = False
+        return self._take_changed()
+
+    def _take_changed(self) -> list[Answer]:
+        changed, self._changed = self._changed, {}
         return list(changed)
 
-    def _dispatch(self, delta: Delta) -> Answer | None:
-        """Give a delta to its score or answer; returns the answer if it changed."""
+    def _dispatch(self, delta: Delta) -> None:
+        """Give a delta to its score or answer."""
         score = self._scores.get(delta.request_id)
         if score is not None:
             score.logprobs += delta.scores
@@ -173,14 +176,13 @@ class StepLoop:
             if score.finished:
                 del self._scores[delta.request_id]
         if delta.request_id not in self._open:
-            return None
+            return
         answer, choice = self._open[delta.request_id]
-        update = answer.add(choice, delta)
-        if update.stop:
+        self._changed[answer] = None
+        if answer.add(choice, delta).stop:
             self.engine.end(choice.engine_id)
         if choice.finish is not None:
             del self._open[delta.request_id]
-        return answer if update.changed else None
 
     # ---- failures
 
@@ -190,28 +192,26 @@ class StepLoop:
 
         With `blame` the exception came out of the work itself, not from a signal handler: an answer that was
         being updated ends with an error, and the engine looks for a request that is to blame (see
-        Engine.recover). Returns the answers that ended here.
+        Engine.recover). Returns the answers that ended here or got a delta in the call that was cut short.
         """
         refuse_nested(self)
-        return self._recover(blame=blame)
+        self._recover(blame=blame)
+        return self._take_changed()
 
-    def _recover(self, *, blame: bool) -> list[Answer]:
-        ended: list[Answer] = []
-        for answer, _ in self._open.values():
-            choice = answer.undo()
-            if choice is not None and blame:
-                choice.finish = Finish.ERROR.value
-                ended.append(answer)
+    def _recover(self, *, blame: bool) -> None:
+        updated = [(answer, choice) for answer, _ in self._open.values() if (choice := answer.undo())]
+        for answer, choice in updated if blame else ():
+            self._changed[answer] = None
+            choice.finish = Finish.ERROR.value
         received = {number: answer.received(choice) for number, (answer, choice) in self._open.items()}
         for number, score in self._scores.items():
             received[number] = None if score.finished else Received(0, len(score.logprobs))
-        self.engine.recover(received, blame=blame and not ended)
+        self.engine.recover(received, blame=blame and not updated)
         for number, has in received.items():
             if has is None:
                 self._open.pop(number, None)
                 self._scores.pop(number, None)
         self._unfinished = False
-        return ended
 
     def _begin(self) -> None:
         """Mark a call as unfinished, after repairing what an earlier one left; then abort what was queued."""

@@ -22,7 +22,8 @@ class Suspects:
         """The suspect that runs now. Those that ended or received a token are dropped; None: none is left."""
         while self._queue:
             seq = self._queue[0]
-            if registry.sequences.get(seq.request.id) is seq and not registry.has_progressed(seq):
+            known = registry.sequences.get(seq.request.id) is seq
+            if known and seq.finish is None and not registry.has_progressed(seq):
                 return seq
             self._queue.popleft()
         return None
