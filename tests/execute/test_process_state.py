@@ -156,4 +156,6 @@ def test_another_rounding_mode_is_pinned() -> None:
 
 def test_an_undisturbed_process_is_left_as_it_is() -> None:
     state = ProcessState(CPU)
+    with state.pinned():  # the first time the thread's pool is looked at
+        pass
     assert state.pinned() is state.pinned()  # nothing to set, nothing to put back

@@ -1,26 +1,38 @@
 """What law 11 changes around an engine: a list that is easy to add to.
 
-Each is one of three: a process started with other variables; something done to the process while an engine
-starts and while it works; another configuration. `Expect` says what must hold beside the law itself.
+Each is one of four: a process started with other variables; something done to the process while an engine
+starts and while it works; a file beside the weights; another configuration. `Expect` says what must hold
+beside the law itself.
 """
 
 import ctypes
 import decimal
+import functools
 import gc
+import json
 import locale
 import os
 import random
+import shutil
+import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
+
+from samewise.execute import filters
 
 
 class Expect(Enum):
@@ -65,6 +77,19 @@ class Setting:
     settings: dict[str, Any] = field(default_factory=dict)
     native: Expect = Expect.SAME_ID
     machine: Expect = Expect.SAME_ID
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that is put beside the weights before an engine starts."""
+
+    name: str
+    path: str
+    content: str
+    expected: Expect = Expect.SAME_ID
 
     def __str__(self) -> str:
         return self.name
@@ -149,28 +174,67 @@ def one_core() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+@functools.cache
+def made_locales() -> tempfile.TemporaryDirectory[str]:
+    """A folder of locales with a German one, xx_XX, if the tool and the sources are installed."""
+    folder = tempfile.TemporaryDirectory()
+    if shutil.which("localedef"):
+        command = ["localedef", "-i", "de_DE", "-f", "UTF-8", str(Path(folder.name) / "xx_XX")]
+        subprocess.run(command, capture_output=True, check=False)
+    return folder
+
+
 @contextmanager
 def another_locale() -> Iterator[None]:
-    """Any locale of this machine that is not C's; the last one listed, if there is one."""
-    before = locale.setlocale(locale.LC_ALL)
-    for name in ("de_DE.UTF-8", "tr_TR.UTF-8", "fr_FR.UTF-8", "C.UTF-8"):
-        try:
+    """A locale with a decimal comma and other names of days, where the machine has one or can make one.
+
+    Elsewhere nothing is disturbed.
+    """
+    before, path = locale.setlocale(locale.LC_ALL), os.environ.get("LOCPATH")
+    for name in ("de_DE.UTF-8", "fr_FR.UTF-8", "xx_XX"):
+        if name == "xx_XX":
+            os.environ["LOCPATH"] = made_locales().name  # the C library reads it in setlocale
+        with suppress(locale.Error):
             locale.setlocale(locale.LC_ALL, name)
             break
-        except locale.Error:
-            continue
     try:
         yield
     finally:
+        if path is None:
+            os.environ.pop("LOCPATH", None)
+        else:
+            os.environ["LOCPATH"] = path
         locale.setlocale(locale.LC_ALL, before)
 
 
 @contextmanager
 def another_decimal_context() -> Iterator[None]:
+    """Of one digit. Results that were remembered under another context are forgotten, before and after."""
     with decimal.localcontext() as context:
-        context.prec = 4
+        context.prec = 1
         context.rounding = decimal.ROUND_UP
+        forget_results(filters)
         yield
+    forget_results(filters)
+
+
+def forget_results(module: ModuleType) -> None:
+    """Empty the caches of a module's functions."""
+    for function in vars(module).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+@contextmanager
+def hook_on_all_modules() -> Iterator[None]:
+    """Embeddings of the whole process give other values."""
+    handle = register_module_forward_hook(
+        lambda module, _, output: output * 1.5 if isinstance(module, nn.Embedding) else None
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager
@@ -242,6 +306,7 @@ ACTIONS = [
     Action("a counter of operations", lambda: FlopCounterMode(display=False)),
     Action("another locale", another_locale),
     Action("another decimal context", another_decimal_context),
+    Action("hooks on all modules", hook_on_all_modules),
     Action("errors from numpy", errors_from_numpy),
     Action("errors from warnings", errors_from_warnings),
     Action("no garbage collection", no_collection),
@@ -250,13 +315,30 @@ ACTIONS = [
     )),
 ]  # fmt: skip
 
+# -- files beside the weights --------------------------------------------------------------------------
+
+ENDS = json.dumps({"eos_token_id": [*range(1000, 60_000)]})
+TEMPLATE = "tools {{ messages[0]['content'] }}"
+FILES = [
+    File("a chat template", "chat_template.jinja", TEMPLATE, Expect.OTHER_ID),
+    File("a template for tools", "additional_chat_templates/tool_use.jinja", TEMPLATE, Expect.OTHER_ID),
+    File(
+        "another one for tools", "additional_chat_templates/tool_use.jinja", TEMPLATE + "!", Expect.OTHER_ID
+    ),
+    File("tokens that end an answer", "generation_config.json", ENDS, Expect.OTHER_ID),
+    File("a tokenizer of another library", "tekken.json", "{}", Expect.OTHER_ID),
+    File("code that is not trusted", "stray.py", "x = 1"),
+    File("notes", "README.md", "x"),
+    File("a file of another program", "other/tool_use.jinja", TEMPLATE),
+]
+
 # -- configurations ----------------------------------------------------------------------------------
 
 SETTINGS = [
     Setting("a context of 40", {"max_model_len": 40}, Expect.OTHER_ID, Expect.OTHER_ID),
     Setting("a context of 300", {"max_model_len": 300}, Expect.OTHER_ID, Expect.OTHER_ID),
     Setting("float16", {"dtype": "float16"}, Expect.OTHER_ID, Expect.OTHER_ID),
-    Setting("a date", {"date": "2024-07-26"}, Expect.OTHER_ID, Expect.OTHER_ID),
+    Setting("a date that no template asks for", {"date": "2024-07-26"}),
     Setting("torch's attention", {"attention": "torch"}, Expect.OTHER_ID, Expect.LAW),
     Setting("16 rows", {"frame_rows": 16}, Expect.SAME_ID, Expect.LAW),
     Setting("32 rows", {"frame_rows": 32}, Expect.SAME_ID, Expect.OTHER_ID),
@@ -267,4 +349,15 @@ SETTINGS = [
     Setting("no prefix cache", {"enable_prefix_caching": False}),
 ]
 
-__all__ = ["ACTIONS", "SETTINGS", "TWO", "VARIABLES", "Action", "Expect", "Setting", "Variables"]
+__all__ = [
+    "ACTIONS",
+    "FILES",
+    "SETTINGS",
+    "TWO",
+    "VARIABLES",
+    "Action",
+    "Expect",
+    "File",
+    "Setting",
+    "Variables",
+]

@@ -4,17 +4,21 @@ Whatever can change a bit changes the id, or is pinned, or is refused; what cann
 """
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from contract_runs import SETUPS, VOCAB, Run, answer, run_in_child, start
-from disturbances import ACTIONS, SETTINGS, TWO, VARIABLES, Action, Expect, Setting, Variables
+from disturbances import ACTIONS, FILES, SETTINGS, TWO, VARIABLES, Action, Expect, File, Setting, Variables
 
 from samewise.engine import Engine
+from samewise.errors import GuaranteeLost
+from samewise.execute.load import load
 from samewise.kernels.native.build import compiler_available
 from samewise.testing import byte_tokenizer, tiny_model
 
@@ -118,6 +122,38 @@ def test_another_thread_gets_the_same_bits(engine: Engine, usual: Run) -> None:
     assert [run.bits for run in runs] == [usual.bits]
 
 
+def test_a_hook_on_the_loaded_model_reaches_no_running_engine(own_folder: Path, setup: str) -> None:
+    engine = start(own_folder, setup)
+    before = check_law(answer(engine))
+    for module in engine.loaded.model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.register_forward_hook(lambda _, __, output: output * 1.5)
+    assert answer(engine).bits == before.bits
+
+
+# -- files beside the weights ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_another_file_beside_the_weights_keeps_the_law(
+    file: File, folder: Path, setup: str, usual: Run, tmp_path: Path
+) -> None:
+    own = Path(shutil.copytree(folder, tmp_path / "model", copy_function=os.link))
+    (own / file.path).parent.mkdir(exist_ok=True)
+    (own / file.path).unlink(missing_ok=True)  # a link to the original
+    (own / file.path).write_text(file.content)
+    check(answer(start(own, setup)), usual, file.expected)
+
+
+def test_other_ends_of_answers_are_another_contract(engine: Engine, usual: Run) -> None:
+    """Of a model that was given in memory, where no file says so."""
+    loaded = load(engine.config)
+    ended = replace(loaded, eos_ids=frozenset(range(1000, 60_000)))
+    run = check_law(answer(Engine(ended, engine.config)))
+    assert run.id != usual.id
+    assert run.bits != usual.bits
+
+
 # -- another configuration -----------------------------------------------------------------------------
 
 
@@ -187,6 +223,30 @@ def test_weights_replaced_in_memory_are_another_contract(own_folder: Path, setup
     assert third.bits == first.bits
 
 
+def test_a_second_engine_over_updated_weights_has_the_contract_of_the_update(
+    own_folder: Path, setup: str
+) -> None:
+    first = start(own_folder, setup)
+    before = check_law(answer(first))
+    changed = first.runner.model.lm_head.weight.detach().clone()
+    changed[1000:2000] *= 2.0
+    first.update_weights({"lm_head.weight": changed})
+    second = check_law(answer(Engine(first.loaded, first.config)))
+    assert second.id != before.id
+    assert second == check_law(answer(first))
+
+
+def test_weights_written_in_place_are_refused(own_folder: Path, setup: str) -> None:
+    engine = start(own_folder, setup)
+    before = check_law(answer(engine))
+    with torch.no_grad():
+        engine.loaded.model.model.embed_tokens.weight.mul_(1.5)
+    with pytest.raises(GuaranteeLost, match="written in place"):
+        answer(engine)
+    run = check_law(answer(Engine(engine.loaded, engine.config)))
+    assert run.id != before.id
+
+
 def test_a_changed_buffer_is_another_contract(own_folder: Path, setup: str) -> None:
     engine = start(own_folder, setup)
     first = check_law(answer(engine))
@@ -216,3 +276,11 @@ def test_a_process_started_with_other_variables_keeps_the_law(
     for setup, run in run_in_child(folder, list(SETUPS), disturbance.variables).items():
         usual = usual_in_child[setup]
         check(run, usual, disturbance.native if names_no_machine(usual) else disturbance.machine)
+
+
+@SLOW
+def test_threads_of_a_pool_with_another_rounding_mode_change_no_bit(
+    folder: Path, usual_in_child: dict[str, Run]
+) -> None:
+    for setup, run in run_in_child(folder, list(SETUPS), TWO, pool=True).items():
+        check(run, usual_in_child[setup], Expect.SAME_ID)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _disable_current_modes
+
+from samewise.execute.thread_pool import repair_pool
 
 IEEE = ("none", "ieee")
 """Values of torch's switches for the precision of float32 products that mean float32 as it is."""
@@ -33,14 +36,17 @@ class Switch(NamedTuple):
 
 
 class ProcessState:
-    """The value of every switch under which one engine works. Immutable; made when the engine is assembled.
+    """The value of every switch under which one engine works. Made when the engine is assembled.
 
-    All have fixed values, except the number of threads: that is the process's own at the time.
+    All have fixed values, except the number of threads: that is the process's own at the time. The only state
+    is which threads' pools were looked at.
     """
 
     def __init__(self, device: torch.device) -> None:
         switches = _switches(torch.get_num_threads())
         self._switches = switches if device.type == "cuda" else [s for s in switches if not s.cuda]
+        self._has_pool = device.type == "cpu"
+        self._thread = threading.local()  # .ready: whether the calling thread's pool was looked at
 
     def disturbed(self) -> list[str]:
         """The names of what has another value now."""
@@ -52,8 +58,10 @@ class ProcessState:
     def pinned(self) -> AbstractContextManager[None]:
         """A context in which every switch has its value; the caller's values come back at its end.
 
-        Takes microseconds where nothing has to be changed.
+        Takes microseconds where nothing has to be changed. In a thread's first call its pool is looked at.
         """
+        if not getattr(self._thread, "ready", False):
+            return self._changed()
         try:
             for switch in self._switches:
                 if switch.read() not in switch.good:
@@ -74,10 +82,16 @@ class ProcessState:
                     if not _is_good(switch):
                         before.append((switch, switch.read()))
                         switch.write(switch.good[0])
+                self._prepare_thread()
                 yield
             finally:
                 for switch, value in reversed(before):
                     switch.write(value)
+
+    def _prepare_thread(self) -> None:
+        if self._has_pool and not getattr(self._thread, "ready", False):
+            repair_pool()
+        self._thread.ready = True
 
 
 UNDISTURBED: AbstractContextManager[None] = nullcontext()
