@@ -11,6 +11,8 @@ from llm_cases import PROMPT, assert_idle, bits, generate, greedy, greedy_letter
 
 from samewise import LLM, SamplingParams
 from samewise.errors import EngineLost
+from samewise.llm.answer import Answer
+from samewise.llm.step_loop import StepLoop
 from samewise.testing import tiny_engine
 from samewise.types import Grammar
 
@@ -202,3 +204,52 @@ def test_a_call_in_another_thread_survives_too(survivor: LLM, expected: list[Any
     thread.start()
     thread.join()
     assert results == [expected]
+
+
+@pytest.mark.parametrize("kind", ["generate", "score"])
+@pytest.mark.parametrize("then", ["generate", "score", "update_weights"])
+def test_a_second_ctrl_c_leaves_no_request_running(
+    monkeypatch: pytest.MonkeyPatch, kind: str, then: str
+) -> None:
+    """It comes while the first one's call aborts its requests. The next call drops them."""
+    llm = LLM.over(tiny_engine())
+    calls: dict[str, Callable[[], Any]] = {
+        "generate": lambda: bits(generate(llm, PROMPTS)),
+        "score": lambda: [score.logprobs for score in llm.score(PROMPTS, ["abc" * 20] * 3)],
+        "update_weights": lambda: llm.update_weights({}).id,
+    }
+    expected, step = calls[then](), StepLoop.step
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def step_then_interrupt(loop: StepLoop) -> list[Answer]:
+        monkeypatch.setattr(StepLoop, "step", interrupted)
+        return step(loop)
+
+    monkeypatch.setattr(StepLoop, "step", step_then_interrupt)
+    monkeypatch.setattr(StepLoop, "abort", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calls[kind]()
+    monkeypatch.undo()
+    assert not llm.engine.scheduler.idle
+    assert calls[then]() == expected
+    assert_idle(llm)
+    assert llm.stats()["aborted"] == len(PROMPTS)
+
+
+def test_a_stream_read_by_a_signal_handler_between_two_steps_takes_no_answer_from_a_call(
+    survivor: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = StepLoop.step
+    streams = [survivor.stream(PROMPT, greedy(max_tokens=60, ignore_eos=True))]
+
+    def handled_step(loop: StepLoop) -> list[Answer]:
+        monkeypatch.setattr(StepLoop, "step", step)
+        changed = step(loop)
+        list(streams.pop())
+        return changed
+
+    monkeypatch.setattr(StepLoop, "step", handled_step)
+    assert everything(survivor) == expected
+    assert_idle(survivor)

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from samewise.config import EngineConfig, settings_signature
 from samewise.contract import Contract
 from samewise.engine import Engine, build
+from samewise.engine.recovery import entry, refuse_nested
 from samewise.errors import BadParameter, BadPrompt
 from samewise.llm.answer import Answer
 from samewise.llm.intake import CheckedRequest, CheckedScore, Prompt
@@ -152,8 +153,10 @@ class LLM:
         """The checkpoint's own generation defaults; what `generate` uses when given none."""
         return self._loop.intake.default_params()
 
+    @entry
     def update_weights(self, update: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> Contract:
         """Replace the weights in this process: see Engine.update_weights."""
+        self._begin_call()
         return self.engine.update_weights(update)
 
     def close(self) -> None:
@@ -180,6 +183,12 @@ class LLM:
             raise BadParameter("this LLM was closed; make a new one")
         return self._open
 
+    def _begin_call(self) -> StepLoop:
+        """Begin a call that ends its requests: one at a time runs, so what an earlier one left is dropped."""
+        refuse_nested(self)
+        self._loop.abort_orphans()
+        return self._loop
+
     def _check_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[CheckedRequest]:
@@ -204,15 +213,17 @@ class LLM:
         check = self._loop.intake.check
         return [check(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
 
+    @entry
     def _run(self, requests: list[CheckedRequest], *, use_tqdm: bool) -> list[Answer]:
-        loop, answers = self._loop, list[Answer]()
+        loop, answers = self._begin_call(), list[Answer]()
         try:
             for checked in requests:
                 loop.submit(checked, into=answers)
             with tqdm(total=len(answers), desc="Answers", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 unfinished = dict.fromkeys(answers)
                 while unfinished:
-                    for answer in loop.step():
+                    # A stream that a signal handler reads between two steps may have got this call's answers.
+                    for answer in loop.step() or list(unfinished):
                         if answer.finished and answer in unfinished:
                             del unfinished[answer]
                             bar.update()
@@ -221,8 +232,9 @@ class LLM:
                 loop.abort(answer)  # does nothing for finished answers
         return answers
 
+    @entry
     def _score(self, requests: list[CheckedScore], *, use_tqdm: bool) -> list[ScoreOutput]:
-        loop, scores = self._loop, list[Score]()
+        loop, scores = self._begin_call(), list[Score]()
         try:
             for checked in requests:
                 loop.submit_score(checked, into=scores)

@@ -136,6 +136,18 @@ class StepLoop:
             self._begin()
             self._unfinished = False
 
+    @entry
+    def abort_orphans(self) -> None:
+        """Drop all scores and all answers but streamed ones, for a caller that knows none is wanted.
+
+        They belong to a call that was interrupted once more while it aborted them.
+        """
+        self._begin()
+        orphans: list[Answer | Score] = [answer for answer, _ in self._open.values() if not answer.streamed]
+        for orphan in (*orphans, *self._scores.values()):
+            self._drop(orphan)  # of n choices of one answer the first drops all
+        self._unfinished = False
+
     def _drop(self, dropped: Answer | Score) -> None:
         if isinstance(dropped, Answer):
             running = dropped.abort()
