@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from aio_cases import SHORT, assert_idle, bits, run_async
+from aio_cases import LONG, SHORT, assert_idle, bits, run_async, wait_until
 
 from samewise import AsyncLLM, SamplingParams
+from samewise.config import EngineConfig
 from samewise.engine import Engine
-from samewise.errors import EngineLost, InvariantBroken, MachineError, RequestFailed
+from samewise.errors import EngineLost, GuaranteeLost, InvariantBroken, MachineError, RequestFailed
 from samewise.llm.step_loop import StepLoop
-from samewise.testing import Scripted, tiny_engine
+from samewise.testing import Scripted, paced, tiny, tiny_engine
 from samewise.types import Ask, Delta, Span
 
 PARAMS = SamplingParams(temperature=0.7, seed=2, max_tokens=20, ignore_eos=True)
@@ -141,7 +142,8 @@ def test_an_engine_that_fails_without_any_request_is_lost(monkeypatch: pytest.Mo
         results = await answers(llm, PROMPTS)
         assert all(isinstance(result, RequestFailed | MachineError) for result in results)
         assert isinstance(llm.failure, InvariantBroken)
-        assert isinstance(llm.failure.__context__, TypeError)
+        assert isinstance(llm.failure.__cause__, TypeError)
+        assert "TypeError" in str(llm.failure)
         llm.close()
 
     run_async(work())
@@ -233,3 +235,30 @@ def test_answers_that_lack_one_token_when_a_step_fails_end_well(monkeypatch: pyt
             assert (await llm.stats())["recoveries"] == 1
 
     run_async(work())
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_weights_that_another_engine_changed_end_the_thread_and_blame_no_request(
+    running: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig.of(model="tiny", kv_memory=2**24, device="cpu")
+    loaded = tiny()
+    other = Engine(loaded, config)
+
+    async def work() -> None:
+        llm = AsyncLLM.over(paced(Engine(loaded, config), 0.003))
+        reader = await llm.open("one", LONG if running else SHORT)
+        while await reader.next_chunks() and not running:
+            pass
+        await asyncio.to_thread(other.update_weights, {})
+        with pytest.raises((MachineError, GuaranteeLost), match="weights are not the certified ones"):
+            await llm.generate("one", LONG)
+        await wait_until(lambda: not llm.alive)
+        assert isinstance(llm.failure, GuaranteeLost)
+        with pytest.raises(MachineError, match="weights are not the certified ones") as stopped:
+            await llm.generate("one", LONG)
+        assert stopped.value.__cause__ is llm.failure
+        llm.close()
+
+    run_async(work())
+    assert "a step failed" not in caplog.text

@@ -215,6 +215,34 @@ def test_the_server_exits_with_1_when_its_engine_stops(caplog: pytest.LogCapture
     assert "a planted device error" in caplog.text
 
 
+def test_the_server_exits_with_1_when_its_engine_fails_while_it_drains() -> None:
+    signalled = threading.Event()
+
+    def broken(ask: Any) -> list[int]:
+        if signalled.is_set():
+            raise RuntimeError("CUDA error: a planted device error")
+        return []
+
+    def client(url: str) -> list[str]:
+        wait_until_ready(url)
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=30
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            send_sigterm()
+            while httpx.get(f"{url}/ready", timeout=30).json().get("status") != "draining":
+                time.sleep(0.001)
+            signalled.set()
+            return [line for line in lines if line]
+
+    code, remaining = serve_here(
+        client, lambda: AsyncLLM.over(paced(tiny_engine(make_proposer=lambda _: Scripted(broken)), 0.02))
+    )
+    assert "engine_failed" in remaining[-2]
+    assert code == 1
+
+
 def test_an_unknown_model_ends_the_server() -> None:
     def load() -> AsyncLLM:
         return AsyncLLM("/nowhere/at/all")

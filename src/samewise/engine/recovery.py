@@ -30,8 +30,11 @@ from samewise.types import Received
 Repair = Callable[[Mapping[int, Received | None], bool], None]
 """Rebuilds the engine's state from its requests and what was received of them. True: requests are blamed."""
 
-DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "HIP error")
-"""How messages of a device that failed begin, where torch or Triton raise a plain RuntimeError."""
+DEVICE_ERRORS = (
+    "CUDA error", "CUDA driver error", "HIP error", "Triton Error [CUDA]", "cuDNN error",
+    "CUBLAS_STATUS_", "CUDNN_STATUS_",
+)  # fmt: skip
+"""In messages of a device that failed, where torch or Triton raise a plain RuntimeError."""
 
 MEMORY_ERRORS = ("out of memory", "ALLOC_FAILED")
 """In messages of a device that only lacks memory: nothing is broken."""

@@ -4,7 +4,8 @@ One thread owns the engine. Calls reach it through one queue; results return to 
 so several loops may share one engine. Closing a reader aborts its request within one step.
 
 A step that fails does not end the thread: its requests are computed again, one at a time, and one that fails
-again ends with RequestFailed while the others go on. The thread ends when the engine is lost.
+again ends with RequestFailed while the others go on. The thread ends when the engine is lost, or its weights
+are not the certified ones any more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 from samewise.config import EngineConfig, settings_signature
 from samewise.contract import Contract
 from samewise.engine import Engine, build
-from samewise.errors import MachineError, RequestFailed
+from samewise.errors import GuaranteeLost, MachineError, RequestFailed
 from samewise.llm.answer import Answer
 from samewise.llm.intake import CheckedRequest, Intake, Prompt
 from samewise.llm.mailbox import Item, LoopWaker, Mailbox, call_in_loop
@@ -331,8 +332,8 @@ class AsyncLLM:
             except BaseException as caught:
                 result, error = None, caught
             self._waker.call(loop, resolve, (result, error))
-            if self._engine.lost is not None:
-                raise self._engine.lost
+            if error is not None and self._ends_thread(error):
+                raise error
 
         self._calls.put(_EngineCall(run, lambda error: call_in_loop(loop, resolve, (None, error))))
         if self._stopped.is_set():
@@ -343,7 +344,9 @@ class AsyncLLM:
         self._calls.put(_EngineCall(lambda: self._drop([answer]), lambda _: None))
 
     def _stopped_error(self) -> MachineError:
-        return MachineError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+        error = MachineError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+        error.__cause__ = self._failure
+        return error
 
     # ---- in the engine's thread
 
@@ -367,11 +370,15 @@ class AsyncLLM:
         """One step; after a failure, its requests are computed again. Raises if the engine is lost."""
         try:
             return self._loop.step()
-        except Exception:
-            if self._engine.lost is not None:
+        except Exception as error:
+            if self._ends_thread(error):
                 raise
             log.exception("a step failed; its requests are computed again, one at a time")
             return self._loop.recover(blame=True)
+
+    def _ends_thread(self, error: BaseException) -> bool:
+        """Whether no request can be answered any more. New weights would need a new contract."""
+        return self._engine.lost is not None or isinstance(error, GuaranteeLost)
 
     def _take_calls(self) -> bool:
         """Run waiting calls; block while the engine is idle. False when it is time to stop."""
@@ -394,8 +401,8 @@ class AsyncLLM:
                 return False
             try:
                 call.run()
-            except Exception:  # of a call whose caller does not wait for it
-                if self._engine.lost is not None:
+            except Exception as error:  # of a call whose caller does not wait for it
+                if self._ends_thread(error):
                     raise
                 log.exception("a call of the engine failed; its requests are computed again")
 

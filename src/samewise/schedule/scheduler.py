@@ -10,6 +10,7 @@ was refused at intake.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
@@ -243,7 +244,8 @@ class Scheduler:
         """
         registry = self.registry
         if blame and all(seq.finish is Finish.ERROR for seq in registry.sequences.values()):
-            raise InvariantBroken("steps fail without any request that could be to blame")
+            error = sys.exception()
+            raise InvariantBroken(f"steps fail without any request to blame: {error!r}") from error
         blamed = {*self._running, *registry.delivery.before} or set(registry.sequences)
         going_on, failed = registry.recover(received, blamed if blame else ())
         self._paging = Paging(self.limits)

@@ -1,6 +1,6 @@
 """The server as a process: it listens, loads the model, serves, drains on a signal, and ends with its engine.
 
-Exit codes: 0 after a signal, 1 after the engine stopped by itself. A server that cannot start raises.
+Exit codes: 0 after a signal, 1 if the engine failed, also while draining. A server that cannot start raises.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Process:
                 return 1
             stopped.cancel()
             await self._drain()
-            return 0
+            return 0 if self._worker.failure is None else 1
         finally:
             self._server.should_exit = True
             await serving
