@@ -213,6 +213,7 @@ def test_variables_that_can_change_bits_on_cuda_are_returned():
         "CUBLASLT_WORKSPACE_SIZE": "1024",
         "CUBLAS_EMULATE_DOUBLE_PRECISION": "1",
         "CUDA_FORCE_PTX_JIT": "1",
+        "DISABLE_ADDMM_CUDA_LT": "1",
         "NVIDIA_TF32_OVERRIDE": "1",
         "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",

@@ -13,7 +13,7 @@ from samewise.kernels import graph
 from samewise.model.linear import FrameLinear, pack_linears, stack_siblings
 from samewise.testing import tiny
 from samewise.verify import operators
-from samewise.verify.operators import check_linears
+from samewise.verify.operators import check_linears, recheck_linears
 
 FACTS = {"cpu": "this one"}
 
@@ -155,3 +155,35 @@ def test_on_cuda_linears_are_tried_in_graphs(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_engine_tries_the_weights_it_runs(tried: list[str]) -> None:
     Engine(tiny(), EngineConfig(model="tiny", kv_memory=2**22, device="cpu"))
     assert sum(name.startswith("_try_loaded") for name in tried) == 5
+
+
+def test_replaced_weights_are_tried_again() -> None:
+    loaded = replaced(LinearByWeight, family="llama")
+    linear = loaded.model.model.layers[0].self_attn.q_proj
+    linear.marked = linear.weight.detach() + 1.0
+    check_linears(loaded.model, 16, FACTS, sizes=(1, 16))
+    recheck_linears(loaded.model, 16, (1, 16), stacked=False)
+    linear.weight.data = linear.marked
+    with pytest.raises(GuaranteeLost, match=r"layers\.0\.self_attn\.q_proj"):
+        recheck_linears(loaded.model, 16, (1, 16), stacked=False)
+
+
+def test_a_size_that_is_wrong_with_the_replaced_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny().model
+    check_linears(model, 16, FACTS, sizes=(1, 16))
+    monkeypatch.setattr(operators, "_try_loaded", lambda *_: [16])
+    for linear in model.modules():
+        if isinstance(linear, FrameLinear):
+            linear.pieces = {1: 16}
+    recheck_linears(model, 16, (1, 16), stacked=False)  # one row is padded to sixteen
+    model.lm_head.pieces = {}
+    with pytest.raises(GuaranteeLost, match=r"lm_head .* gives other bits at 1 rows than at 16"):
+        recheck_linears(model, 16, (1, 16), stacked=False)
+
+
+@pytest.mark.parametrize("linear", ["auto", "torch"])
+def test_an_update_of_weights_tries_the_linears_again(tried: list[str], linear: str) -> None:
+    engine = Engine(tiny(), EngineConfig(model="tiny", kv_memory=2**22, device="cpu", linear=linear))
+    tried.clear()
+    engine.update_weights({})
+    assert [name.split()[0] for name in tried] == ["_try_loaded"] * 5

@@ -28,6 +28,7 @@ from samewise.execute.staging import StagingBuffer
 from samewise.kernels.attention.base import PAGE
 from samewise.model.row_pieces import is_norm
 from samewise.types import Sampling, Span
+from samewise.verify.operators import recheck_linears
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,11 @@ def select_frame_sizes(
 
 
 def recheck_frame_sizes(runner: Runner, max_model_len: int) -> None:
-    """Raise GuaranteeLost unless every size gives the canonical bits also on weights that were replaced."""
+    """Raise GuaranteeLost unless every size gives the canonical bits also on weights that were replaced.
+
+    Linears are tried by themselves, then frames of every size.
+    """
+    recheck_linears(runner.model, runner.frame_rows, runner.sizes, stacked=runner.compiled)
     if runner.native:
         return
     trial = _SizeTrial(runner, max_model_len)

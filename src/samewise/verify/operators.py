@@ -1,9 +1,10 @@
 """Finds the frame sizes at which each linear gives the canonical bits, before anything runs.
 
-Every shape is tried twice. On a made weight and inputs that cancel, another order of summation shows in most
-elements: the result depends on the machine, its libraries and the shapes. On the loaded weight and bias the
-linear is tried as it will be run: packed or stacked, on CUDA captured in a graph. Both results are cached,
-the second by the weights too. At other sizes a linear is run in pieces or padded, which changes no bit.
+Every shape is tried twice, at the first linear that has it. On a made weight and inputs that cancel, another
+order of summation shows in most elements: the result depends on the machine, its libraries and the shapes. On
+the loaded weight and bias the linear is tried as it will be run: packed or stacked, on CUDA captured in a
+graph. Both results are cached, the second by the weights too. At other sizes a linear is run in pieces or
+padded, which changes no bit.
 """
 
 from __future__ import annotations
@@ -107,6 +108,23 @@ def check_linears(
             if isinstance(linear, FrameLinear):
                 linear.pieces = {size: piece for size, piece in pieces.items() if piece != size}
     return operators
+
+
+def recheck_linears(model: nn.Module, frame_rows: int, sizes: Sequence[int], *, stacked: bool) -> None:
+    """Raise GuaranteeLost unless linears give canonical bits also with weights that were replaced.
+
+    As before only the first linear of each shape is tried, at the rows that frames of these sizes run it at.
+    """
+    for kind, members in _kinds_of(model, stacked=stacked).items():
+        first = members.linears[0]
+        pieces: Pieces = first.pieces if isinstance(first, FrameLinear) else {}
+        used = sorted({frame_rows, *(pieces.get(size, size) for size in sizes)})
+        good = _try_loaded(first, members.name, kind, frame_rows, used)
+        if bad := [rows for rows in used if rows not in good]:
+            raise GuaranteeLost(
+                f"on the new weights the operator {members.name} ({kind.text}) gives other bits at {bad[0]} "
+                f"rows than at {frame_rows}. Build a new engine, which tries every number of rows"
+            )
 
 
 def _kinds_of(model: nn.Module, *, stacked: bool) -> dict[_Kind, _Members]:
@@ -291,4 +309,4 @@ def _wide(kind: _Kind, rows: int) -> torch.Tensor:
     return (x * torch.exp2(exponents.float())).to(kind.dtype)
 
 
-__all__ = ["Operator", "check_linears", "elastic"]
+__all__ = ["Operator", "check_linears", "elastic", "recheck_linears"]
