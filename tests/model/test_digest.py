@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import mmap
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,21 @@ def test_weights_digest_is_a_sha256(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     assert len(weights_digest(resolve(str(tmp_path)))) == 64
+
+
+SHARED = Path("/dev/shm")
+
+
+@pytest.mark.skipif(not (SHARED.is_dir() and digest.in_memory(SHARED)), reason="/dev/shm is not in memory")
+def test_a_file_in_memory_written_through_a_mapping_has_another_digest(monkeypatch):
+    monkeypatch.setattr(digest, "SETTLED_NS", -(10**9))
+    with tempfile.NamedTemporaryFile(dir=SHARED) as file:
+        file.write(b"weights")
+        file.flush()
+        with mmap.mmap(file.fileno(), 7) as mapped:
+            mapped[0] = ord("w")  # the page is there, so the next write changes no time
+            path = Path(file.name)
+            first, before = digest.file_digest(path), digest.FileStamp.of(path)
+            mapped[0] = ord("W")
+            assert digest.FileStamp.of(path) == before
+            assert digest.file_digest(path) != first
