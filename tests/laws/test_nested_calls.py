@@ -74,7 +74,7 @@ def half_read(llm):
 
 @pytest.mark.parametrize("then_raise", [False, True])
 @pytest.mark.parametrize("kind", ["calls", pytest.param("lines", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("proposer", ["none", "jitter", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("proposer", ["none", "jitter"])
 @pytest.mark.usefixtures("cheap_collections")
 def test_a_left_stream_may_be_collected_anywhere_in_a_call(proposer, kind, then_raise):
     llm = LLM.over(LLAMA.engine(PROPOSERS[proposer], eos=True))
