@@ -255,7 +255,7 @@ def test_another_contract_is_refused_without_force(engine: Engine, tmp_path: Pat
     target = tmp_path / "out.jsonl"
     run_batch(engine, write_lines(tmp_path / "in.jsonl", completion_line("a")), target)
     source = write_lines(tmp_path / "in.jsonl", completion_line("a"), completion_line("b"))
-    other = tiny_engine(eos=True, date="2025-01-31")
+    other = tiny_engine(eos=True, max_model_len=400)
     with pytest.raises(BadParameter, match="begun under the contract"):
         run_batch(other, source, target)
     summary, _ = run_batch(other, source, target, force=True)
