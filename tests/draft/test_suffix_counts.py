@@ -120,6 +120,7 @@ def test_the_store_is_bounded_and_keeps_the_newest_texts(vocab):
         salt = b"a" if number % 3 else bytes([number])
         store.add(salt, random_text(number, 80, vocab))
         assert store.num_entries <= 4000
+        assert sum(len(trie.tokens) for trie in store.tries(salt)) <= 4000
     newest = random_text(59, 80, vocab)
     trie = store.tries(b"a")[0]
     assert newest[7] in {s.token for s in trie.successors(trie.find(newest[:7]))}

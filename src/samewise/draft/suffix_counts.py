@@ -23,8 +23,9 @@ class SuffixTuning:
     max_context: int = 4
     # Next tokens of a context that are kept in order. 2 to 8 bring the same tokens per frame within 0.2 %.
     max_successors: int = 3
-    # Entries of all stored texts together. An entry takes about 120 bytes of host memory, so 48 MB.
-    store_entries: int = 400_000
+    # Entries of all stored texts together: tokens, and their counts after contexts. On recorded text a token
+    # makes 2.8 entries and an entry takes 82 bytes of host memory: 180 thousand tokens in 41 MB.
+    store_entries: int = 500_000
     # Pools (cache salts) kept at once; the least recently used is dropped first.
     max_pools: int = 64
 
@@ -100,7 +101,12 @@ class SuffixTrie:
             self._root
         ]  # contexts that end the text, longest first: the next token is counted there
         self.tokens: list[int] = []
-        self.num_entries = 0
+        self._num_children = 0
+
+    @property
+    def num_entries(self) -> int:
+        """Tokens, separators and children of contexts, which is what takes memory."""
+        return len(self.tokens) + self._num_children
 
     @property
     def seen(self) -> dict[int, object]:
@@ -122,7 +128,7 @@ class SuffixTrie:
             child = node.children.get(token)
             if child is None:
                 node.children[token] = position
-                self.num_entries += 1
+                self._num_children += 1
             elif isinstance(child, _Node):
                 child.count += 1
                 matched.append(child)
@@ -216,13 +222,13 @@ class SuffixTrie:
     def _open_context(self, position: int) -> _Node:
         """A node for a context whose first occurrence ended before `position` and which occurred again."""
         node = _Node(2)
-        self.num_entries += 1
+        self._num_children += 1
         token = self.tokens[position] if position < len(self.tokens) else SEPARATOR
         if token != SEPARATOR:
             node.children[token] = position + 1
             node.frequent.append(token)
             node.total = 1
-            self.num_entries += 1
+            self._num_children += 1
         return node
 
     def _rank(self, node: _Node, token: int) -> None:
@@ -259,11 +265,9 @@ class _Pool:
 
     def add(self, tokens: list[int]) -> None:
         half = self._tuning.store_entries // 2
-        most = half // (
-            2 * (self._tuning.max_context + 1)
-        )  # a token adds two entries to each context at most
-        tokens = tokens[-most:]
-        if self.tries[0].num_entries + len(tokens) * half // most > half and self.tries[0].tokens:
+        per_token = 2 * (self._tuning.max_context + 1) + 1  # at most: two children of each context, itself
+        tokens = tokens[-max(1, (half - 1) // per_token) :]
+        if self.tries[0].tokens and self.tries[0].num_entries + len(tokens) * per_token + 1 > half:
             self.tries = [SuffixTrie(self._tuning), self.tries[0]]
         self.tries[0].extend(tokens)
         self.tries[0].separate()
