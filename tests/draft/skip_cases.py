@@ -3,7 +3,7 @@
 import random
 
 from samewise.config import EngineConfig
-from samewise.draft.build import make_skip
+from samewise.draft.build import make_skip, maker_of
 from samewise.draft.tuning import SearchTuning, Tuning
 from samewise.engine import Engine
 from samewise.testing import planted, planted_best, submit
@@ -23,8 +23,8 @@ class WorkClock:
     def __call__(self):
         return self.now
 
-    def watch(self, engine):
-        for layer in engine.runner.model.model.layers:
+    def watch(self, runner):
+        for layer in runner.model.model.layers:
             layer.self_attn.register_forward_hook(self._hook(0.35e-3))
             layer.mlp.register_forward_hook(self._hook(0.65e-3))
 
@@ -40,11 +40,15 @@ def skip_engine(loaded=None, *, make=None, search=None, **settings):
     """An engine over a planted model with a fast search; `search`: fields of SearchTuning."""
     settings = {"model": "planted", "device": "cpu", "kv_memory": 2**24, "proposer": "skip"} | settings
     tuning = Tuning(search=SearchTuning(**({"share": 0.5, "every": 8} | (search or {}))))
-    clock = WorkClock()
-    loaded = loaded or planted(LAYERS, 64)
-    engine = Engine(loaded, EngineConfig.of(**settings), tuning=tuning, make_proposer=make, clock=clock)
-    clock.watch(engine)
-    return engine
+    clock, config = WorkClock(), EngineConfig.of(**settings)
+
+    def make_watched(parts):
+        clock.watch(parts.runner)  # first: a proposer copies modules, with their hooks
+        return (make or maker_of(config))(parts)
+
+    return Engine(
+        loaded or planted(LAYERS, 64), config, tuning=tuning, make_proposer=make_watched, clock=clock
+    )
 
 
 def skip_with_best_set(parts):
