@@ -116,6 +116,16 @@ def test_runners_up_are_drafted_a_position_later():
     assert set(tree.tokens) <= {40, 41, 42, 43, 44, 45, 46}
 
 
+@pytest.mark.parametrize("chosen", [42, 55])
+def test_of_a_sampled_row_all_but_the_chosen_token_are_runners_up(chosen):
+    drafter, row = TreeDrafter(VOCAB), list(range(40, 48))
+    drafter.begin(0, [1, 2])
+    drafter.commit(0, [chosen], [row])
+    tree = drafter.grow(0, 64)
+    firsts = {token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == ROOT}
+    assert firsts == set(row) - {chosen}
+
+
 def test_nothing_of_a_private_sequence_is_shared():
     drafter, number = drafter_after(4, num_sequences=1, salt=None)
     assert drafter.table.num_known == 0

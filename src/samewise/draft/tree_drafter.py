@@ -57,14 +57,15 @@ class _End:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is known of one sequence. `rows`: its last committed rows, the latest first.
+    """What is known of one sequence.
 
-    `recycled`: its own rows by token, where they may not enter the shared table.
+    `beaten`: of its last committed rows, the latest first, the candidates that were not chosen. `recycled`:
+    its own rows by token, where they may not enter the shared table.
     """
 
     text: SuffixTrie
     salt: bytes | None
-    rows: list[Candidates] = field(default_factory=list)
+    beaten: list[Candidates] = field(default_factory=list)
     recycled: dict[int, Candidates] = field(default_factory=dict)
     runners_up: list[list[Named]] = field(default_factory=list)  # by depth below the sequence's end
     tree: DraftTree = field(default_factory=DraftTree)  # the last one
@@ -105,8 +106,9 @@ class TreeDrafter:
         self.remember(seq_id, inputs, top_ids[-len(inputs) :], top_probs and top_probs[-len(inputs) :])
         text.extend(tokens)
         latest = _candidates(top_ids[-num_rows:], top_probs and top_probs[-num_rows:])
-        sequence.rows = [*reversed(latest), *sequence.rows][:num_rows]
-        sequence.runners_up = self._runners_up(sequence.rows)
+        beaten = [_without(row, token) for row, token in zip(latest, tokens[-num_rows:], strict=True)]
+        sequence.beaten = [*reversed(beaten), *sequence.beaten][:num_rows]
+        sequence.runners_up = self._runners_up(sequence.beaten)
 
     def forget(self, seq_id: int) -> None:
         """Drop a sequence; its text goes to the store, if it shares."""
@@ -119,7 +121,7 @@ class TreeDrafter:
         self.table.clear()
         self.store.clear()
         for sequence in self._sequences.values():
-            sequence.rows, sequence.recycled, sequence.runners_up = [], {}, []
+            sequence.beaten, sequence.recycled, sequence.runners_up = [], {}, []
             sequence.tree, sequence.ends = DraftTree(), {}
 
     def grow(self, seq_id: int, max_nodes: int, min_prob: float = 0.0) -> DraftTree:
@@ -159,13 +161,13 @@ class TreeDrafter:
             named += sequence.runners_up[depth]
         end.context = context_class(end.own[2], stored_length, recycled=recycled)
 
-    def _runners_up(self, rows: list[Candidates]) -> list[list[Named]]:
-        """By depth below the sequence's end: the second and further candidates of the last rows."""
-        most = self._tuning.deep_ranks + 1
+    def _runners_up(self, beaten: list[Candidates]) -> list[list[Named]]:
+        """By depth below the sequence's end: the candidates of the last rows that were not chosen."""
+        most = self._tuning.deep_ranks
         return [
             [
-                (RUNNERS_UP[lag + depth], ids[1 : most if depth else None], classes[1:])
-                for lag, (ids, classes) in enumerate(rows)
+                (RUNNERS_UP[lag + depth], ids[:most] if depth else ids, classes)
+                for lag, (ids, classes) in enumerate(beaten)
                 if lag + depth < MAX_DISTANCE
             ]
             for depth in range(MAX_DISTANCE)
@@ -185,6 +187,15 @@ def _candidates(top_ids: Rows, top_probs: Probs) -> list[Candidates]:
     """(ids, classes) of each row."""
     classes = row_classes(top_probs, len(top_ids)).tolist()
     return [(list(ids), of_row) for ids, of_row in zip(top_ids, classes, strict=True)]
+
+
+def _without(row: Candidates, token: int) -> Candidates:
+    """The row but for one candidate, which it need not have."""
+    ids, classes = row
+    if token not in ids:
+        return row
+    place = ids.index(token)
+    return ids[:place] + ids[place + 1 :], classes[:place] + classes[place + 1 :]
 
 
 __all__ = ["TreeDrafter", "TreeTuning"]
