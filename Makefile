@@ -40,7 +40,7 @@ $(CLIENTS_READY): $(READY)
 demo: $(READY) ## the embedded model answers, with the same bits each time
 	@$(BIN)/samewise demo
 
-test: check ## checks and all tests but the slow ones: under 8 minutes on two cores
+test: check ## checks and all tests but the slow ones: about 8 minutes on two cores
 	@echo "== tests"
 	@$(PYTEST) $(XDIST) -m "not gpu and not slow" --ignore tests/clients
 
@@ -53,10 +53,10 @@ test-full: test-kernels ## the slow tests, and the kernels on each instruction s
 test-kernels: $(READY) ## kernel and probe tests on each instruction set, and with portable C++ kernels
 	@for isa in $(INSTRUCTION_SETS); do \
 	  echo "== kernels, ATen on $$isa"; \
-	  ATEN_CPU_CAPABILITY=$$isa $(PYTEST) $(XDIST) -m "not gpu" $(KERNEL_TESTS) || exit 1; \
+	  ATEN_CPU_CAPABILITY=$$isa $(PYTEST) $(XDIST) -m "not gpu and not slow" $(KERNEL_TESTS) || exit 1; \
 	done
 	@echo "== kernels, portable C++"
-	@SAMEWISE_PORTABLE=1 $(PYTEST) $(XDIST) -m "not gpu" $(KERNEL_TESTS)
+	@SAMEWISE_PORTABLE=1 $(PYTEST) $(XDIST) -m "not gpu and not slow" $(KERNEL_TESTS)
 
 test-clients: $(CLIENTS_READY) ## openai, lm-evaluation-harness and schemathesis against a server process
 	@echo "== clients"
