@@ -10,9 +10,12 @@ import json
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from samewise.errors import BadParameter, InvariantBroken
+
+if TYPE_CHECKING:
+    import numpy as np
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """(token id, log-probability) pairs by falling value; equal values by rising id."""
@@ -194,11 +197,11 @@ def _ranges(numbers: frozenset[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
-class Branch(NamedTuple):
-    """An alternative draft: the first `at` guesses of the draft, then these tokens."""
+ROOT = -1
+"""The parent of a draft's first tokens: the last committed token."""
 
-    at: int
-    tokens: tuple[int, ...]
+NUM_CANDIDATES = 8
+"""Most probable tokens of a verified row that proposers may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +219,7 @@ class Request:
     leader: int | None = None  # a request with the same prompt whose prefix pages it waits for
     share: bool = True  # whether drafts for other requests may use its text
     speculate: bool = True  # whether it gets drafts; without, one token per frame
+    prediction: tuple[int, ...] = ()  # what the caller expects the output to be; drafts are taken from it
 
     @property
     def first_scored(self) -> int | None:
@@ -237,17 +241,16 @@ class Sequence:
     """The state of a request. The only mutable type here; only the Scheduler writes to it.
 
     `kv_len` is how far canonical KV reaches: positions below it are never written again, positions at and
-    above it are scratch. `draft` holds guesses that were not verified yet. `branches` are alternatives to the
-    draft; each is verified as a span of its own, in pages that are released after the frame unless it wins.
+    above it are scratch. `draft` holds guesses that were not verified yet: a tree, whose node i is `draft[i]`
+    after the node `parents[i]`. A parent stands before its children.
     """
 
     request: Request
     tokens: list[int]  # the prompt, then what was committed
     max_len: int = 0  # tokens at which it ends with finish reason "length"
     draft: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # one per token of the draft; ROOT: the last token
     drafter: str = ""  # the proposer that made the draft
-    branches: tuple[Branch, ...] = ()
-    branch_pages: list[array[int]] = field(default_factory=list)  # one entry per branch in the frame
     drafting: bool = False  # whether its proposer will extend the draft at the next step
     ready_since: int | None = None  # the step since which it waits for a frame
     kv_len: int = 0
@@ -299,8 +302,8 @@ class Sequence:
 class Ask(NamedTuple):
     """What a proposer is told about a sequence that could use guesses.
 
-    `tokens` and `draft` are the sequence's own lists, valid during one call. At most `room` further guesses
-    can be used.
+    `tokens` and `draft` are the sequence's own lists, valid during one call. A draft can be at most `room`
+    tokens deeper and have `max_nodes` more tokens in all.
     """
 
     seq_id: int
@@ -313,13 +316,16 @@ class Ask(NamedTuple):
     room: int
     share_salt: bytes | None = b""  # requests with equal salts may draft from each other's text; None: none
     guide: Guide | None = None
+    max_nodes: int = 0
+    prediction: tuple[int, ...] = ()  # what the caller expects the output to be, or to contain
 
 
 class Proposal(NamedTuple):
     """Guesses to append to a sequence's draft.
 
+    `parents`: for each token the index of the token before it in the whole draft, or ROOT; a parent stands
+    before its children. Empty: each token follows the one before, the first the draft's last one.
     `more`: the proposer will extend the draft at the next step, and it is not verified before that.
-    `branches` are alternatives to the whole draft, counted from its start.
     """
 
     seq_id: int
@@ -328,14 +334,16 @@ class Proposal(NamedTuple):
     tops: tuple[TopLogprobs, ...] = ()
     drafter: str = ""
     more: bool = False
-    branches: tuple[Branch, ...] = ()
+    parents: tuple[int, ...] = ()
 
 
 class Span(NamedTuple):
     """A run of consecutive positions of one sequence in a frame: `inputs` at start, start + 1, …
 
     The first `given` inputs are known tokens, the rest guesses; `given` exceeds `len(inputs)` while a prompt
-    is read in pieces. `tokens` is the sequence's own list, valid until the frame has landed.
+    is read in pieces. With `parents` the guesses are a tree: guess i follows guess `parents[i]`, or the last
+    given input (ROOT), and its position is one more than that of its parent. Without, they are a chain.
+    `tokens` is the sequence's own list, valid until the frame has landed.
     """
 
     seq_id: int
@@ -352,8 +360,14 @@ class Span(NamedTuple):
     source: int | None = None  # the row of the frame in flight whose token is the input, still on the device
     drafter: str = ""
     guide: Guide | None = None
-    branch: int = 0  # 0: the draft itself; else its branch's number
-    copy: tuple[int, int] | None = None  # (from, to): a page copied before the frame, for a branch
+    parents: tuple[int, ...] = ()
+
+
+class Candidates(NamedTuple):
+    """The most probable next tokens of verified rows, most probable first; for drafts only."""
+
+    inputs: tuple[int, ...]  # the row's input token: the last given one, then the guesses
+    ids: np.ndarray[Any, np.dtype[np.int32]]  # [rows, NUM_CANDIDATES]; a view, valid until the next frame
 
 
 class Truth(NamedTuple):
@@ -367,10 +381,15 @@ class Truth(NamedTuple):
     tops: tuple[TopLogprobs, ...] = ()
     scores: tuple[float, ...] = ()
     score_tops: tuple[TopLogprobs, ...] = ()
+    candidates: Candidates | None = None
 
 
 class Verdict(NamedTuple):
-    """Tokens that may be committed, and how far canonical KV reaches with them."""
+    """Tokens that may be committed, and how far canonical KV reaches with them.
+
+    `path` holds the accepted guesses of a tree, by index; the KV of guess `path[i]` belongs at position
+    `kv_len - len(path) + i`. Empty for a chain, whose guesses stand where they belong.
+    """
 
     seq_id: int
     tokens: tuple[int, ...]
@@ -383,8 +402,8 @@ class Verdict(NamedTuple):
     scores: tuple[float, ...] = ()
     score_tops: tuple[TopLogprobs, ...] = ()
     drafter: str = ""
-    branch: int = 0  # the branch that won; 0: the draft itself
-    lost_guesses: int = 0  # guesses of the other branches
+    path: tuple[int, ...] = ()
+    candidates: Candidates | None = None  # of the span's rows, where the proposer asked for them
 
 
 class Delta(NamedTuple):
@@ -407,8 +426,10 @@ class Delta(NamedTuple):
 
 __all__ = [
     "GRAMMAR_KINDS",
+    "NUM_CANDIDATES",
+    "ROOT",
     "Ask",
-    "Branch",
+    "Candidates",
     "Delta",
     "Finish",
     "Grammar",

@@ -20,6 +20,9 @@ class Proposer:
     name: str
     """As in `LLM(proposer=name)`; also the `drafter` of this proposer's proposals."""
 
+    wants_candidates: bool = False
+    """Whether verdicts should carry the most probable next tokens of their rows (`Verdict.candidates`)."""
+
     @property
     def quiet(self) -> bool:
         """True while `propose` would return nothing: the engine may skip the call and launch ahead."""

@@ -5,7 +5,10 @@ the span it came in, the rows beside it, the page numbers used, or the content o
 may be NaN).
 
 A kernel first writes every row's K and V to its slot, then lets every row attend to the keys
-``[max(0, length - window), length)`` of its sequence, reading them through the sequence's pages.
+``[max(0, length - window), length)`` of its sequence, reading them through the sequence's pages. A row of a
+draft tree finds its last keys, its ancestors and itself, through a list of slots instead: the keys from
+`tail_start` on. Its sums run over positions in the same order, blocks and splits as if its path stood alone,
+so its bits are those of plain replay.
 Kernels: ``native`` (CPU, C++), ``torch`` (CPU without a compiler), ``triton`` (CUDA). Each has its own name
 and version in the contract; their bits differ.
 """
@@ -40,7 +43,9 @@ class Rows(NamedTuple):
     lengths: torch.Tensor  # [R] keys the row may see, itself included (position + 1); 0 for padding
     slots: torch.Tensor  # [R] page * PAGE + offset where the row's K and V go (padding: the trash page 0)
     page_start: torch.Tensor  # [R] index in `pages` of the first page number of the row's sequence
-    pages: torch.Tensor  # [N] page numbers, each sequence's in order
+    tail_start: torch.Tensor  # [R] first key that is found through the row's tail; its length: no tail
+    tail: torch.Tensor  # [R] index in `pages` of the slot of key `tail_start`; those of the next keys follow
+    pages: torch.Tensor  # [N] page numbers, each sequence's in order; then slots of tails
     work_list: torch.Tensor  # written by the kernel's plan (empty for kernels without one)
     workspace: torch.Tensor  # float32 scratch, zeros before the first pass (empty likewise)
 
