@@ -65,7 +65,7 @@ def counts_of(engine):
     counters, skip = engine.scheduler.counters, engine.stats().get("skip", {})
     return {"tokens": counters.output_tokens, "frames": counters.frames, "rows": counters.rows,
             "passes": skip.get("passes", 0), "guessed": counters.guessed, "accepted": counters.accepted,
-            "branches": skip.get("branches", 0)}  # fmt: skip
+            "alternatives": skip.get("alternatives", 0)}  # fmt: skip
 
 
 def measure(engines, batch, args, best):

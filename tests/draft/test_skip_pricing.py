@@ -101,11 +101,3 @@ def test_the_set_in_use_has_measured_prices_and_other_sets_estimated_ones():
     pricing.observe_draft_pass(8, other, 0.020)
     assert pricing.pass_seconds(other, 8) == pytest.approx(0.020)
     assert pricing.pass_seconds(SET, 8) > 0.004  # measurements of the set before are dropped
-
-
-def test_copying_a_page_is_priced_by_the_bytes_it_moves():
-    _, frames = pricing_of()
-    pricing = PassPricing([(1.0, 3.0)] * LAYERS, 2.0, 0.5, frames, MAX_TOKENS)
-    assert pricing.copy_seconds(16) == 0.0
-    pricing.observe_full_pass(1, 0.010)
-    assert pricing.copy_seconds(16) == pytest.approx(0.010 * 2 * 16 * 0.5 * LAYERS / (4.0 * LAYERS + 2.0))

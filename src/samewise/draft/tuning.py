@@ -199,14 +199,14 @@ class SkipTuning:
 
     # Alternatives that are looked at for an unsure token.
     num_alternatives: int = 3
-    # Branches of one draft: each costs its own rows and a copied page.
-    max_branches: int = 4
+    # Alternatives that are added to one draft: each is a row of the frame.
+    max_leaves: int = 8
     # Probability above which, on a CPU, alternatives of a greedy token are not even computed ...
     sure_probability: float = 0.95
     # ... and chance of acceptance from which on they are not considered.
     sure_chance: float = 0.95
-    # Chance below which no branch is offered, even in padding rows.
-    min_branch_chance: float = 0.02
+    # Chance below which no alternative is added, even in padding rows.
+    min_leaf_chance: float = 0.02
     # Acceptance of the first alternative before anything was measured (the second half of it, and so on),
     # and the trials it counts for.
     alternative_prior: float = 0.4

@@ -1,15 +1,16 @@
-"""SWIFT's phase 2, confidence-aware acceleration: how far drafts go, and where they branch.
+"""SWIFT's phase 2, confidence-aware acceleration: how far drafts go, and where they have alternatives.
 
 The confidence of a drafted token is translated into a chance of acceptance by how often tokens of such
 confidence were accepted. A draft keeps its tokens while they are worth a row in the frame; drafts get another
-pass together, the likeliest first, as many as pay for it. Where a token is unsure, its alternatives are
-offered as branches if their rows cost less than the token they may bring. No fixed threshold: it follows
-acceptance, costs and load.
+pass together, the likeliest first, as many as pay for it. A draft is a chain while it grows. When it is
+complete, alternatives to its unsure tokens are added as leaves of a tree, if a row costs less than the token
+that it may bring. No fixed threshold: it follows acceptance, costs and load.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from samewise.draft.cost_model import AcceptanceRate, Calibration
@@ -17,8 +18,7 @@ from samewise.draft.skip.active_set import ActiveSet
 from samewise.draft.skip.confidence import TokenChoices
 from samewise.draft.skip.pricing import PassPricing
 from samewise.draft.tuning import DEFAULTS, Tuning
-from samewise.kernels.attention.base import PAGE
-from samewise.types import Ask, Branch, Proposal, Verdict
+from samewise.types import Ask, Proposal, Verdict
 
 
 class _Alternative(NamedTuple):
@@ -36,14 +36,15 @@ class _Draft:
 
     revision: int  # of the set it is made with
     sampled: bool
+    tokens: list[int] = field(default_factory=list)  # the chain, without alternatives
     confidences: list[float] = field(default_factory=list)
     reach: float = 1.0  # the chance that all its tokens are accepted
     alternatives: list[_Alternative] = field(default_factory=list)
-    branches: tuple[_Alternative, ...] = ()  # those that are offered
+    num_offered: int = 0  # of the alternatives
 
 
 class ConfidencePacing:
-    """Owns the outstanding drafts of `skip`; cuts, extends and branches them."""
+    """Owns the outstanding drafts of `skip`; cuts and extends them, and adds alternatives."""
 
     def __init__(
         self, active: ActiveSet, pricing: PassPricing, chain: int, tuning: Tuning = DEFAULTS
@@ -55,7 +56,7 @@ class ConfidencePacing:
         self._by_rank = [
             AcceptanceRate(hits / (i + 1), trials, memory) for i in range(self._tuning.num_alternatives)
         ]
-        self.num_branches = 0
+        self.num_alternatives = 0  # that were verified
         self._min_gain = 0.0  # tokens that one more drafted token must bring, where all drafts are alike
 
     @property
@@ -83,7 +84,7 @@ class ConfidencePacing:
     def pace(
         self, asks: list[Ask], proposals: list[Proposal], choices: dict[int, list[TokenChoices]]
     ) -> list[Proposal]:
-        """Cut each proposal to the tokens worth a row, add branches, and decide which drafts go on."""
+        """Cut each proposal to the tokens worth a row, decide which drafts go on, complete the others."""
         active, pricing = self._active, self._pricing
         rows = sum(len(draft.confidences) + 1 for draft in self._drafts.values())
         throughput = pricing.throughput(active.skipped, len(self._drafts), active.typical_chance)
@@ -97,14 +98,14 @@ class ConfidencePacing:
             more = num == len(proposal.tokens) < ask.room and open_end
             paced.append(proposal._replace(tokens=proposal.tokens[:num], more=more))
         going_on = self._going_on([proposal.seq_id for proposal in paced if proposal.more], rows, throughput)
-        for i, proposal in enumerate(paced):
+        for i, (ask, proposal) in enumerate(zip(asks, paced, strict=True)):
+            if proposal.seq_id in going_on:
+                continue
             draft = self._drafts[proposal.seq_id]
-            draft.branches = self._pick_branches(draft, rows, throughput)
-            rows += sum(branch.place + 2 for branch in draft.branches)
-            paced[i] = proposal._replace(
-                more=proposal.seq_id in going_on,
-                branches=tuple(Branch(branch.place, (branch.token,)) for branch in draft.branches),
-            )
+            picked = self._pick(draft, ask.max_nodes - len(proposal.tokens), rows, throughput)
+            draft.num_offered = len(picked)
+            rows += len(picked)
+            paced[i] = _with_alternatives(proposal, len(ask.draft), picked)
         return paced
 
     def _extend(
@@ -125,6 +126,7 @@ class ConfidencePacing:
                     draft.alternatives.append(_Alternative(gain, place, other, rank))
             if place and reach * chance < min_chance:
                 return num
+            draft.tokens.append(token)
             draft.confidences.append(confidence)
             draft.reach *= chance
         return len(tokens)
@@ -141,17 +143,16 @@ class ConfidencePacing:
             self._min_gain = throughput * (a_pass + pricing.row_seconds(rows, len(order)))
         return set(order[:num])
 
-    def _pick_branches(self, draft: _Draft, rows: int, throughput: float) -> tuple[_Alternative, ...]:
-        """Alternatives whose rows cost less than the token they may bring is worth, the likeliest first."""
-        branches: list[_Alternative] = []
+    def _pick(self, draft: _Draft, max_nodes: int, rows: int, throughput: float) -> list[_Alternative]:
+        """Alternatives whose row costs less than the token they may bring is worth, in depth-first order."""
         ranked = sorted(draft.alternatives, key=lambda a: (-a.gain, a.place, a.token))
-        for alternative in ranked[: self._tuning.max_branches]:
-            num_rows = alternative.place + 2
-            price = num_rows * self._pricing.row_seconds(rows, num_rows) + self._pricing.copy_seconds(PAGE)
-            if alternative.gain >= max(self._tuning.min_branch_chance, price * throughput):
-                branches.append(alternative)
-                rows += num_rows
-        return tuple(branches)
+        picked: list[_Alternative] = []
+        for alternative in ranked[: max(0, min(max_nodes, self._tuning.max_leaves))]:
+            price = self._pricing.row_seconds(rows + len(picked), 1) * throughput
+            if alternative.gain < max(self._tuning.min_leaf_chance, price):
+                break
+            picked.append(alternative)
+        return sorted(picked, key=lambda a: (-a.place, a.rank))
 
     # ---- learning
 
@@ -160,15 +161,15 @@ class ConfidencePacing:
         draft = self._drafts.pop(verdict.seq_id, None)
         if draft is None or not own:
             return
-        self.num_branches += len(draft.branches)
+        self.num_alternatives += draft.num_offered
         if draft.revision != self._active.revision:
             return
-        # A branch that wins is one token longer than the part of the draft that held.
-        num_held = verdict.guessed - 1 if verdict.branch else verdict.accepted
+        accepted = zip(draft.tokens, verdict.tokens[: verdict.accepted], strict=False)
+        num_held = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], accepted))
         calibration = self._calibration(draft)
         for i, confidence in enumerate(draft.confidences[: min(num_held + 1, verdict.guessed)]):
             calibration.observe(confidence, right=i < num_held)
-        for alternative in draft.alternatives:  # offered as a branch or not
+        for alternative in draft.alternatives:  # offered or not
             if alternative.place == num_held < min(len(verdict.tokens), len(draft.confidences)):
                 right = alternative.token == verdict.tokens[num_held]
                 self._by_rank[alternative.rank].observe(1, int(right))
@@ -184,6 +185,18 @@ class ConfidencePacing:
 
     def _calibration(self, draft: _Draft) -> Calibration:
         return self._active.sampled if draft.sampled else self._active.greedy
+
+
+def _with_alternatives(proposal: Proposal, num_drafted: int, picked: list[_Alternative]) -> Proposal:
+    """A complete draft of `num_drafted` tokens and this proposal's, with leaves beside its tokens."""
+    if not picked:
+        return proposal._replace(more=False)
+    chain = range(num_drafted, num_drafted + len(proposal.tokens))
+    return proposal._replace(
+        tokens=(*proposal.tokens, *(leaf.token for leaf in picked)),
+        parents=(*(node - 1 for node in chain), *(leaf.place - 1 for leaf in picked)),  # ROOT is -1
+        more=False,
+    )
 
 
 __all__ = ["ConfidencePacing"]

@@ -127,11 +127,6 @@ class PassPricing:
         """Seconds of each of so many more rows in a frame."""
         return (self._frames.cost(rows + more) - self._frames.cost(rows)) / max(more, 1)
 
-    def copy_seconds(self, num_tokens: int) -> float:
-        """Seconds of copying the KV of so many tokens, at the speed at which weights are read."""
-        num_bytes = 2.0 * num_tokens * self._kv_bytes * len(self._weights)
-        return num_bytes * self._full_pass_seconds.at(1) / self._total_bytes
-
     @property
     def _total_bytes(self) -> float:
         """Read by a full pass."""

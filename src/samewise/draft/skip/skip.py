@@ -124,7 +124,7 @@ class Skip(Drafter):
             "first_guess_acceptance": first_tokens.value if first_tokens.trials else None,
             "threshold": self._pacing.threshold,
             "passes": self._num_passes,
-            "branches": self._pacing.num_branches,
+            "alternatives": self._pacing.num_alternatives,
             "search": self.optimiser.report(),
             "timeline": [event.as_dict() for event in timeline.events],
         }
