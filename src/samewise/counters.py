@@ -12,7 +12,6 @@ class DrafterCounters:
     drafts: int = 0
     guessed: int = 0
     accepted: int = 0
-    branches: int = 0  # drafts whose accepted part was a branch
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class Counters:
     rolled_back: int = 0
     drafters: dict[str, DrafterCounters] = field(default_factory=dict)
 
-    def add_draft(self, drafter: str, guessed: int, accepted: int, *, branch_won: bool) -> None:
+    def add_draft(self, drafter: str, guessed: int, accepted: int) -> None:
         """Count a verified draft of one proposer."""
         self.guessed += guessed
         self.accepted += accepted
@@ -46,7 +45,6 @@ class Counters:
         of_drafter.drafts += 1
         of_drafter.guessed += guessed
         of_drafter.accepted += accepted
-        of_drafter.branches += branch_won
 
 
 __all__ = ["Counters", "DrafterCounters"]

@@ -26,7 +26,7 @@ from samewise.model.arch import inspect_model
 from samewise.model.attention_binding import ATTENTION
 from samewise.model.load import wrap_modules
 from samewise.text.grammar import Grammars
-from samewise.types import Ask, Branch, Delta, LayerSet, Proposal, Request, Sampling
+from samewise.types import ROOT, Ask, Delta, LayerSet, Proposal, Request, Sampling
 
 T = TypeVar("T")
 
@@ -260,27 +260,44 @@ class Jitter(Proposer):
         return [Proposal(seq_id, tuple(tokens)) for seq_id, tokens in guesses.items()]
 
 
-class Forked(Jitter):
-    """Jitter's drafts with branches: further drafts of the same sequence, often with a common start."""
+class Bushy(Jitter):
+    """Trees of several of Jitter's drafts and of random tokens, their nodes in a random order.
 
-    name = "forked"
+    Right paths stand anywhere in a tree, seldom where they belong; some nodes are wrong, repeated or invalid.
+    """
+
+    name = "bushy"
+    wants_candidates = True
+
+    def __init__(self, parts: ProposerParts, *, scale: float = 1.0, num: int = 5, seed: int = 0) -> None:
+        super().__init__(parts, scale=scale, num=num, seed=seed)
+        self._vocab = parts.vocab
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
-        """A draft for each ask, and up to three branches."""
-        drafts = {p.seq_id: p.tokens for p in super().propose(asks)}
-        others = [super(Forked, self).propose(asks) for _ in range(self._random.randint(0, 3))]
-        branches: dict[int, list[Branch]] = {}
-        for proposals in others:
-            for seq_id, tokens in ((p.seq_id, p.tokens) for p in proposals):
-                draft = drafts[seq_id]
-                same = [a == b for a, b in zip(draft, tokens, strict=False)]
-                at = same.index(False) if False in same else len(same)
-                if at < len(tokens):
-                    branches.setdefault(seq_id, []).append(Branch(at, tokens[at:]))
-        return [
-            Proposal(seq_id, tokens, drafter=self.name, branches=tuple(branches.get(seq_id, ())))
-            for seq_id, tokens in drafts.items()
-        ]
+        """A tree for each ask."""
+        paths: dict[int, list[tuple[int, ...]]] = {ask.seq_id: [] for ask in asks}
+        for _ in range(self._random.randint(1, 4)):
+            for proposal in super().propose(asks):
+                paths[proposal.seq_id].append(proposal.tokens)
+        return [self._tree(seq_id, found) for seq_id, found in paths.items()]
+
+    def _tree(self, seq_id: int, paths: list[tuple[int, ...]]) -> Proposal:
+        pick = self._random
+        nodes: dict[tuple[int, ...], int] = {(): ROOT}
+        tokens: list[int] = []
+        parents: list[int] = []
+        wanted = [path[:i] for path in paths for i in range(1, len(path) + 1)]
+        # Every level by itself in a random order: a parent still stands before its children.
+        wanted.sort(key=lambda path: (len(path), pick.random()))
+        for path in wanted:
+            while pick.random() < 0.3:  # a wrong or invalid node, or a repeated one
+                parents.append(pick.choice([ROOT, *range(len(tokens))]))
+                tokens.append(pick.choice([pick.randrange(self._vocab), path[-1], -1, self._vocab]))
+            if path not in nodes:
+                parents.append(nodes[path[:-1]])
+                nodes[path] = len(tokens)
+                tokens.append(path[-1])
+        return Proposal(seq_id, tuple(tokens), drafter=self.name, parents=tuple(parents))
 
 
 def shuffled(items: Iterable[T], seed: int) -> list[T]:
@@ -387,7 +404,7 @@ __all__ = [
     "FAMILIES",
     "PLANTED",
     "Adversary",
-    "Forked",
+    "Bushy",
     "Jitter",
     "Scripted",
     "Transcript",

@@ -23,7 +23,7 @@ from samewise.draft.skip.skip import Skip
 from samewise.draft.tuning import SearchTuning, Tuning
 from samewise.execute.load import Loaded
 from samewise.model import fp8
-from samewise.testing import Adversary, Forked, Jitter
+from samewise.testing import Adversary, Bushy, Jitter
 from samewise.types import Ask, LayerSet, Proposal
 
 
@@ -71,9 +71,9 @@ def adversary(parts: ProposerParts) -> Adversary:
     return Adversary(parts.vocab)
 
 
-def forked(parts: ProposerParts) -> Forked:
-    """Drafts with branches."""
-    return Forked(parts, scale=0.8, num=4)
+def bushy(parts: ProposerParts) -> Bushy:
+    """Draft trees."""
+    return Bushy(parts, scale=0.8, num=4)
 
 
 class BuggyProposer(Proposer):
@@ -188,6 +188,6 @@ PROPOSERS: dict[str, MakeProposer | None] = {
     "skip-chain4": chained_skip,
     "skip-fruitless": fruitless_skip,
     "ngram+skip": lambda parts: Fallback([MAKERS["ngram"](parts), skip(parts)]),
-    "forked": forked,
+    "bushy": bushy,
     "auto": auto,
 }

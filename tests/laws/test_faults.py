@@ -41,7 +41,7 @@ WALKED = [
     Variant(LLAMA, "model"),
     Variant(LLAMA, "skip"),
     Variant(LLAMA, "auto", chained=True),
-    Variant(MISTRAL, "forked"),
+    Variant(MISTRAL, "bushy"),
 ]
 
 CORE = [WALKED[1], WALKED[5], WALKED[6], WALKED[7]]  # in `make test`

@@ -86,7 +86,7 @@ def test_a_fault_anywhere_in_a_call_leaves_open_streams_their_bits(kind, rooms):
 def test_interrupts_at_random_moments_leave_an_llm_its_bits(seed, monkeypatch):
     """A storm: calls and streams are interrupted, and so is the end of an interrupted call."""
     rng = random.Random(seed)
-    llm = LLM.over(LLAMA.engine(PROPOSERS[rng.choice(["none", "auto", "forked"])], num_pages=60, eos=True))
+    llm = LLM.over(LLAMA.engine(PROPOSERS[rng.choice(["none", "auto", "bushy"])], num_pages=60, eos=True))
     expected, streamed = answer_all(llm), joined(list(llm.stream("a stream", STREAMED)))
     faults = AtRandom(seed, 20_000, KeyboardInterrupt)
     abort = llm._loop.abort

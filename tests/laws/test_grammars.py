@@ -125,7 +125,7 @@ def test_log_probabilities_are_those_before_masking(references):
 # -- proposers ----------------------------------------------------------------------------------------
 
 
-CORE_PROPOSERS = ("none", "jitter", "decode", "skip", "forked", "auto")
+CORE_PROPOSERS = ("none", "jitter", "decode", "skip", "bushy", "auto")
 
 
 @pytest.mark.parametrize(

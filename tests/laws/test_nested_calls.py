@@ -106,7 +106,7 @@ def test_a_left_stream_may_be_collected_anywhere_in_a_call(proposer, kind, then_
 
 
 @pytest.mark.parametrize("chained", [False, True])
-@pytest.mark.parametrize("proposer", ["none", "forked"])
+@pytest.mark.parametrize("proposer", ["none", "bushy"])
 def test_a_request_may_be_aborted_anywhere_in_a_step(proposer, chained):
     engine = LLAMA.engine(PROPOSERS[proposer], ahead=chained)
     expected, unwanted = run_references(LLAMA, CASES[:4]), []

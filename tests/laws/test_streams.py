@@ -14,7 +14,7 @@ from samewise.testing import byte_tokenizer, preempting
 
 LETTERS = [byte_tokenizer().encode(letter)[0] for letter in string.ascii_lowercase]
 PROMPTS = ["a", "Once upon a time", "The same words, the same answer.", "Zwölf Boxkämpfer ✓ jagen"]
-CORE_PROPOSERS = ("none", "jitter", "forked", "auto")
+CORE_PROPOSERS = ("none", "jitter", "bushy", "auto")
 
 
 def params(**settings):

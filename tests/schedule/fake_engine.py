@@ -11,13 +11,13 @@ from typing import Any
 
 from samewise.schedule.limits import Limits
 from samewise.schedule.scheduler import Scheduler
-from samewise.types import Ask, Delta, Finish, Proposal, Request, Sampling, Span, Truth, Verdict
-from samewise.verify.judge import judge, trust, winning_branches
+from samewise.types import ROOT, Ask, Delta, Finish, Proposal, Request, Sampling, Span, Truth, Verdict
+from samewise.verify.judge import judge, trust
 
 VOCAB, STOP = 6, 5  # STOP is the token that ends a text where the request says so
 PAGE = 4
 
-Propose = Callable[[Ask], list[int]]
+Propose = Callable[[Ask], list[int] | Proposal]
 
 
 def make_limits(**changes: Any) -> Limits:
@@ -74,16 +74,18 @@ class FakeModel:
 
     def frame(self, spans: list[Span], previous: list[int]) -> tuple[list[Verdict], list[int]]:
         """Verdicts, and the token of every row; `previous` are those of the frame before."""
-        for source, target in (span.copy for span in spans if span.copy is not None):
-            for offset in range(self.page):
-                self.kv[target, offset] = self.kv.get((source, offset))
         verdicts, row_tokens = [], []
         for span in spans:
             inputs = span.inputs if span.source is None else (previous[span.source],)
             verdict, tokens = self.verify(span._replace(inputs=inputs))
             verdicts.append(verdict)
             row_tokens += tokens
-        return winning_branches(verdicts), row_tokens
+        return verdicts, row_tokens
+
+    def move(self, moves: list[tuple[int, int]]) -> None:
+        """Move the KV of slots, one after the other."""
+        for source, target in moves:
+            self.kv[divmod(target, self.page)] = self.kv.get(divmod(source, self.page))
 
     def verify(self, span: Span) -> tuple[Verdict, list[int]]:
         """A span's verdict and the token of each of its rows."""
@@ -98,8 +100,12 @@ class FakeModel:
         tokens: list[int] = []
         logprobs: list[float] = []
         scores: list[float] = []
+        prefixes = {ROOT: prefix}  # by guess of a tree
         for row, token in enumerate(span.inputs):
-            prefix.append(token)
+            if span.parents and row >= span.given:
+                prefix = prefixes[span.parents[row - span.given]]
+            prefix = [*prefix, token]
+            prefixes[max(row - span.given, ROOT)] = prefix
             self.kv[self._slot(span.pages, span.start + row)] = kv_of(prefix)
             tokens.append(next_token(prefix))
             logprobs.append(logprob(prefix, tokens[-1]))
@@ -217,12 +223,15 @@ class FakeEngine:
         asks = self.scheduler.asks(verified=True)
         for ask in asks:
             self.model.write_scratch(ask)
-        self.scheduler.extend(
-            [
-                Proposal(ask.seq_id, tuple(propose(ask)), more=(ask.seq_id + len(ask.tokens)) % 3 > 0)
-                for ask in asks
-            ]
-        )
+        self.scheduler.extend([self.propose(propose, ask) for ask in asks])
+
+    @staticmethod
+    def propose(propose: Propose, ask: Ask) -> Proposal:
+        """The guesses as a chain that may grow further, or as the tree that they are."""
+        guesses = propose(ask)
+        if isinstance(guesses, Proposal):
+            return guesses
+        return Proposal(ask.seq_id, tuple(guesses), more=(ask.seq_id + len(ask.tokens)) % 3 > 0)
 
     def launch_ahead(self) -> tuple[list[Span], tuple[list[Verdict], list[int]]] | None:
         """The frame after the one in flight, launched before that one lands, and its result."""
@@ -239,7 +248,9 @@ class FakeEngine:
         """Commit the frame in flight."""
         verdicts, _ = self.result or self.model.frame(self.flight, [])
         self.flight, self.result = [], None
-        return self.publish(self.scheduler.commit(verdicts))
+        deltas = self.publish(self.scheduler.commit(verdicts))
+        self.model.move(self.scheduler.take_moves())
+        return deltas
 
     def publish(self, deltas: list[Delta]) -> list[Delta]:
         for delta in deltas:
@@ -251,13 +262,14 @@ class FakeEngine:
         """Spans fit the frame and the limits, start with known tokens, and write each slot once."""
         limits = self.limits
         assert sum(len(span.inputs) for span in spans) <= limits.max_rows
-        assert len({(span.seq_id, span.branch) for span in spans}) == len(spans), "one span per branch"
+        assert len({span.seq_id for span in spans}) == len(spans), "one span per sequence"
         slots: list[tuple[int, int]] = []
         for span in spans:
             assert span.inputs
             assert span.given >= 1
             positions = range(span.start, span.start + len(span.inputs))
-            assert positions.stop <= min(len(span.pages) * limits.page, limits.max_model_len)
+            assert positions.stop <= len(span.pages) * limits.page
+            assert span.parents or positions.stop <= limits.max_model_len
             slots += [(span.pages[p // limits.page], p % limits.page) for p in positions]
             if span.source is not None:
                 assert (len(span.inputs), span.given) == (1, 1)

@@ -1,4 +1,4 @@
-"""Paging: a sequence's pages are matched, taken, lent to branches and released, and none is lost."""
+"""Paging: a sequence's pages are matched, taken and released, and none is lost."""
 
 from typing import Any
 
@@ -100,50 +100,17 @@ def test_a_refused_start_releases_the_matched_pages() -> None:
     paging.check([first], [second])
 
 
-@pytest.mark.parametrize("kv_len", [2 * PAGE, 2 * PAGE - 1])
-def test_lent_pages_hold_what_is_not_shared_with_the_sequence(kv_len: int) -> None:
-    paging, seq = make_paging(), make_sequence()
-    start_read(paging, seq, kv_len)
-    lent = paging.lend(seq, 3 * PAGE)
-    assert lent is not None
-    assert len(lent) == 3 - kv_len // PAGE
-    assert set(lent).isdisjoint(seq.pages)
-    paging.check([seq], [])
-    paging.release_branches(seq)
-    assert (seq.branch_pages, len(seq.pages), paging.index.num_available) == ([], 2, 7)
-
-
-def test_lending_too_many_pages_takes_none() -> None:
-    paging, seq = make_paging(num_pages=5), make_sequence()
-    start_read(paging, seq, 2 * PAGE)
-    assert paging.lend(seq, 5 * PAGE) is None
-    assert (seq.branch_pages, paging.index.num_available) == ([], 2)
-    paging.check([seq], [])
-
-
-def test_a_kept_branch_replaces_the_pages_of_the_draft() -> None:
+def test_moves_bring_the_accepted_path_of_a_tree_to_its_positions() -> None:
     paging, seq = make_paging(), make_sequence()
     start_read(paging, seq, PAGE)
     assert paging.grow(seq, 3 * PAGE)
-    canonical, draft = seq.pages[:1], seq.pages[1:]
-    lost, won = paging.lend(seq, 2 * PAGE), paging.lend(seq, 3 * PAGE)
-    assert lost is not None
-    assert won is not None
-    paging.keep_branch(seq, 2)
-    assert seq.pages == canonical + won
-    assert seq.branch_pages == [lost]
-    paging.check([seq], [])
-    paging.release_branches(seq)
-    assert paging.index.num_available == 9 - 3
-    assert {paging.index.take() for _ in range(6)} >= {*draft, *lost}
-
-
-def test_release_frees_pages_and_branches() -> None:
-    paging, seq = make_paging(), make_sequence()
-    start_read(paging, seq, PAGE)
-    paging.lend(seq, 2 * PAGE)
-    paging.release(seq)
-    assert (list(seq.pages), seq.branch_pages, paging.index.num_available) == ([], [], 9)
+    slots = [page * PAGE + i for page in seq.pages for i in range(PAGE)]
+    first = PAGE + 1
+    assert paging.moves(seq, first, (0, 2, 5)) == [
+        (slots[first + 2], slots[first + 1]),
+        (slots[first + 5], slots[first + 2]),
+    ]
+    assert paging.moves(seq, first, (0, 1)) == []
 
 
 def test_check_detects_pages_of_a_waiting_sequence_and_lost_pages() -> None:
@@ -155,7 +122,7 @@ def test_check_detects_pages_of_a_waiting_sequence_and_lost_pages() -> None:
         paging.check([], [])
 
 
-OPERATIONS = ("start", "grow", "lend", "keep_branch", "release_branches", "share", "release")
+OPERATIONS = ("start", "grow", "share", "release")
 
 
 @settings(deadline=None)
@@ -173,12 +140,6 @@ def test_any_order_of_operations_conserves_pages(operations: list[tuple[str, int
         elif operation == "grow":
             if paging.grow(seq, num_tokens):
                 seq.kv_len = max(seq.kv_len, min(num_tokens, len(seq.tokens) - 1))
-        elif operation == "lend":
-            paging.lend(seq, seq.kv_len + num_tokens)
-        elif operation == "keep_branch":
-            if seq.branch_pages:
-                paging.keep_branch(seq, len(seq.branch_pages))
-                paging.release_branches(seq)
         elif operation == "release":
             paging.release(running.pop(i))
             seq.kv_len = seq.num_indexed = 0

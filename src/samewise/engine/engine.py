@@ -77,6 +77,7 @@ class Engine:
         self._times = Times()
         self._weights = CertifiedWeights(loaded.model)
         self._model_facts = model_facts(loaded, self.runner.model)
+        self.verifier.with_candidates = self.proposer.wants_candidates
         self._certify()
 
     # ---- the loop
@@ -142,6 +143,9 @@ class Engine:
         # Verdicts of sequences that ended meanwhile are dropped.
         self.proposer.observe([v for v in verdicts if self.scheduler.is_running(v.seq_id)])
         deltas = self.scheduler.commit(verdicts)
+        moves = self.scheduler.take_moves()
+        if moves:
+            self.runner.store.move(moves)
         committed = sum(len(delta.tokens) for delta in deltas)
         self.frame_log.landed(flight.spans, self.frame_costs.size(rows), committed, self._landed)
         return self._forget_finished(deltas)

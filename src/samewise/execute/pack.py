@@ -12,7 +12,7 @@ from samewise.errors import InvariantBroken
 from samewise.execute.staging import PassInputs, StagingBuffer
 from samewise.kernels.attention.base import PAGE
 from samewise.kv.pages import TRASH
-from samewise.types import Ask, Span
+from samewise.types import ROOT, Ask, Span
 
 
 def pack_frame(spans: list[Span], staging: StagingBuffer, keep: list[int] | None = None) -> PassInputs:
@@ -23,6 +23,7 @@ def pack_frame(spans: list[Span], staging: StagingBuffer, keep: list[int] | None
     slots: list[int] = []
     starts: list[int] = []
     tables = []
+    tails = _Tails()
     start = 0
     for span in spans:
         rows, pages, first = len(span.inputs), span.pages, span.start
@@ -34,13 +35,62 @@ def pack_frame(spans: list[Span], staging: StagingBuffer, keep: list[int] | None
             starts.append(start)
         else:
             span_positions = range(first, first + rows)
+            span_slots = [pages[p // PAGE] * PAGE + p % PAGE for p in span_positions]
+            if span.parents:
+                tails.add(span, len(tokens) - rows + span.given, span_slots[span.given :])
+                positions += [*span_positions[: span.given], *tails.positions(span)]
+            else:
+                positions += span_positions
             sources += [-1] * rows
-            positions += span_positions
-            slots += [pages[p // PAGE] * PAGE + p % PAGE for p in span_positions]
+            slots += span_slots
             starts += [start] * rows
         tables.append(pages)
         start += len(pages)
-    return _fill(staging, tokens, sources, positions, slots, starts, b"".join(tables), keep)
+    return _fill(staging, tokens, sources, positions, slots, starts, b"".join(tables), keep, tails)
+
+
+class _Tails:
+    """The tails of a pass's rows: where the rows of draft trees find their ancestors' K and V.
+
+    A tail is a list of slots, by position, from the row's ancestor after the root to the row itself. A row
+    that follows its parent immediately shares its parent's list, one slot longer.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.starts: list[int] = []  # of each of these rows: the first key that its tail holds
+        self.lists: list[int] = []  # of each: where its list begins in `slots`
+        self.slots: list[int] = []
+
+    def add(self, span: Span, first_row: int, slots: list[int]) -> None:
+        """The tails of a tree whose guesses are in consecutive rows from `first_row` on, with these slots."""
+        begin = len(self.slots)
+        for node, (parent, slot) in enumerate(zip(span.parents, slots, strict=True)):
+            if node == 0 or parent != node - 1:
+                begin = len(self.slots)
+                self.slots += _path(span.parents, slots, parent)
+            self.slots.append(slot)
+            self.lists.append(begin)
+        self.rows += range(first_row, first_row + len(slots))
+        self.starts += [span.start + span.given] * len(slots)
+
+    @staticmethod
+    def positions(span: Span) -> list[int]:
+        """The position of each guess: one after its parent's."""
+        root = span.start + span.given - 1
+        positions: list[int] = []
+        for parent in span.parents:
+            positions.append((root if parent == ROOT else positions[parent]) + 1)
+        return positions
+
+
+def _path(parents: tuple[int, ...], slots: list[int], node: int) -> list[int]:
+    """The slots from the first level down to a node."""
+    path: list[int] = []
+    while node != ROOT:
+        path.append(slots[node])
+        node = parents[node]
+    return path[::-1]
 
 
 def pack_fast(
@@ -76,6 +126,7 @@ def _fill(
     starts: list[int],
     pages: bytes,
     keep: list[int] | None = None,
+    tails: _Tails | None = None,
 ) -> PassInputs:
     used, rows = len(tokens), staging.num_rows
     if used > rows:
@@ -93,9 +144,17 @@ def _fill(
     lengths = staging.field("lengths")
     np.add(staging.field("positions")[:used], 1, out=lengths[:used])
     lengths[used:] = 0
+    tail_start, tail = staging.field("tail_start"), staging.field("tail")
+    tail_start[:] = lengths
+    tail[:] = 0
+    table = np.frombuffer(pages, dtype=np.int32)
+    if tails is not None and tails.rows:
+        tail_start[tails.rows] = tails.starts
+        tail[tails.rows] = np.add(tails.lists, len(table), dtype=np.int32)
+        table = np.concatenate((table, np.array(tails.slots, dtype=np.int32)))
     if staging.plan is not None:
-        staging.plan.write(lengths, staging.field("page_start"), staging.work_list)
-    return staging.send(np.frombuffer(pages, dtype=np.int32), keep)
+        staging.plan.write(lengths, staging.field("page_start"), tail_start, tail, staging.work_list)
+    return staging.send(table, keep)
 
 
 __all__ = ["pack_fast", "pack_frame"]

@@ -32,7 +32,7 @@ from samewise.model.native_modules import use_native_modules
 from samewise.model.row_pieces import Pieces, is_norm, norm_width, use_pieces
 from samewise.model.surgery import copy_modules, with_layers
 from samewise.model.views import LayerViews
-from samewise.types import LayerSet, Span
+from samewise.types import MAX_TREE_DEPTH, MAX_TREE_NODES, NUM_CANDIDATES, LayerSet, Span
 
 log = logging.getLogger("samewise")
 
@@ -44,7 +44,6 @@ class PassLimits:
     max_chain: int = 8  # fast passes under way at once; each has a host buffer of its own
     fast_rows: tuple[int, ...] = tuple(4**i for i in range(9))
     """Rows of fast passes above the widest frame on CUDA: few sizes, because each is captured as a graph."""
-    spans_per_row: int = 5  # page tables a staging buffer holds per live sequence: its draft and its branches
 
 
 PASS_LIMITS = PassLimits()
@@ -106,15 +105,15 @@ class Runner:
         self.store = KVStore(kernel, kv_shapes(arch), num_pages, dtype, device)
         bind_attention(self.model, arch, kernel, self.store.layers)
         rows = max(self.widest, max_rows)
-        self._max_spans = PASS_LIMITS.spans_per_row * max_rows
+        self._max_spans = max_rows
         self._plan = kernel.plan(kernel_heads(arch), dtype, rows, max_model_len)
         workspace_len = 0 if self._plan is None else self._plan.workspace_len
         self._workspace = torch.zeros(workspace_len, dtype=torch.float32, device=device)
-        self._max_pages = -(-max_model_len // PAGE) + 1
+        self._max_pages = -(-(max_model_len + MAX_TREE_NODES) // PAGE) + 1
         self._staging_by_rows: dict[int, StagingBuffer] = {}
-        self.frame_outputs = torch.zeros(self.widest, 2, dtype=torch.int32, device=device)
-        """By row of the last frame: its token, and the bits of the log-probability. Written by the verifier;
-        the next frame may take its inputs from here without a copy to the host."""
+        self.frame_outputs = torch.zeros(self.widest, 2 + NUM_CANDIDATES, dtype=torch.int32, device=device)
+        """By row of the last frame: its token, the bits of the log-probability, and candidates if wanted.
+        Written by the verifier; the next frame may take its inputs from here without a copy to the host."""
         max_fast_rows = max(rows, PASS_LIMITS.fast_rows[-1])
         self.fast_tokens = torch.zeros(max_fast_rows, dtype=torch.int32, device=device)
         """By row of the last fast pass: its token, for the next pass of a chain."""
@@ -152,11 +151,11 @@ class Runner:
     def staging(self, num_rows: int) -> StagingBuffer:
         """The staging buffer for passes of this many rows."""
         if num_rows not in self._staging_by_rows:
-            max_pages = min(num_rows, self._max_spans) * self._max_pages
+            max_tables = min(num_rows, self._max_spans) * self._max_pages
             wide = self.device.type == "cuda" and num_rows > self.frame_rows
             self._staging_by_rows[num_rows] = StagingBuffer(
                 num_rows,
-                max_pages,
+                max_tables + num_rows * MAX_TREE_DEPTH,  # and the tails of every row
                 self._workspace,
                 self.device,
                 PASS_LIMITS.max_chain + 1,

@@ -34,20 +34,36 @@ def rows_of_spans(spans: list[Span], logit_rows: LogitRows) -> list[SamplingRow]
         if not sampling.plain and num >= given:
             prompt: list[int] = []
             output: list[int] = []
-            masks: list[bytes | None] = []
-            if span.guide is not None:
-                # Computed here, after the frame was started: a CUDA device works meanwhile.
-                masks = span.guide.masks(span.inputs[given:])
             if sampling.edited:
                 prompt, output = span.tokens[: span.prompt_len], span.tokens[span.prompt_len :]
-            for i in range(given - 1, num):
-                before = output + list(span.inputs[given : i + 1]) if sampling.edited else output
-                mask = masks[i - given + 1] if masks else None
-                rows.append(
-                    SamplingRow(logit_rows[first + i], sampling, prompt, before, span.start + i + 1, mask)
-                )
+            paths = _paths(span)
+            # Masks are computed here, after the frame was started: a CUDA device works meanwhile.
+            masks = _masks(span, paths) if span.guide is not None else [None] * len(paths)
+            for row, (path, mask) in enumerate(zip(paths, masks, strict=True), start=first + given - 1):
+                before = [*output, *path] if sampling.edited else output
+                position = span.start + given + len(path)
+                rows.append(SamplingRow(logit_rows[row], sampling, prompt, before, position, mask))
         first += num
     return rows
+
+
+def _paths(span: Span) -> list[tuple[int, ...]]:
+    """The guesses that each row follows, from the last given row on: none, then each row's own path."""
+    guesses = span.inputs[span.given :]
+    if not span.parents:
+        return [guesses[:i] for i in range(len(guesses) + 1)]
+    paths: list[tuple[int, ...]] = [()]
+    for guess, parent in zip(guesses, span.parents, strict=True):
+        paths.append((*paths[parent + 1], guess))
+    return paths
+
+
+def _masks(span: Span, paths: list[tuple[int, ...]]) -> list[bytes | None]:
+    """The grammar's mask of each row."""
+    assert span.guide is not None
+    if not span.parents:
+        return span.guide.masks(paths[-1])
+    return [span.guide.mask(path) for path in paths]
 
 
 def rows_of_asks(asks: list[Ask], ahead: int = 0) -> list[SamplingRow]:

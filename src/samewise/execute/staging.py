@@ -1,6 +1,6 @@
 """PassInputs, the device tensors of one pass, and StagingBuffer, the one buffer they lie in.
 
-A pass of R rows needs six int32 fields and the page numbers of its sequences. They lie one behind the other
+A pass of R rows needs eight int32 fields and the page numbers of its sequences. They lie one behind the other
 in a single buffer, so that one small copy brings a pass to the device, and a graph captured over the
 buffer's views can be replayed for every later pass.
 
@@ -18,7 +18,7 @@ from samewise.kernels.attention.base import AttentionPlan, Rows
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
-FIELDS = ("tokens", "source", "positions", "lengths", "slots", "page_start")
+FIELDS = ("tokens", "source", "positions", "lengths", "slots", "page_start", "tail_start", "tail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,12 @@ class StagingBuffer:
 
     def _views(self, flat: torch.Tensor, workspace: torch.Tensor) -> PassInputs:
         num = self.num_rows
-        tokens, source, positions, lengths, slots, starts = (
+        tokens, source, positions, lengths, slots, starts, tail_starts, tails = (
             flat[i * num : (i + 1) * num] for i in range(len(FIELDS))
         )
         work = flat[self._work_start : self._keep_start]
-        rows = Rows(lengths, slots, starts, flat[self._pages_start :], work, workspace)
+        pages = flat[self._pages_start :]
+        rows = Rows(lengths, slots, starts, tail_starts, tails, pages, work, workspace)
         return PassInputs(tokens.unsqueeze(0), source.unsqueeze(0), positions.unsqueeze(0), rows)
 
 

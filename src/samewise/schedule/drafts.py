@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from samewise.schedule.limits import Limits
-from samewise.types import Branch, Finish, Proposal, Sequence
+from samewise.types import ROOT, Finish, Proposal, Sequence
 
 
 def draft_room(seq: Sequence, limits: Limits) -> int:
-    """How many more guesses can be used."""
+    """How many more levels of guesses can be used."""
     # Verification adds one token of its own, so the last token need not be guessed.
     left = seq.max_len - len(seq.tokens) - len(seq.draft) - 1
     max_draft = min(limits.max_draft, limits.max_rows - 1)
     return min(left, max_draft - len(seq.draft))
+
+
+def node_room(seq: Sequence, limits: Limits, num_running: int) -> int:
+    """How many more guesses a tree may have. Fewer where many sequences share a frame."""
+    share = (limits.canonical_rows or limits.max_rows) // max(1, num_running)
+    nodes = min(limits.max_nodes, max(share, limits.min_nodes), limits.max_rows - 1)
+    return nodes - len(seq.draft)
 
 
 def burst_room(seq: Sequence, limits: Limits) -> int:
@@ -20,35 +27,67 @@ def burst_room(seq: Sequence, limits: Limits) -> int:
 
 
 def extend_draft(seq: Sequence, proposal: Proposal, limits: Limits) -> None:
-    """Append a proposal's guesses and branches. Invalid ones are dropped: proposers are not trusted."""
+    """Append a proposal's guesses. Invalid ones are dropped: proposers are not trusted."""
     if not seq.draft:
         seq.drafter = proposal.drafter
-    stop_ids = seq.request.sampling.stop_ids
     before = len(seq.draft)
-    guesses = proposal.tokens[: max(0, draft_room(seq, limits))]
+    if proposal.parents:
+        _append_tree(seq, proposal, limits)
+    else:
+        _append_chain(seq, proposal.tokens[: max(0, draft_room(seq, limits))], limits)
+    more = proposal.more and len(seq.draft) > before and draft_room(seq, limits) > 0
+    seq.drafting = more and seq.draft[-1] not in seq.request.sampling.stop_ids
+
+
+def _append_chain(seq: Sequence, guesses: tuple[int, ...], limits: Limits) -> None:
+    """Append guesses, each after the one before, up to the first invalid one or the end of the text."""
+    stop_ids = seq.request.sampling.stop_ids
+    draft, parents = seq.draft, seq.parents
+    if draft and draft[-1] in stop_ids:
+        return
     if seq.guide is not None:
-        guesses = guesses[: seq.guide.fits(seq.draft, guesses)]
+        guesses = guesses[: seq.guide.fits(path_tokens(draft, parents, len(draft) - 1), guesses)]
     for token in guesses:
         if not 0 <= token < limits.vocab:
             break
-        seq.draft.append(token)
+        parents.append(len(draft) - 1)
+        draft.append(token)
         if token in stop_ids:  # guesses after the end of the text are useless
             break
-    grown = len(seq.draft) > before
-    seq.branches = tuple(branch for branch in proposal.branches if _is_valid(seq, branch, limits))
-    more = proposal.more and grown and draft_room(seq, limits) > 0
-    seq.drafting = more and seq.draft[-1] not in stop_ids
 
 
-def _is_valid(seq: Sequence, branch: Branch, limits: Limits) -> bool:
-    """Whether a branch starts inside the draft, ends within the limits and follows the grammar."""
-    at, tokens = branch
-    room = seq.max_len - len(seq.tokens) - 1
-    max_draft = min(limits.max_draft, limits.max_rows - 1, room)
-    inside = bool(tokens) and 0 <= at <= len(seq.draft) and at + len(tokens) <= max_draft
-    if not inside or not all(0 <= token < limits.vocab for token in tokens):
-        return False
-    return seq.guide is None or seq.guide.fits(seq.draft[:at], tokens) == len(tokens)
+def _append_tree(seq: Sequence, proposal: Proposal, limits: Limits) -> None:
+    """Append the nodes of a tree. A node that is invalid goes with all that follows it."""
+    draft, parents, stop_ids = seq.draft, seq.parents, seq.request.sampling.stop_ids
+    max_depth = min(limits.max_depth, limits.max_draft, seq.max_len - len(seq.tokens) - 1)
+    max_nodes = min(limits.max_nodes, limits.max_rows - 1)
+    depths = {ROOT: 0}
+    for node, parent in enumerate(parents):
+        depths[node] = depths[parent] + 1
+    place = {node: node for node in depths}  # where a node of the proposal stands in the draft
+    for node, (token, parent) in enumerate(
+        zip(proposal.tokens, proposal.parents, strict=True), start=len(draft)
+    ):
+        at = place.get(parent)
+        if at is None or len(draft) >= max_nodes or depths[at] >= max_depth or not 0 <= token < limits.vocab:
+            continue
+        if at != ROOT and draft[at] in stop_ids:
+            continue
+        if seq.guide is not None and not seq.guide.fits(path_tokens(draft, parents, at), (token,)):
+            continue
+        place[node] = len(draft)
+        depths[len(draft)] = depths[at] + 1
+        draft.append(token)
+        parents.append(at)
+
+
+def path_tokens(draft: list[int], parents: list[int], node: int) -> list[int]:
+    """The tokens of a draft from the first level down to a node."""
+    tokens: list[int] = []
+    while node != ROOT:
+        tokens.append(draft[node])
+        node = parents[node]
+    return tokens[::-1]
 
 
 def append_tokens(seq: Sequence, new: tuple[int, ...]) -> int:
@@ -74,7 +113,8 @@ def clear_draft(seq: Sequence) -> None:
     """Drop the draft: it was verified, or its pages are gone."""
     if seq.draft:
         seq.draft.clear()
-    seq.drafter, seq.drafting, seq.ready_since, seq.branches = "", False, None, ()
+        seq.parents.clear()
+    seq.drafter, seq.drafting, seq.ready_since = "", False, None
 
 
-__all__ = ["append_tokens", "burst_room", "clear_draft", "draft_room", "extend_draft"]
+__all__ = ["append_tokens", "burst_room", "clear_draft", "draft_room", "extend_draft", "node_room", "path_tokens"]

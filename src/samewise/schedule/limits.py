@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from samewise.errors import BadPrompt, PromptTooLong
+from samewise.types import MAX_TREE_DEPTH, MAX_TREE_NODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,10 @@ class Limits:
     frame_sizes: tuple[int, ...] = ()  # rows a frame may have; empty: max_rows only
     canonical_rows: int | None = None  # with this many rows of complete drafts a frame is due; None: max_rows
     vocab: int = 2**31
-    max_draft: int = 16  # guesses of one sequence in a frame
+    max_draft: int = 16  # levels of a sequence's draft; of a chain, its guesses
+    max_nodes: int = MAX_TREE_NODES  # guesses of a draft tree ...
+    min_nodes: int = 16  # ... where many sequences share a frame
+    max_depth: int = MAX_TREE_DEPTH  # levels of a draft tree
     burst: int = 1  # tokens an unverified request may take in one step
     deadline: int = 4  # steps a complete draft may wait for other drafts to share its frame
     max_queued: int | None = None  # requests that may wait; None: any number

@@ -1,4 +1,4 @@
-"""Which KV pages a sequence has: matched in the prefix index, taken, lent to branches, released. Host only.
+"""Which KV pages a sequence has: matched in the prefix index, taken, released. Host only.
 
 Does not decide which sequences run: preempting a sequence to free its pages is the Scheduler's decision.
 """
@@ -75,40 +75,25 @@ class Paging:
         """Tokens that fit into the sequence's pages above its canonical KV."""
         return len(seq.pages) * self._page - seq.kv_len
 
-    def lend(self, seq: Sequence, num_tokens: int) -> array[int] | None:
-        """Pages for a branch of `num_tokens` tokens beside the sequence's full canonical pages.
+    def moves(self, seq: Sequence, first: int, path: tuple[int, ...]) -> list[tuple[int, int]]:
+        """(from, to): slots whose KV has to be moved so that the accepted guesses stand at their positions.
 
-        They are the sequence's until its frame has landed. None, and nothing taken, if there are too few.
+        Guess i of a tree lies in the slot of position `first` + i; guess `path[j]` belongs at `first` + j,
+        which is never higher. By rising target, so that moving them one after the other is safe.
         """
-        num = self.pages_for(num_tokens) - seq.kv_len // self._page
-        pages = array("i")
-        while len(pages) < num:
-            page = self.index.take()
-            if page is None:
-                self.index.release(pages)
-                return None
-            pages.append(page)
-        seq.branch_pages.append(pages)
-        return pages
+        return [
+            (self._slot(seq, first + node), self._slot(seq, first + level))
+            for level, node in enumerate(path)
+            if node != level
+        ]
 
-    def keep_branch(self, seq: Sequence, branch: int) -> None:
-        """Replace the draft's pages by those of the branch that won (counted from 1)."""
-        shared = seq.kv_len // self._page
-        won = seq.branch_pages.pop(branch - 1)
-        self.index.release(seq.pages[shared:])
-        seq.pages = seq.pages[:shared] + won
-
-    def release_branches(self, seq: Sequence) -> None:
-        """Free the pages lent to branches."""
-        for pages in seq.branch_pages:
-            self.index.release(pages)
-        seq.branch_pages.clear()
+    def _slot(self, seq: Sequence, position: int) -> int:
+        return seq.pages[position // self._page] * self._page + position % self._page
 
     def release(self, seq: Sequence) -> None:
         """Free all pages of a sequence."""
         self.index.release(seq.pages)
         seq.pages = array("i")
-        self.release_branches(seq)
 
     def share(self, seq: Sequence) -> None:
         """Offer the sequence's full canonical pages to the prefix index."""
@@ -127,12 +112,10 @@ class Paging:
         for seq in running:
             seq.check()
             held.update(seq.pages)
-            for pages in seq.branch_pages:
-                held.update(pages)
             if self.room(seq) < 0:
                 raise InvariantBroken(f"request {seq.request.id} has too few pages for its KV")
         for seq in waiting:
-            if seq.pages or seq.branch_pages:
+            if seq.pages:
                 raise InvariantBroken(f"request {seq.request.id} waits but holds pages")
         self.index.check(dict(held))
 

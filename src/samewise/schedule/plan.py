@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from samewise.types import Ask, Sequence, Span
+from samewise.types import MAX_TREE_NODES, ROOT, Ask, Sequence, Span
+
+_CHAIN = list(range(ROOT, MAX_TREE_NODES))  # parents of a draft whose guesses follow one another
 
 
 def must_land(span: Span) -> bool:
@@ -14,25 +16,29 @@ def must_land(span: Span) -> bool:
     return rows > span.given or (span.sampling.edited and rows >= span.given)
 
 
-def ask_of(seq: Sequence, room: int) -> Ask:
+def ask_of(seq: Sequence, room: int, max_nodes: int = 0) -> Ask:
     """What a proposer is told about a sequence."""
     request = seq.request
     return Ask(
         request.id, seq.tokens, seq.prompt_len, seq.draft, seq.kv_len, seq.pages, request.sampling, room,
-        request.salt if request.share else None, seq.guide,
+        request.salt if request.share else None, seq.guide, max_nodes, request.prediction,
     )  # fmt: skip
 
 
 def span_of(seq: Sequence, rows: int, given: int) -> Span:
     """The next `rows` rows of a sequence: known tokens first, then guesses."""
     request, start, tokens = seq.request, seq.kv_len, seq.tokens
+    parents: tuple[int, ...] = ()
     if rows == 1:
         inputs: tuple[int, ...] = (tokens[start],)
     else:
-        inputs = tuple(tokens[start : start + rows]) + tuple(seq.draft[: max(0, rows - given)])
+        num = max(0, rows - given)
+        inputs = tuple(tokens[start : start + rows]) + tuple(seq.draft[:num])
+        if num <= MAX_TREE_NODES and seq.parents[:num] != _CHAIN[:num]:
+            parents = tuple(seq.parents[:num])
     span = Span(
         request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len,
-        drafter=seq.drafter, guide=seq.guide,
+        drafter=seq.drafter, guide=seq.guide, parents=parents,
     )  # fmt: skip
     return span if seq.score_next is None else _with_targets(span, seq, seq.score_next)
 

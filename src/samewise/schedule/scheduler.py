@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from samewise.counters import Counters
 from samewise.errors import InvariantBroken, QueueFull
 from samewise.kv.prefix import PrefixIndex
-from samewise.schedule.branches import branch_spans
-from samewise.schedule.drafts import append_tokens, burst_room, clear_draft, draft_room, extend_draft
+from samewise.schedule.drafts import append_tokens, burst_room, clear_draft, draft_room, extend_draft, node_room
 from samewise.schedule.limits import Limits
 from samewise.schedule.order import frame_due, serving_order
 from samewise.schedule.paging import Paging
@@ -45,6 +44,7 @@ class Scheduler:
     _num_unverified: int = 0  # running or waiting requests with verify=False
     _preempted: bool = False  # whether a sequence was preempted since `_order` was called
     _suspects: Suspects = field(default_factory=Suspects)
+    _moves: list[tuple[int, int]] = field(default_factory=list)  # see `take_moves`
 
     def __post_init__(self) -> None:
         self._paging = Paging(self.limits)
@@ -133,11 +133,12 @@ class Scheduler:
                 continue
             if request.id in self._running and (seq.drafting or not seq.draft):
                 room = draft_room(seq, self.limits) if verified else burst_room(seq, self.limits)
-                end = len(seq.tokens) + len(seq.draft) + room
+                nodes = self._node_room(seq, room) if verified else 0
+                end = len(seq.tokens) + len(seq.draft) + max(room, nodes)
                 # Drafts may use free pages; they never preempt a sequence. An unverified request needs its
                 # pages to go on, so it may.
                 if room > 0 and (self._paging.grow(seq, end) if verified else self._grow(seq, end)):
-                    asks.append(ask_of(seq, room))
+                    asks.append(ask_of(seq, room, nodes))
         return [ask for ask in asks if ask.seq_id in self._running]
 
     def extend(self, proposals: list[Proposal]) -> None:
@@ -224,6 +225,11 @@ class Scheduler:
                 deltas.append(self._commit(seq, verdict))
         return [delta for delta in deltas if delta.tokens or delta.scores or delta.finish]
 
+    def take_moves(self) -> list[tuple[int, int]]:
+        """(from, to): slots whose KV has to be moved before the next pass, since the last call."""
+        moves, self._moves = self._moves, []
+        return moves
+
     def new_sequences(self, max_tokens: int) -> list[Ask]:
         """Sequences admitted since the last call, until they have `max_tokens` tokens in all or more."""
         asks: list[Ask] = []
@@ -248,7 +254,7 @@ class Scheduler:
             raise InvariantBroken(f"steps fail without any request to blame: {error!r}") from error
         blamed = {*self._running, *registry.delivery.before} or set(registry.sequences)
         going_on, failed = registry.recover(received, blamed if blame else ())
-        self._paging = Paging(self.limits)
+        self._paging, self._moves = Paging(self.limits), []
         self._running, self._waiting, self._new_sequences = {}, going_on, deque()
         self._suspects = Suspects(seq for seq in going_on if seq.num_failures)
         self._num_unverified = sum(not seq.request.verify for seq in going_on)
@@ -379,6 +385,12 @@ class Scheduler:
         self._preempted = False
         return serving_order(list(self._running.values()), self._step, self.limits.max_rows)
 
+    def _node_room(self, seq: Sequence, room: int) -> int:
+        """Guesses that its draft may still get: those of a tree, or of a chain where pages are short."""
+        nodes = node_room(seq, self.limits, len(self._running))
+        pages = self._paging.pages_for(len(seq.tokens) + len(seq.draft) + nodes) - len(seq.pages)
+        return nodes if 4 * pages <= self._paging.index.num_available else min(nodes, room)
+
     def _rows_with_pages(self, seq: Sequence, rows: int) -> int:
         """How many of `rows` rows the sequence can get pages for."""
         if seq.request.id not in self._running:
@@ -388,17 +400,10 @@ class Scheduler:
         return max(rows, 0)
 
     def _use_free_rows(self, spans: list[Span], left: int) -> int:
-        """Give free rows to unverified requests, then to branches. Returns how many rows are left."""
-        drafts = list(spans)
-        if self._num_unverified:
-            spans += self._unverified_rows(left)
-            left -= len(spans) - len(drafts)
-        for draft in drafts:
-            seq = self._running[draft.seq_id]
-            branches = branch_spans(seq, draft, left, self._paging, self.limits.page)
-            spans += branches
-            left -= sum(len(branch.inputs) for branch in branches)
-        return left
+        """Give free rows to unverified requests. Returns how many rows are left."""
+        unverified = self._unverified_rows(left) if self._num_unverified else []
+        spans += unverified
+        return left - len(unverified)
 
     def _unverified_rows(self, left: int) -> list[Span]:
         """One row for each unverified request, if there are rows and free pages for all of them."""
@@ -419,9 +424,9 @@ class Scheduler:
 
     def _commit(self, seq: Sequence, verdict: Verdict) -> Delta:
         self.registry.will_commit(seq)
-        if verdict.branch:
-            self._paging.keep_branch(seq, verdict.branch)
-        self._paging.release_branches(seq)
+        if verdict.path:
+            first = verdict.kv_len - len(verdict.path)
+            self._moves += self._paging.moves(seq, first, verdict.path)
         num = append_tokens(seq, verdict.tokens)
         seq.kv_len = min(verdict.kv_len, len(seq.tokens) - 1)
         if verdict.scores and seq.score_next is not None:
@@ -433,10 +438,7 @@ class Scheduler:
             self._paging.share(seq)
         self.counters.output_tokens += num
         if verdict.guessed:
-            num_guesses = verdict.guessed + verdict.lost_guesses
-            self.counters.add_draft(
-                verdict.drafter, num_guesses, verdict.accepted, branch_won=verdict.branch > 0
-            )
+            self.counters.add_draft(verdict.drafter, verdict.guessed, verdict.accepted)
         clear_draft(seq)
         if seq.finish is not None:
             self.registry.will_end(seq)
@@ -445,7 +447,7 @@ class Scheduler:
         return Delta(
             verdict.seq_id, verdict.tokens[:num], verdict.logprobs[:num], verdict.tops[:num], seq.finish,
             seq.stop_id, verdict.scores, verdict.score_tops, seq.num_cached or 0, verdict.accepted,
-            verdict.guessed + verdict.lost_guesses, verdict.drafter, int(seq.request.verify and num > 0),
+            verdict.guessed, verdict.drafter, int(seq.request.verify and num > 0),
         )  # fmt: skip
 
 

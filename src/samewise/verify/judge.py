@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from samewise.types import Proposal, Span, Truth, Verdict
+from samewise.types import ROOT, Proposal, Span, Truth, Verdict
 
 
 def judge(span: Span, truth: Truth) -> Verdict:
-    """Accept the draft's leading matches, then take the target model's own token at the first mismatch.
+    """Accept the guesses that the target model's own tokens lead through, then take its next token.
 
     `truth` starts at the span's last given row, the first whose next token is not known. A span that ends
     inside the given tokens (a prompt chunk) has no such row: it commits KV and no token.
@@ -18,46 +18,50 @@ def judge(span: Span, truth: Truth) -> Verdict:
     if rows == span.given:  # no draft: one token
         return Verdict(
             span.seq_id, truth.tokens, truth.logprobs, truth.tops, span.start + rows, 0, 0, True,
-            truth.scores, truth.score_tops,
+            truth.scores, truth.score_tops, candidates=truth.candidates,
         )  # fmt: skip
     if rows < span.given:
         return Verdict(span.seq_id, (), (), (), span.start + rows, 0, 0, True, truth.scores, truth.score_tops)
-    draft, tokens = span.inputs[span.given :], truth.tokens
-    n = 0
-    while n < len(draft) and draft[n] == tokens[n]:
-        n += 1
+    guesses = span.inputs[span.given :]
+    if span.parents:
+        path = _path(guesses, span.parents, truth.tokens)
+        answers = (0, *[node + 1 for node in path])
+        tokens, logprobs, tops = (
+            tuple([values[i] for i in answers]) if values else ()
+            for values in (truth.tokens, truth.logprobs, truth.tops)
+        )
+        num = len(path)
+    else:
+        path, num = (), _num_matches(guesses, truth.tokens)
+        tokens, logprobs, tops = truth.tokens[: num + 1], truth.logprobs[: num + 1], truth.tops[: num + 1]
     return Verdict(
-        span.seq_id,
-        tokens[: n + 1],
-        truth.logprobs[: n + 1],
-        truth.tops[: n + 1],
-        span.start + span.given + n,
-        len(draft),
-        n,
-        True,
-        truth.scores,
-        truth.score_tops,
-        span.drafter,
-        span.branch,
-    )
+        span.seq_id, tokens, logprobs, tops, span.start + span.given + num, len(guesses), num, True,
+        truth.scores, truth.score_tops, span.drafter, path, truth.candidates,
+    )  # fmt: skip
 
 
-def winning_branches(verdicts: list[Verdict]) -> list[Verdict]:
-    """One verdict per sequence: the branch with the most tokens wins, the first of equals.
+def _num_matches(guesses: tuple[int, ...], answers: tuple[int, ...]) -> int:
+    """How many leading guesses of a chain are right."""
+    num = 0
+    while num < len(guesses) and guesses[num] == answers[num]:
+        num += 1
+    return num
 
-    The guesses of the other branches are added to its `lost_guesses`.
+
+def _path(guesses: tuple[int, ...], parents: tuple[int, ...], answers: tuple[int, ...]) -> tuple[int, ...]:
+    """The right guesses of a tree, from the root on; of equal siblings the first.
+
+    `answers[0]` is the target model's token after the root, `answers[i + 1]` the one after guess i.
     """
-    best_of: dict[int, Verdict] = {}
-    for verdict in verdicts:
-        best = best_of.get(verdict.seq_id)
-        if best is None:
-            best_of[verdict.seq_id] = verdict
-            continue
-        winner, loser = (verdict, best) if len(verdict.tokens) > len(best.tokens) else (best, verdict)
-        drafter = winner.drafter or loser.drafter
-        lost = best.lost_guesses + loser.guessed
-        best_of[verdict.seq_id] = winner._replace(lost_guesses=lost, drafter=drafter)
-    return list(best_of.values())
+    children: dict[tuple[int, int], int] = {}
+    for i, edge in enumerate(zip(parents, guesses, strict=True)):
+        children.setdefault(edge, i)
+    path: list[int] = []
+    node = children.get((ROOT, answers[0]))
+    while node is not None:
+        path.append(node)
+        node = children.get((node, answers[node + 1]))
+    return tuple(path)
 
 
 def trust(proposal: Proposal, kv_len: int) -> Verdict:
@@ -68,4 +72,4 @@ def trust(proposal: Proposal, kv_len: int) -> Verdict:
     )
 
 
-__all__ = ["judge", "trust", "winning_branches"]
+__all__ = ["judge", "trust"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +19,16 @@ from samewise.execute.sampling import Sampler
 from samewise.execute.sampling_rows import LogitRows, SamplingRow, rows_of_spans
 from samewise.execute.staging import PassInputs
 from samewise.kernels.graph import CapturedGraph
-from samewise.types import Sampling, Span, TopLogprobs, Truth, Verdict
-from samewise.verify.judge import judge, winning_branches
+from samewise.types import Candidates, Sampling, Span, TopLogprobs, Truth, Verdict
+from samewise.verify.judge import judge
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class FrameResult(NamedTuple):
     """What a frame sampled and scored. On CUDA the host tensor is valid once the copy to it is done."""
 
-    packed: torch.Tensor  # [R, 2] int32 on the host: tokens, and the bits of their log-probabilities
+    packed: torch.Tensor  # [R, 2 + NUM_CANDIDATES] int32 on the host: see `Runner.frame_outputs`
     tops: dict[int, TopLogprobs]  # by row
     scores: list[float]  # of all targets, in the order of spans
     score_tops: list[TopLogprobs]
@@ -60,27 +62,43 @@ class FrameInFlight:
         packed = result.packed.numpy()
         tokens = packed[:, 0].tolist()
         logprobs = packed[:, 1].view(np.float32).tolist()
-        verdicts = _judge_all(self.spans, tokens, logprobs, result)
-        return winning_branches(verdicts) if len({v.seq_id for v in verdicts}) < len(verdicts) else verdicts
+        candidates = packed[:, 2:] if self._verifier.with_candidates else None
+        return _judge_all(self.spans, tokens, logprobs, result, candidates)
 
 
 class Verifier:
     """Runs frames over one runner.
 
+    `with_candidates`: verdicts carry the most probable next tokens of their rows, for proposers.
     `ahead`: a frame starts when it is launched, so that another may be launched behind it before its tokens
     are known to the host. Otherwise it runs when its verdicts are asked for. No bit depends on it.
     """
 
     @torch.inference_mode()
     def __init__(self, runner: Runner, sampler: Sampler, *, ahead: bool) -> None:
-        self.runner, self.sampler = runner, sampler
+        self.runner, self.sampler, self._with_candidates = runner, sampler, False
         self.cuda = runner.device.type == "cuda"
         self.ahead = ahead
         # Two, in turn: one frame's results may be read while the next one's are copied.
-        shape = (runner.widest, 2)
+        shape = runner.frame_outputs.shape
         self._hosts = [torch.empty(shape, dtype=torch.int32, pin_memory=self.cuda) for _ in range(2)]
         # On CUDA a frame's logits always lie in the same buffer, so greedy sampling of them is captured too.
         self._greedy: dict[tuple[int, bool], CapturedGraph[None]] = {}
+        self._capture()
+
+    @property
+    def with_candidates(self) -> bool:
+        """Whether verdicts carry candidates."""
+        return self._with_candidates
+
+    @with_candidates.setter
+    def with_candidates(self, wanted: bool) -> None:
+        if wanted != self._with_candidates:
+            self._with_candidates = wanted
+            self._capture()
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
         for inputs in self.empty_frames() if self.cuda else ():
             self._greedy[_shape_key(inputs)] = self._capture_greedy(inputs)
 
@@ -104,9 +122,6 @@ class Verifier:
     def run(self, spans: list[Span]) -> FrameResult:
         """One frame: logits, sampled tokens, top log-probabilities and scores of targets."""
         sampler, runner = self.sampler, self.runner
-        copies = [span.copy for span in spans if span.copy is not None]
-        if copies:
-            runner.store.copy(copies)
         inputs, keep = runner.stage_frame(spans, _rows_to_sample(spans) if runner.elastic else None)
         raw = runner.frame(inputs)
         logit_rows: LogitRows = (
@@ -123,7 +138,7 @@ class Verifier:
             self._sample(logits, sampled, inputs.keep)
         scores, score_tops = self._score(logits, spans, logit_rows) if has_targets else ([], [])
         tops = sampler.top(logits, [logit_rows[row] for row in rows], nums) if rows else []
-        # Tokens and log-probabilities in one copy: joining two on the host would have to wait for them.
+        # All in one copy: joining several on the host would have to wait for them.
         host = self._hosts[0][: inputs.num_rows]
         self._hosts.reverse()
         host.copy_(runner.frame_outputs[: inputs.num_rows], non_blocking=True)
@@ -139,6 +154,8 @@ class Verifier:
         at: slice | torch.Tensor = slice(output.tokens.shape[0]) if keep is None else keep
         self.runner.frame_outputs[at, 0] = output.tokens.to(torch.int32)
         self.runner.frame_outputs[at, 1] = output.logprobs.view(torch.int32)
+        if self._with_candidates:
+            self.runner.frame_outputs[at, 2:] = self.sampler.candidates(logits)
 
     def _score(
         self, logits: torch.Tensor, spans: list[Span], logit_rows: LogitRows
@@ -185,7 +202,7 @@ class Verifier:
         else:
             greedy()
         at = slice(len(block)) if keep is None else keep
-        return runner.frame_outputs[at].cpu()
+        return runner.frame_outputs[at, :2].cpu()
 
 
 def _shape_key(inputs: PassInputs) -> tuple[int, bool]:
@@ -222,15 +239,18 @@ def _top_rows(spans: list[Span]) -> tuple[list[int], list[int]]:
 
 
 def _judge_all(
-    spans: list[Span], tokens: list[int], logprobs: list[float], result: FrameResult
+    spans: list[Span], tokens: list[int], logprobs: list[float], result: FrameResult, ids: Ints | None
 ) -> list[Verdict]:
     verdicts: list[Verdict] = []
     first = first_score = 0
     for span in spans:
         end = first + len(span.inputs)
         begin = first + span.given - 1
+        candidates = None
+        if ids is not None and begin < end:
+            candidates = Candidates(span.inputs[span.given - 1 :], ids[begin:end])
         if span.sampling.top_logprobs is None and not span.targets:
-            truth = Truth(tuple(tokens[begin:end]), tuple(logprobs[begin:end]))
+            truth = Truth(tuple(tokens[begin:end]), tuple(logprobs[begin:end]), candidates=candidates)
         else:
             end_score = first_score + len(span.targets)
             truth = Truth(
@@ -239,6 +259,7 @@ def _judge_all(
                 _tops(span, range(begin, end), result),
                 tuple(result.scores[first_score:end_score]),
                 tuple(result.score_tops[first_score:end_score]),
+                candidates,
             )
             first_score = end_score
         verdicts.append(judge(span, truth))

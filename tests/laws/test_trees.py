@@ -1,0 +1,208 @@
+"""Laws 1 to 4 with draft trees: whichever path is accepted, and wherever it stands, no bit changes."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from law_helpers import (
+    CASES,
+    PAGE,
+    Case,
+    KnownAnswers,
+    other_requests,
+    random_prompt,
+    run_alone,
+    run_cases,
+    run_one,
+    run_reference,
+    run_references,
+    sampled,
+)
+
+from samewise.draft.base import Proposer
+from samewise.testing import Bushy, preempting
+from samewise.types import MAX_TREE_NODES, ROOT, Proposal
+
+
+class KnownTrees(Proposer):
+    """Trees `shape(right_tokens)`, a list of (token, parent), of up to `num` right tokens."""
+
+    name = "known"
+    wants_candidates = True
+
+    def __init__(self, known, *, num, shape):
+        self._known, self._num, self._shape = known, num, shape
+
+    def propose(self, asks):
+        proposals = []
+        for ask in asks:
+            right = tuple(self._known.continuation(ask)[: min(self._num, ask.room)])
+            if right:
+                tokens, parents = zip(*self._shape(right), strict=True)
+                proposals.append(Proposal(ask.seq_id, tokens, drafter=self.name, parents=parents))
+        return proposals
+
+
+def other(token, by=1):
+    return (token + by) % 256
+
+
+def wrong_chain_first(right):
+    """A wrong chain, then the right one: its KV has to be moved."""
+    num = len(right)
+    wrong = [(other(token), i - 1) for i, token in enumerate(right)]
+    return [*wrong, *((token, ROOT if i == 0 else num + i - 1) for i, token in enumerate(right))]
+
+
+def siblings_everywhere(right):
+    """After each right node two wrong ones, before it another wrong one."""
+    nodes, parent = [], ROOT
+    for token in right:
+        nodes += [(other(token), parent), (token, parent), (other(token, 2), parent), (other(token, 3), parent)]
+        parent = len(nodes) - 3
+    return nodes
+
+
+def level_by_level(right):
+    """All nodes of one level, then those of the next, as a breadth-first tree has them."""
+    nodes, parent = [], ROOT
+    for token in right:
+        start = len(nodes)
+        nodes += [(other(token), parent), (other(token, 2), parent), (token, parent)]
+        parent = start + 2
+    return nodes
+
+
+def leaves_only(right):
+    """Many first tokens, the right one last."""
+    return [(other(right[0], i), ROOT) for i in range(5, 0, -1)] + [(right[0], ROOT)]
+
+
+def wrong_everywhere(right):
+    return [(other(right[0]), ROOT), (other(right[0], 2), ROOT), (right[-1], 0), (other(right[0], 3), 1)]
+
+
+def random_shape(right):
+    """Right and wrong nodes in any order, some of them far from where they belong."""
+    pick = random.Random(sum(right))
+    nodes, at = [], ROOT
+    todo = list(right)
+    while todo and len(nodes) < 20:
+        if pick.random() < 0.4:
+            nodes.append((todo[0], at))
+            at = len(nodes) - 1
+            todo.pop(0)
+        else:
+            parent = pick.choice([ROOT, *range(len(nodes))])
+            nodes.append((pick.randrange(256), parent))
+    return nodes
+
+
+SHAPES = [wrong_chain_first, siblings_everywhere, level_by_level, leaves_only, wrong_everywhere, random_shape]
+LONG = [replace(case, max_tokens=40) for case in CASES if case.prompt_logprobs is None]
+
+
+def known_trees(cases, expected, **settings):
+    known = KnownAnswers.of(cases, expected)
+    return lambda _: KnownTrees(known, **settings)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_output_is_the_same_whichever_path_is_accepted(setup, shape):
+    cases = LONG[::3]
+    expected = run_references(setup, cases)
+    for run in (run_alone, run_cases):
+        engine = setup.engine(known_trees(cases, expected, num=5, shape=shape))
+        assert run(engine, cases) == expected
+    drafter = engine.scheduler.counters.drafters["known"]
+    assert (drafter.accepted > 0) == (shape is not wrong_everywhere)
+    assert engine.scheduler.counters.rolled_back > 0
+
+
+@pytest.mark.parametrize("length", range(PAGE - 6, PAGE + 3))
+def test_a_tree_across_a_page_border_changes_nothing(basic, length):
+    case = Case("border", random_prompt(length, 9), sampled(4), max_tokens=2 * PAGE)
+    expected = run_reference(basic, case)
+    engine = basic.engine(known_trees([case], [expected], num=7, shape=wrong_chain_first))
+    assert run_one(engine, case) == expected
+    assert engine.scheduler.counters.accepted > 2 * 7
+
+
+def test_moved_pages_are_canonical(basic):
+    """They enter the prefix index and are read by later requests."""
+    case = Case("first", random_prompt(20, 5), max_tokens=3 * PAGE)
+    expected = run_reference(basic, case)
+    engine = basic.engine(known_trees([case], [expected], num=6, shape=wrong_chain_first))
+    run_one(engine, case)
+    longer = Case("second", (*case.prompt, *expected.tokens), max_tokens=8)
+    output = run_one(engine, longer)
+    assert output.num_cached >= 4 * PAGE
+    assert output == run_reference(basic, longer)
+
+
+@pytest.mark.parametrize("num_pages", [6, 9, 12])
+def test_trees_are_smaller_where_pages_run_out(basic, num_pages):
+    cases = [Case(f"tight-{i}", random_prompt(9, i), sampled(i), max_tokens=50) for i in range(3)]
+    expected = run_references(basic, cases)
+    engine = basic.engine(known_trees(cases, expected, num=6, shape=siblings_everywhere), num_pages=num_pages)
+    assert run_cases(engine, cases) == expected
+    assert engine.scheduler.counters.accepted > 0
+
+
+@pytest.mark.parametrize("shape", [siblings_everywhere, wrong_chain_first])
+def test_trees_at_the_context_limit_change_nothing(basic, shape):
+    """Nodes lie in slots beyond the last position a sequence can have."""
+    case = Case("limit", random_prompt(9, 3), sampled(7), max_tokens=500)
+    limits = {"max_model_len": 3 * PAGE}
+    expected = run_reference(basic, case, **limits)
+    assert len(case.prompt) + len(expected.tokens) == 3 * PAGE
+    engine = basic.engine(known_trees([case], [expected], num=9, shape=shape), **limits)
+    assert run_one(engine, case) == expected
+
+
+def test_the_largest_trees_change_nothing(basic):
+    """As many nodes as a tree may have, and more, which are dropped."""
+    cases = LONG[:3]
+    expected = run_references(basic, cases)
+
+    def huge(right):
+        nodes = siblings_everywhere(right)
+        return nodes + [(i % 256, i % len(nodes)) for i in range(2 * MAX_TREE_NODES)]
+
+    engine = basic.engine(known_trees(cases, expected, num=12, shape=huge))
+    assert run_cases(engine, cases) == expected
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_preemption_and_aborts_beside_trees_change_nothing(basic, seed):
+    cases = LONG[:6]
+    expected = run_references(basic, cases)
+    engine = basic.engine(lambda parts: Bushy(parts, scale=0.5, num=5, seed=seed), num_pages=60)
+    others = [case.add(engine) for case in other_requests(3)]
+
+    def abort_one(engine, step_index):
+        if step_index % 7 == seed and others:
+            engine.abort(others.pop())
+
+    assert run_cases(engine, cases, step=lambda e: preempting(e, seed), after=abort_one) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents"),
+    [
+        ((1,), (5,)),
+        ((1,), (-7,)),
+        ((1, 2), (1, ROOT)),
+        ((10**9,), (ROOT,)),
+        ((-4,), (ROOT,)),
+        (tuple(range(200)), (ROOT,) * 200),
+        (tuple(range(200)), tuple(range(-1, 199))),
+    ],
+)
+def test_invalid_nodes_are_dropped(basic, tokens, parents):
+    case = Case("invalid", random_prompt(9), max_tokens=12)
+    expected = run_reference(basic, case)
+    engine = basic.engine(
+        known_trees([case], [expected], num=4, shape=lambda _: list(zip(tokens, parents, strict=True)))
+    )
+    assert run_one(engine, case) == expected
