@@ -58,7 +58,12 @@ def siblings_everywhere(right):
     """After each right node two wrong ones, before it another wrong one."""
     nodes, parent = [], ROOT
     for token in right:
-        nodes += [(other(token), parent), (token, parent), (other(token, 2), parent), (other(token, 3), parent)]
+        nodes += [
+            (other(token), parent),
+            (token, parent),
+            (other(token, 2), parent),
+            (other(token, 3), parent),
+        ]
         parent = len(nodes) - 3
     return nodes
 

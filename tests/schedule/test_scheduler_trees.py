@@ -93,9 +93,7 @@ def test_an_invalid_node_is_dropped_with_all_that_follows_it() -> None:
     engine = engine_with_read_prompt(3, vocab=VOCAB)
     (span,) = next_frame(
         engine,
-        lambda ask: Proposal(
-            ask.seq_id, (1, VOCAB, 2, -1, 3, 4, 2), parents=(ROOT, ROOT, 1, 0, 3, 0, 9)
-        ),
+        lambda ask: Proposal(ask.seq_id, (1, VOCAB, 2, -1, 3, 4, 2), parents=(ROOT, ROOT, 1, 0, 3, 0, 9)),
     )
     assert span.inputs[span.given :] == (1, 4)
     assert span.parents == ()
@@ -132,9 +130,14 @@ def test_trees_use_only_free_pages() -> None:
 
 def test_siblings_of_one_token_count_once() -> None:
     engine = engine_with_read_prompt(3)
-    (span,) = next_frame(engine, lambda ask: Proposal(
-        ask.seq_id, (right_tokens(ask, 1)[0],) * 2 + tuple(right_tokens(ask, 2)[1:]), parents=(ROOT, ROOT, 1)
-    ))
+    (span,) = next_frame(
+        engine,
+        lambda ask: Proposal(
+            ask.seq_id,
+            (right_tokens(ask, 1)[0],) * 2 + tuple(right_tokens(ask, 2)[1:]),
+            parents=(ROOT, ROOT, 1),
+        ),
+    )
     assert len(span.parents) == 3
     (delta,) = engine.land()
     assert delta.accepted == 1  # the first of equal siblings, which has no child

@@ -117,4 +117,12 @@ def clear_draft(seq: Sequence) -> None:
     seq.drafter, seq.drafting, seq.ready_since = "", False, None
 
 
-__all__ = ["append_tokens", "burst_room", "clear_draft", "draft_room", "extend_draft", "node_room", "path_tokens"]
+__all__ = [
+    "append_tokens",
+    "burst_room",
+    "clear_draft",
+    "draft_room",
+    "extend_draft",
+    "node_room",
+    "path_tokens",
+]

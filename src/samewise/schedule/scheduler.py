@@ -19,7 +19,14 @@ from dataclasses import dataclass, field
 from samewise.counters import Counters
 from samewise.errors import InvariantBroken, QueueFull
 from samewise.kv.prefix import PrefixIndex
-from samewise.schedule.drafts import append_tokens, burst_room, clear_draft, draft_room, extend_draft, node_room
+from samewise.schedule.drafts import (
+    append_tokens,
+    burst_room,
+    clear_draft,
+    draft_room,
+    extend_draft,
+    node_room,
+)
 from samewise.schedule.limits import Limits
 from samewise.schedule.order import frame_due, serving_order
 from samewise.schedule.paging import Paging

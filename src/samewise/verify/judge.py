@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from samewise.types import ROOT, Proposal, Span, Truth, Verdict
+
+T = TypeVar("T")
 
 
 def judge(span: Span, truth: Truth) -> Verdict:
@@ -14,23 +18,21 @@ def judge(span: Span, truth: Truth) -> Verdict:
     `truth` starts at the span's last given row, the first whose next token is not known. A span that ends
     inside the given tokens (a prompt chunk) has no such row: it commits KV and no token.
     """
-    rows = len(span.inputs)
-    if rows == span.given:  # no draft: one token
+    num_rows = len(span.inputs)
+    if num_rows == span.given:  # no draft: one token
         return Verdict(
-            span.seq_id, truth.tokens, truth.logprobs, truth.tops, span.start + rows, 0, 0, True,
+            span.seq_id, truth.tokens, truth.logprobs, truth.tops, span.start + num_rows, 0, 0, True,
             truth.scores, truth.score_tops, candidates=truth.candidates,
         )  # fmt: skip
-    if rows < span.given:
-        return Verdict(span.seq_id, (), (), (), span.start + rows, 0, 0, True, truth.scores, truth.score_tops)
+    if num_rows < span.given:
+        return Verdict(
+            span.seq_id, (), (), (), span.start + num_rows, 0, 0, True, truth.scores, truth.score_tops
+        )
     guesses = span.inputs[span.given :]
     if span.parents:
         path = _path(guesses, span.parents, truth.tokens)
-        answers = (0, *[node + 1 for node in path])
-        tokens, logprobs, tops = (
-            tuple([values[i] for i in answers]) if values else ()
-            for values in (truth.tokens, truth.logprobs, truth.tops)
-        )
-        num = len(path)
+        rows, num = (0, *[node + 1 for node in path]), len(path)
+        tokens, logprobs, tops = _at(truth.tokens, rows), _at(truth.logprobs, rows), _at(truth.tops, rows)
     else:
         path, num = (), _num_matches(guesses, truth.tokens)
         tokens, logprobs, tops = truth.tokens[: num + 1], truth.logprobs[: num + 1], truth.tops[: num + 1]
@@ -38,6 +40,11 @@ def judge(span: Span, truth: Truth) -> Verdict:
         span.seq_id, tokens, logprobs, tops, span.start + span.given + num, len(guesses), num, True,
         truth.scores, truth.score_tops, span.drafter, path, truth.candidates,
     )  # fmt: skip
+
+
+def _at(values: tuple[T, ...], rows: tuple[int, ...]) -> tuple[T, ...]:
+    """The values of these rows; none where there are none."""
+    return tuple([values[row] for row in rows]) if values else ()
 
 
 def _num_matches(guesses: tuple[int, ...], answers: tuple[int, ...]) -> int:

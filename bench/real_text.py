@@ -1,0 +1,213 @@
+"""Speculation on real questions: tokens per second of proposers beside `none`, by load and by kind.
+
+    python bench/real_text.py --model FOLDER --questions FILE.jsonl [--draft-model FOLDER] [--live 1 8 32]
+        [--proposers none auto model skip auto+model] [--per-kind 3] [--max-tokens 256] [--out FILE.json]
+
+A line of the questions' file has `category` and `turns`, as in Spec-Bench; the first turn is asked, greedily.
+For each load the proposers run one after the other, `none` first and last, each in a fresh engine without a
+prefix cache, so that no answer is seen twice. `auto+model` is `auto` with the draft model. Tokens and
+log-probabilities of every answer are compared with those of `none` at the first load. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samewise.config import EngineConfig
+from samewise.engine import Engine
+from samewise.execute.load import Loaded, load
+from samewise.testing import submit
+from samewise.types import Sampling
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request's output, and when it began and ended."""
+
+    kind: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[str] = field(default_factory=list)
+    began: float = 0.0
+    ended: float = 0.0
+    frames: int = 0
+
+    @property
+    def bits(self) -> tuple[list[int], list[str]]:
+        """What must not depend on proposer or load."""
+        return self.tokens, self.logprobs
+
+
+def read_questions(path: Path, per_kind: int) -> list[tuple[str, str]]:
+    """(kind, text) of the first questions of each kind, kinds in turn."""
+    by_kind: dict[str, list[str]] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        question = json.loads(line)
+        by_kind[question["category"]].append(question["turns"][0])
+    return [(kind, texts[i]) for i in range(per_kind) for kind, texts in by_kind.items() if i < len(texts)]
+
+
+def answer_all(engine: Engine, prompts: list[tuple[str, list[int]]], max_tokens: int) -> list[Answer]:
+    """Ask all questions at once; as many run at a time as the engine admits."""
+    sampling = Sampling(stop_ids=engine.loaded.eos_ids)
+    answers: dict[int, Answer] = {}
+    for kind, prompt in prompts:
+        answers[submit(engine, prompt, sampling, max_tokens=max_tokens)] = Answer(kind)
+    while not engine.idle:
+        deltas, now = engine.step(), time.perf_counter()
+        for delta in deltas:
+            answer = answers[delta.request_id]
+            answer.began = answer.began or now
+            answer.ended = now
+            answer.tokens += delta.tokens
+            answer.logprobs += [value.hex() for value in delta.logprobs]
+            answer.frames += delta.frames
+    return list(answers.values())
+
+
+def run(
+    loaded: Loaded, settings: dict[str, Any], prompts: list[tuple[str, list[int]]], max_tokens: int
+) -> Any:
+    """A fresh engine, warmed up on text that is in no question, timed over all of them."""
+    config = EngineConfig.of(**settings)
+    began = time.perf_counter()
+    engine = Engine(loaded, config)
+    engine.proposer.warm(config.max_num_seqs)
+    built = time.perf_counter() - began
+    warm_up = [("", [1 + (7 * i + 13 * j) % 1000 for j in range(64)]) for i in range(config.max_num_seqs)]
+    answer_all(engine, warm_up, 48)
+    engine.proposer.renew("after warming up")  # drops what was learned of the text
+    frames = engine.stats()["frames"]
+    began = time.perf_counter()
+    answers = answer_all(engine, prompts, max_tokens)
+    seconds = time.perf_counter() - began
+    stats = engine.stats()
+    num = sum(len(answer.tokens) for answer in answers)
+    result = {
+        "tokens": num, "seconds": seconds, "rate": num / seconds, "built": built,
+        "tokens_per_frame": num / sum(answer.frames for answer in answers),
+        "frames": stats["frames"] - frames, "kinds": by_kind(answers), "stats": stats,
+    }  # fmt: skip
+    del engine
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return result, answers
+
+
+def by_kind(answers: list[Answer]) -> dict[str, dict[str, float]]:
+    """Mean tokens per second after the first token, and tokens per frame, of each kind's requests."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    tokens: dict[str, int] = defaultdict(int)
+    frames: dict[str, int] = defaultdict(int)
+    for answer in answers:
+        if answer.ended > answer.began:
+            rates[answer.kind].append((len(answer.tokens) - 1) / (answer.ended - answer.began))
+        tokens[answer.kind] += len(answer.tokens)
+        frames[answer.kind] += answer.frames
+    return {
+        kind: {"rate": statistics.mean(rates[kind] or [0.0]), "tokens_per_frame": tokens[kind] / frames[kind]}
+        for kind in tokens
+    }
+
+
+def settings_of(args: argparse.Namespace, proposer: str, live: int) -> dict[str, Any]:
+    """The engine's settings for one column of the table."""
+    name, _, draft = proposer.partition("+")
+    settings: dict[str, Any] = {
+        "model": str(args.model), "proposer": name, "max_num_seqs": live, "enable_prefix_caching": False,
+        "max_model_len": args.max_model_len,
+    }  # fmt: skip
+    if draft == "model" or name == "model":
+        settings["draft_model"] = str(args.draft_model)
+    return settings
+
+
+def print_load(live: int, results: dict[str, Any]) -> None:
+    """The table of one load."""
+    base = statistics.mean(r["rate"] for name, r in results.items() if name.startswith("none"))
+    print(f"\n{live} live" + " " * 22 + "tok/s  ratio  tokens/frame  differ  start s")
+    for name, r in results.items():
+        print(
+            f"  {name:24} {r['rate']:8.0f} {r['rate'] / base:6.3f} {r['tokens_per_frame']:12.3f} "
+            f"{r['differ']:6d} {r['built']:8.1f}"
+        )
+    kinds = results["none"]["kinds"]
+    names = [name for name in results if not name.startswith("none")]
+    print("  ratio of a request's tokens/s to none's (tokens per frame), by kind: " + ", ".join(names))
+    for kind, plain in kinds.items():
+        cells = [
+            f"{results[n]['kinds'][kind]['rate'] / max(plain['rate'], 1e-9):5.2f} "
+            f"({results[n]['kinds'][kind]['tokens_per_frame']:4.2f})"
+            for n in names
+        ]
+        print(f"    {kind:22} " + "  ".join(cells))
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--draft-model")
+    parser.add_argument("--questions", type=Path, required=True)
+    parser.add_argument("--live", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--proposers", nargs="+", default=["none", "auto"])
+    parser.add_argument("--per-kind", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if any("model" in name for name in args.proposers) and not args.draft_model:
+        parser.error("the proposer model needs --draft-model")
+    return args
+
+
+def main() -> None:
+    """Run all loads and proposers."""
+    args = parse()
+    loaded = load(EngineConfig.of(model=str(args.model)))
+    prompts = [
+        (kind, encode(loaded, text, args.max_model_len - args.max_tokens))
+        for kind, text in read_questions(args.questions, args.per_kind)
+    ]
+    expected: list[Any] | None = None
+    report: dict[str, Any] = {}
+    names = [name for name in args.proposers if name != "none"]
+    for live in args.live:
+        results: dict[str, Any] = {}
+        for name in ["none", *names, "none again"]:
+            settings = settings_of(args, name.split()[0], live)
+            print(f"{live} live, {name} ...", flush=True)
+            results[name], answers = run(loaded, settings, prompts, args.max_tokens)
+            bits = [answer.bits for answer in answers]
+            expected = expected or bits
+            results[name]["differ"] = sum(a != b for a, b in zip(bits, expected, strict=True))
+        print_load(live, results)
+        report[str(live)] = results
+    if args.out:
+        args.out.write_text(json.dumps(report, default=str))
+    short = {
+        live: {name: {k: r[k] for k in ("rate", "tokens_per_frame", "differ")} for name, r in results.items()}
+        for live, results in report.items()
+    }
+    print(json.dumps({"real_text": short}))
+
+
+def encode(loaded: Loaded, text: str, max_len: int) -> list[int]:
+    """A question as a chat prompt's token ids."""
+    messages = [{"role": "user", "content": text}]
+    encoded = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])[-max_len:]
+
+
+if __name__ == "__main__":
+    main()
