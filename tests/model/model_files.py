@@ -6,7 +6,7 @@ import pytest
 VOCAB, HIDDEN, HEADS, KV_HEADS, LAYERS, INNER = 64, 64, 4, 2, 2, 96
 
 
-def write_gguf(path, *, tied=True, skip=(), extra=()):
+def write_gguf(path, *, tied=True, skip=(), extra=(), pre="smollm"):
     """A tiny random llama with a byte-level vocabulary, its MLPs in 4 bits.
 
     `skip` leaves tensors out; `extra` adds others by name and shape.
@@ -25,7 +25,7 @@ def write_gguf(path, *, tied=True, skip=(), extra=()):
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_vocab_size(VOCAB)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     tokens = [
         "<|unk|>",
         "<|start|>",

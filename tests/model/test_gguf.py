@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from samewise.errors import MachineError, UnsupportedModel
 from samewise.model import gguf as gguf_module
+from samewise.model.gguf_file import write_outline
+from samewise.model.gguf_weights import LIMITS, unpack
 from samewise.model.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -95,3 +97,56 @@ def test_unreadable_gguf_file_is_refused(tmp_path, cache):
     with pytest.raises(UnsupportedModel, match="not a readable GGUF"):
         resolve(str(tmp_path / "a.gguf"))
     assert leftovers(cache / "models" / "any") == []
+
+
+def test_file_cut_short_is_refused(gguf_file, tmp_path):
+    whole = gguf_file.read_bytes()
+    for length in (6, 100, len(whole) - 1):
+        (tmp_path / "a.gguf").write_bytes(whole[:length])
+        with pytest.raises(UnsupportedModel, match="not a readable GGUF"):
+            gguf_module.read(tmp_path / "a.gguf")
+
+
+def test_header_agrees_with_the_package_gguf(gguf_file):
+    import gguf
+
+    theirs, ours = gguf.GGUFReader(gguf_file), gguf_module.read(gguf_file)
+    assert list(ours.fields) == [name for name in theirs.fields if not name.startswith("GGUF.")]
+    for name, value in ours.fields.items():
+        assert value == theirs.get_field(name).contents()
+    for mine, tensor in zip(ours.tensors, theirs.tensors, strict=True):
+        assert (mine.name, mine.shape) == (tensor.name, tuple(reversed(tensor.shape.tolist())))
+        assert mine.data.tobytes() == tensor.data.tobytes()
+
+
+def test_outline_holds_the_fields_and_one_zero_per_tensor(gguf_file, tmp_path):
+    file = gguf_module.read(gguf_file)
+    write_outline(tmp_path / "a.gguf", file, skip={"tokenizer.ggml.tokens"}, numbers={"llama.extra": 7})
+    outline = gguf_module.read(tmp_path / "a.gguf")
+    kept = {name: value for name, value in file.fields.items() if name != "tokenizer.ggml.tokens"}
+    assert outline.fields == kept | {"llama.extra": 7}
+    assert [(t.name, t.shape) for t in outline.tensors] == [(t.name, (1,)) for t in file.tensors]
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+def test_unpacked_weights_do_not_depend_on_the_chunks(kind, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[kind]
+    values = np.random.default_rng(0).standard_normal((3, LIMITS.chunk // 2 + 32), dtype=np.float32)
+    packed = gguf.quants.quantize(values, kind)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tensor("a", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file(progress=False)
+    writer.close()
+    (tensor,) = gguf_module.read(tmp_path / "a.gguf").tensors
+    assert np.array_equal(unpack(tensor), gguf.dequantize(packed, kind))
+
+
+def test_qwen_vocabulary_composes_characters_and_is_not_taken_for_an_old_mistral(tmp_path):
+    path = resolve(str(write_gguf(tmp_path / "a.gguf", pre="qwen2"))).path
+    fields = json.loads((path / "tokenizer.json").read_text())
+    assert fields["normalizer"] == {"type": "NFC"}
+    assert [cut["type"] for cut in fields["pre_tokenizer"]["pretokenizers"]] == ["Split", "ByteLevel"]
+    assert json.loads((path / "config.json").read_text())["transformers_version"] == "5.0.0"

@@ -5,16 +5,17 @@ is refused. Names, caches and downloads are handled elsewhere.
 """
 
 import json
-import sys
 from collections import Counter
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samewise.errors import MachineError, UnsupportedModel
+from samewise.model.gguf_file import GGUFFile, read_header, write_outline
+from samewise.model.gguf_weights import Layout, write_weights
 
 if TYPE_CHECKING:
-    import torch
-    from gguf import GGUFReader
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
@@ -26,148 +27,166 @@ SPECIAL_KEYS = {
     "pad_token": "padding_token_id",
     "unk_token": "unknown_token_id",
 }
-SPLITS_DIGITS = {"gpt-2": False, "smollm": True}  # the byte-level vocabularies built here, by `ggml.pre`
+LONG_FIELDS = {f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type")}
+WRITTEN_BY = "5.0.0"
+"""The version of transformers named in config.json, the same whichever is installed. Without one transformers
+takes every tokenizer of more than 100,000 tokens for an old Mistral one and warns of its pattern."""
 CONTROL, USER_DEFINED = 3, 4  # token types in `ggml.token_type`
 
 
-def convert(gguf: Path, reader: "GGUFReader", folder: Path) -> None:
+@dataclass(frozen=True)
+class Words:
+    """How a byte-level vocabulary cuts text before merging, and whether it composes characters first."""
+
+    pattern: str | None = None  # None: GPT-2's own
+    split_digits: bool = False
+    compose: bool = False  # Unicode NFC
+
+
+WORDS = {
+    "gpt-2": Words(),
+    "smollm": Words(split_digits=True),
+    "qwen2": Words(
+        pattern=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+",
+        compose=True,
+    ),
+}
+"""The byte-level vocabularies built here, by `tokenizer.ggml.pre`."""
+
+
+def convert(gguf: Path, file: GGUFFile, folder: Path) -> None:
     """Write config, weights, tokenizer and generation config of `gguf`, as read by `read`, into `folder`.
 
     The same file gives the same bytes with every supported version of transformers. Raises UnsupportedModel
-    for a file that transformers cannot express, OSError or SafetensorError for a full disk.
+    for a file that transformers cannot express, OSError for a full disk.
     """
-    config = _config(gguf, reader)
-    tensors = _tensors(gguf, reader, config)
-    _write_config(folder, config, reader)
-    _write_generation_config(folder, config, reader)
-    _write_tokenizer(folder, gguf, config, reader)
-    _write_weights(folder, tensors)
+    outline = folder / "outline.gguf"
+    _write_outline(outline, file)
+    config = _config(outline, file)
+    layout = Layout(file, config, _own_fields(outline))
+    outline.unlink()
+    _write_config(folder, config, file)
+    _write_generation_config(folder, config, file)
+    _write_tokenizer(folder, gguf, config, file)
+    write_weights(folder / "model.safetensors", file, layout)
 
 
-def unpacked_bytes(reader: "GGUFReader") -> int:
+def unpacked_bytes(file: GGUFFile) -> int:
     """Bytes of disk `convert` needs: 4 per weight, and 32 MiB for the tokenizer and the rest."""
-    return sum(int(tensor.n_elements) for tensor in reader.tensors) * 4 + (32 << 20)
+    return sum(tensor.num_elements for tensor in file.tensors) * 4 + (32 << 20)
 
 
-def read(gguf: Path) -> "GGUFReader":
-    """The file's metadata and its tensors, still packed. Takes seconds for a large vocabulary."""
+def read(gguf: Path) -> GGUFFile:
+    """The file's metadata and its tensors, still packed."""
     try:
-        from gguf import GGUFReader
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError:
         raise MachineError(
             f"reading {gguf} needs the package 'gguf', which is not installed; run: pip install gguf"
         ) from None
+
+    def num_bytes(kind: int, shape: tuple[int, ...]) -> int:
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        return int(prod(shape) // block * size)
+
     try:
-        return GGUFReader(gguf)
-    except (ValueError, IndexError) as error:
+        return read_header(gguf, num_bytes)
+    except ValueError as error:
         raise UnsupportedModel(
             f"{gguf} is not a readable GGUF file ({error}); download it again", param="model"
         ) from error
 
 
-def _field(reader: "GGUFReader", name: str) -> Any:
-    """The value of a metadata field; None if the file does not have it."""
-    field = reader.get_field(name)
-    return None if field is None else field.contents()
+def _write_outline(outline: Path, file: GGUFFile) -> None:
+    """The file without its vocabulary and weights: transformers reads it for the config in no time."""
+    from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
+
+    arch = file.fields.get("general.architecture")
+    # Of an architecture without the key `vocab_size` transformers counts the tokens instead.
+    counted = "vocab_size" not in GGUF_TO_TRANSFORMERS_MAPPING["config"].get(arch, {})
+    write_outline(
+        outline,
+        file,
+        skip=LONG_FIELDS - ({"tokenizer.ggml.tokens"} if counted else set()),
+        numbers={} if counted else {f"{arch}.vocab_size": len(file.fields.get("tokenizer.ggml.tokens", ()))},
+    )
 
 
-def _config(gguf: Path, reader: "GGUFReader") -> "PretrainedConfig":
+def _own_fields(outline: Path) -> dict[str, Any]:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    fields: dict[str, Any] = load_gguf_checkpoint(str(outline))["config"]
+    return fields
+
+
+def _config(outline: Path, file: GGUFFile) -> "PretrainedConfig":
     from transformers import AutoConfig
 
-    if _field(reader, "split.count") not in {None, 0, 1}:
+    if file.fields.get("split.count") not in {None, 0, 1}:
         raise UnsupportedModel(
-            f"{gguf} is one part of several; join them first: llama-gguf-split --merge", param="model"
+            f"{file.path} is one part of several; join them first: llama-gguf-split --merge", param="model"
         )
+    arch = file.fields.get("general.architecture")
     try:
-        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    except (ValueError, KeyError, NotImplementedError) as error:
-        arch = _field(reader, "general.architecture")
+        config = AutoConfig.from_pretrained(outline.parent, gguf_file=outline.name, local_files_only=True)
+    except (ValueError, KeyError, IndexError, NotImplementedError) as error:
         raise UnsupportedModel(
-            f"{gguf}: transformers cannot read GGUF files of architecture {arch!r} ({error}); "
+            f"{file.path}: transformers cannot read GGUF files of architecture {arch!r} ({error}); "
             "use the model's safetensors checkpoint",
             param="model",
         ) from error
-    scaling = _field(reader, f"{_field(reader, 'general.architecture')}.rope.scaling.type")
+    scaling = file.fields.get(f"{arch}.rope.scaling.type")
     if (
         scaling not in {None, "none"}
         and (config.rope_parameters or {}).get("rope_type", "default") == "default"
     ):
         raise UnsupportedModel(
-            f"{gguf}: its RoPE scaling {scaling!r} would be lost; use the model's safetensors checkpoint",
+            f"{file.path}: its RoPE scaling {scaling!r} would be lost; "
+            "use the model's safetensors checkpoint",
             param="model",
         )
     return config
 
 
-def _tensors(gguf: Path, reader: "GGUFReader", config: "PretrainedConfig") -> "dict[str, torch.Tensor]":
-    """Every tensor of the file under its transformers name, in float32: exactly the model's."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Not from_pretrained: newer versions of transformers may keep the blocks packed and fetch kernels.
-    tensors: dict[str, torch.Tensor] = load_gguf_checkpoint(
-        str(gguf), return_tensors=True, model_to_load=model
-    )["tensors"]
-    if len(tensors) != len(reader.tensors):
-        raise UnsupportedModel(
-            f"{gguf}: {len(reader.tensors) - len(tensors)} of its tensors (scaled RoPE tables, say) have no "
-            f"place in transformers' {config.model_type}; use the model's safetensors checkpoint",
-            param="model",
-        )
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        for name in set(model.all_tied_weights_keys) - set(tensors):
-            del expected[name]
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    names = expected.keys() | shapes.keys()
-    if wrong := sorted(name for name in names if expected.get(name) != shapes.get(name)):
-        raise UnsupportedModel(
-            f"{gguf}: tensors missing or of another shape than {config.model_type}'s: {wrong[:5]}",
-            param="model",
-        )
-    return {name: tensor.to(torch.float32).contiguous() for name, tensor in sorted(tensors.items())}
-
-
-def _dtype(reader: "GGUFReader") -> str:
+def _dtype(file: GGUFFile) -> str:
     """The checkpoint's dtype, which `dtype="auto"` uses on CUDA: that of most weights in the file."""
-    sizes: Counter[str] = Counter()
-    for tensor in reader.tensors:
-        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
-    return DTYPES.get(sizes.most_common(1)[0][0], "bfloat16")
+    from gguf import GGMLQuantizationType
+
+    sizes: Counter[int] = Counter()
+    for tensor in file.tensors:
+        sizes[tensor.type] += tensor.num_elements
+    return DTYPES.get(GGMLQuantizationType(sizes.most_common(1)[0][0]).name, "bfloat16")
 
 
-def _write_config(folder: Path, config: "PretrainedConfig", reader: "GGUFReader") -> None:
+def _write_config(folder: Path, config: "PretrainedConfig", file: GGUFFile) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     fields = {k: v for k, v in config.to_diff_dict().items() if k != "transformers_version" and k[0] != "_"}
     fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    fields["dtype"] = _dtype(reader)
+    fields["dtype"] = _dtype(file)
+    fields["transformers_version"] = WRITTEN_BY
     _write_json(folder / "config.json", fields)
 
 
-def _write_generation_config(folder: Path, config: "PretrainedConfig", reader: "GGUFReader") -> None:
-    ends = [_field(reader, f"tokenizer.ggml.{key}") for key in END_KEYS]
+def _write_generation_config(folder: Path, config: "PretrainedConfig", file: GGUFFile) -> None:
+    ends = [file.fields.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ids = list(dict.fromkeys(int(end) for end in (*ends, *own) if end is not None))
     fields = {
-        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
+        "bos_token_id": file.fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ids[0] if len(ids) == 1 else ids or None,
-        "pad_token_id": _field(reader, "tokenizer.ggml.padding_token_id"),
+        "pad_token_id": file.fields.get("tokenizer.ggml.padding_token_id"),
     }
     _write_json(folder / "generation_config.json", {k: v for k, v in fields.items() if v is not None})
 
 
-def _write_tokenizer(folder: Path, gguf: Path, config: "PretrainedConfig", reader: "GGUFReader") -> None:
+def _write_tokenizer(folder: Path, gguf: Path, config: "PretrainedConfig", file: GGUFFile) -> None:
     from transformers import AutoTokenizer
 
-    if (
-        _field(reader, "tokenizer.ggml.model") == "gpt2"
-        and _field(reader, "tokenizer.ggml.pre") in SPLITS_DIGITS
-    ):
-        backend = _byte_level(reader, split_digits=SPLITS_DIGITS[_field(reader, "tokenizer.ggml.pre")])
+    words = WORDS.get(file.fields.get("tokenizer.ggml.pre", ""))
+    if file.fields.get("tokenizer.ggml.model") == "gpt2" and words is not None:
+        backend = _byte_level(file, words)
     else:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
         backend = tokenizer.backend_tokenizer
@@ -178,53 +197,60 @@ def _write_tokenizer(folder: Path, gguf: Path, config: "PretrainedConfig", reade
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     # By id, from the file: transformers 5.17 returns the start token as the end token.
-    tokens = _field(reader, "tokenizer.ggml.tokens")
+    tokens = file.fields["tokenizer.ggml.tokens"]
     for name, key in SPECIAL_KEYS.items():
-        if (index := _field(reader, f"tokenizer.ggml.{key}")) is not None:
+        if (index := file.fields.get(f"tokenizer.ggml.{key}")) is not None:
             fields[name] = tokens[index]
     _write_json(folder / "tokenizer_config.json", fields)
-    if template := _field(reader, "tokenizer.chat_template"):
+    if template := file.fields.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _byte_level(reader: "GGUFReader", *, split_digits: bool) -> "Tokenizer":
+def _byte_level(file: GGUFFile, words: Words) -> "Tokenizer":
     """A byte-level BPE from the file's tokens and merges.
 
     transformers chooses a tokenizer by architecture instead, differently in every version, and without the
-    digit splitting of some models, which decides how spaces before a number are cut.
+    digit splitting of some models, which decides how spaces before a number are cut, or the composition of
+    characters of others.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+    )
 
-    tokens: list[str] = _field(reader, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in _field(reader, "tokenizer.ggml.merges")]
+    tokens: list[str] = file.fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in file.fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words]) if split_digits else words
+    if words.compose:
+        tokenizer.normalizer = normalizers.NFC()
+    cuts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if words.split_digits else []
+    if words.pattern is not None:
+        cuts.append(pre_tokenizers.Split(Regex(words.pattern), "isolated"))
+    by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words.pattern is None)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, by_byte]) if cuts else by_byte
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = zip(tokens, _field(reader, "tokenizer.ggml.token_type"), strict=True)
+    kinds = zip(tokens, file.fields["tokenizer.ggml.token_type"], strict=True)
     added = [(token, kind) for token, kind in kinds if kind in {CONTROL, USER_DEFINED}]
     tokenizer.add_special_tokens(
         [AddedToken(t, normalized=False, special=True) for t, k in added if k == CONTROL]
     )
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in added if k == USER_DEFINED])
-    if _field(reader, "tokenizer.ggml.add_bos_token"):
-        bos = _field(reader, "tokenizer.ggml.bos_token_id")
+    if file.fields.get("tokenizer.ggml.add_bos_token"):
+        bos = file.fields["tokenizer.ggml.bos_token_id"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
         )
     return tokenizer
 
 
-def _write_weights(folder: Path, tensors: "dict[str, torch.Tensor]") -> None:
-    from safetensors.torch import save_file
-
-    print(f"samewise: writing {len(tensors)} tensors", file=sys.stderr)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def _write_json(path: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-__all__ = ["convert", "read", "unpacked_bytes"]
+__all__ = ["Words", "convert", "read", "unpacked_bytes"]

