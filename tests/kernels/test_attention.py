@@ -21,6 +21,7 @@ from attention_cases import (
     max_error,
     native_kernel,
     torch_kernel,
+    tree_differences,
     triton_kernel,
 )
 
@@ -54,20 +55,39 @@ INTERPRETER_CASES = [
 """Small enough for Triton's interpreter, where a pass takes a tenth of a second."""
 
 
-def kernels_with_cases() -> list[object]:
+TREE_CASES = [
+    Case(group=3, kv_heads=2, head_dim=64, lengths=(1, 15, 16, 17, 100)),
+    Case(group=1, kv_heads=1, head_dim=16, lengths=(2, 31, 32, 47, 90), window=1),
+    Case(group=4, kv_heads=1, head_dim=80, lengths=(1, 14, 30, 62, 256), window=7),
+    Case(group=8, kv_heads=1, head_dim=96, lengths=(5, 33, 64, 250), window=40),
+    Case(group=3, kv_heads=3, head_dim=64, lengths=(1, 20, 79, 513), window=200, dtype=torch.bfloat16),
+    Case(group=4, kv_heads=1, head_dim=256, lengths=(8, 63, 240), dtype=torch.float16),
+]
+"""Contexts at and beside the edges of pages and splits, windows smaller and larger than the tree."""
+
+INTERPRETER_TREE_CASES = [
+    Case(group=3, kv_heads=1, head_dim=16, lengths=(1, 15, 255)),
+    Case(group=4, kv_heads=1, head_dim=64, lengths=(14, 60, 254), window=7, dtype=torch.bfloat16),
+    Case(group=1, kv_heads=2, head_dim=80, lengths=(63, 250), window=100),
+]
+
+
+def kernels_with_cases(
+    cases: list[Case] = CASES, interpreter_cases: list[Case] = INTERPRETER_CASES
+) -> list[object]:
     """Every kernel with its cases, on its device."""
     cpu = torch.device("cpu")
     needs_compiler = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
     params = [
         pytest.param(make, case, cpu, id=f"{name}-{i}", marks=marks)
         for name, make, marks in (("native", native_kernel, [needs_compiler]), ("torch", torch_kernel, []))
-        for i, case in enumerate(CASES)
+        for i, case in enumerate(cases)
     ]
     device = torch.device("cuda") if CUDA else cpu
     marks = [pytest.mark.gpu] if CUDA else []
     params += [
         pytest.param(triton_kernel, case, device, id=f"triton-{i}", marks=marks)
-        for i, case in enumerate(CASES + INTERPRETER_CASES if CUDA else INTERPRETER_CASES)
+        for i, case in enumerate(cases + interpreter_cases if CUDA else interpreter_cases)
     ]
     return params
 
@@ -83,6 +103,14 @@ def test_bits_do_not_depend_on_how_rows_are_packed(
 @pytest.mark.parametrize(("make", "case", "device"), kernels_with_cases())
 def test_rows_are_close_to_dense_attention(make: MakeKernel, case: Case, device: torch.device) -> None:
     assert max_error(make, case, device) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize(("make", "case", "device"), kernels_with_cases(TREE_CASES, INTERPRETER_TREE_CASES))
+def test_bits_of_a_trees_rows_are_those_of_their_paths_run_plainly(
+    make: MakeKernel, case: Case, device: torch.device
+) -> None:
+    slow = make is triton_kernel and not CUDA
+    assert tree_differences(make, case, device, max_nodes=8 if slow else 40, rounds=1 if slow else 4) == []
 
 
 # Kernels as they are usually written break the rule, and the tests above detect it.

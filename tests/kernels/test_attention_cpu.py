@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from attention_cases import Case, native_kernel, tree_differences
 
 from native_variants import variant_library
 from samewise.errors import BadParameter, InvariantBroken
 from samewise.kernels.attention import native
-from samewise.kernels.attention.base import PAGE, AttentionKernel, LayerKV, Rows
+from samewise.kernels.attention.base import NUM_TABLES, PAGE, AttentionKernel, LayerKV, Rows
 from samewise.kernels.attention.cpu import TorchKernel, pick_cpu_kernel
 from samewise.kernels.native import build as native_build
 
@@ -66,12 +67,15 @@ def pass_inputs(places: list[tuple[PagedSequence, int] | None]) -> tuple[Rows, t
         starts[id(sequence)] = len(pages)
         pages += sequence.pages
     ints = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    lengths = ints([p[1] + 1 if p else 0 for p in places])
     rows = Rows(
-        ints([p[1] + 1 if p else 0 for p in places]),
+        lengths,
         ints(
             [p[0].pages[p[1] // PAGE] * PAGE + p[1] % PAGE if p else i % PAGE for i, p in enumerate(places)]
         ),
         ints([starts[id(p[0])] if p else 0 for p in places]),
+        lengths,
+        torch.zeros_like(lengths),
         ints(pages),
         torch.empty(0),
         torch.empty(0),
@@ -255,6 +259,17 @@ def test_padding_gives_zeros(kernel):
 
 
 @needs_compiler
+def test_bits_of_trees_do_not_depend_on_the_number_of_threads():
+    case = Case(group=3, kv_heads=3, head_dim=64, lengths=(400, 250, 131))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        assert tree_differences(native_kernel, case, CPU, max_nodes=64) == []
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
 def test_bits_do_not_depend_on_the_number_of_threads():
     kernel = pick_cpu_kernel("native")
     sequence = random_sequence(400, scattered_pages(400), heads=9, kv_heads=3)
@@ -280,7 +295,7 @@ def test_bits_do_not_depend_on_vector_instructions_or_optimization_of_the_build(
         sequence = replace(sequence, q=sequence.q * 20)
         rows, (q, k, v) = pass_inputs([(sequence, p) for p in range(70)])
         kv = allocate_pages(kernel, sequence)
-        got = native.attend(other, q, k, v, kv.k, kv.v, *rows[:4], 0.125, 50)
+        got = native.attend(other, q, k, v, kv.k, kv.v, *rows[:NUM_TABLES], 0.125, 50)
         assert same_bits(got, run_in_spans(kernel, sequence, window=50))
 
 
@@ -325,6 +340,15 @@ def test_row_tables_outside_the_pages_are_refused():
         rows._replace(lengths=rows.lengths + 100),
         rows._replace(lengths=rows.lengths.long()),
         rows._replace(slots=rows.slots[:4]),
+        rows._replace(tail=rows.tail[:4]),
+        rows._replace(tail_start=rows.tail_start - 1, tail=rows.tail + 2),
+        rows._replace(tail_start=rows.tail_start - 1, tail=rows.tail - 1),
+        rows._replace(tail_start=rows.tail_start - 30),
+        rows._replace(
+            tail_start=rows.tail_start - 1,
+            tail=rows.tail + 2,
+            pages=torch.cat([rows.pages, rows.pages[:1] * 48]),
+        ),
     ):
         with pytest.raises(InvariantBroken):
             kernel(q, k, v, kv, broken, scale=1.0, window=None)

@@ -12,7 +12,7 @@ from native_variants import variant_library
 from samewise.engine import Engine
 from samewise.errors import GuaranteeLost, InvariantBroken
 from samewise.execute.runner import kv_shapes
-from samewise.kernels.attention.base import PAGE, Rows
+from samewise.kernels.attention.base import NUM_TABLES, PAGE, Rows
 from samewise.kernels.attention.cpu import TorchKernel
 from samewise.kernels.attention.native import NativeKernel
 from samewise.kernels.native import build as native_build
@@ -73,16 +73,18 @@ def random_inputs(num_rows, layer=None, seed=0):
     )
     lengths = torch.arange(1, num_rows + 1, dtype=torch.int32)
     pages = torch.tensor([3, 1, 4], dtype=torch.int32)
+    zeros = torch.zeros_like(lengths)
     slots = pages[(lengths - 1).long() // PAGE] * PAGE + (lengths - 1) % PAGE
     return (
         x,
         (cos, sin),
-        Rows(lengths, slots, torch.zeros_like(lengths), pages, torch.zeros(0), torch.zeros(0)),
+        Rows(lengths, slots, zeros, lengths, zeros, pages, torch.zeros(0), torch.zeros(0)),
     )
 
 
 def select_rows(rows, keep):
-    return Rows(rows.lengths[keep], rows.slots[keep], rows.page_start[keep], *rows[3:])
+    *tables, pages = rows[:NUM_TABLES]
+    return Rows(*(table[keep] for table in tables), pages, *rows[NUM_TABLES:])
 
 
 def run_layer(layer, x, angles, rows):
@@ -144,6 +146,24 @@ def test_bits_are_those_of_the_stated_order(shape, coarse):
             with torch.inference_mode():
                 expected = layer_reference(layer, *inputs)
             assert torch.equal(bits(run_layer(fuse_layer(layer), *inputs)), bits(expected))
+
+
+def test_row_of_a_tree_has_the_bits_of_its_path():
+    """Two guesses after 18 positions: the second lies one slot further and reads itself through its tail."""
+    layer = fuse_layer(bound_layers("llama")[0])
+    x, (cos, sin), rows = random_inputs(19)
+    expected = run_layer(layer, x, (cos, sin), rows)[:, 18]
+
+    at = [*range(18), 0, 18]  # the first guess is another token
+    here = [*range(19), 18]  # both stand at position 18
+    tree = select_rows(rows, here)
+    slots = tree.slots.clone()
+    slots[19] += 1
+    tail_start, pages = tree.tail_start.clone(), torch.cat([rows.pages, slots[19:]])
+    tail_start[19], tail = 18, torch.full_like(slots, len(rows.pages))
+    tree = tree._replace(slots=slots, tail_start=tail_start, tail=tail, pages=pages)
+    got = run_layer(layer, x[:, at], (cos[:, here], sin[:, here]), tree)[:, 19]
+    assert torch.equal(bits(got), bits(expected))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -214,8 +234,8 @@ def test_view_without_a_sublayer_can_be_fused(skipped):
     width, dim = engine.loaded.model.config.hidden_size, engine.loaded.arch.layers[0].head_dim
     x, cos, sin = (random_tensor(1, 5, size, seed=i) for i, size in enumerate((width, dim, dim)))
     lengths = torch.arange(1, 6, dtype=torch.int32)
-    page = torch.ones(1, dtype=torch.int32)
-    rows = Rows(lengths, PAGE + lengths - 1, torch.zeros_like(lengths), page, torch.zeros(0), torch.zeros(0))
+    page, zeros = torch.ones(1, dtype=torch.int32), torch.zeros_like(lengths)
+    rows = Rows(lengths, PAGE + lengths - 1, zeros, lengths, zeros, page, torch.zeros(0), torch.zeros(0))
     layers = [layer_list(model, engine.loaded.arch)[1][0] for model in models]
     expected, got = (run_layer(layer, x, (cos, sin), rows) for layer in layers)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

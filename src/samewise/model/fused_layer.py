@@ -17,7 +17,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from samewise.errors import GuaranteeLost, InvariantBroken
-from samewise.kernels.attention.base import PAGE, Rows
+from samewise.kernels.attention.base import NUM_TABLES, PAGE, Rows
 from samewise.kernels.attention.native import NativeKernel
 from samewise.kernels.attention.native import raise_if_failed as raise_for_attention
 from samewise.kernels.linear.packed import PackedWeight
@@ -92,7 +92,7 @@ class FusedForward:
         y = torch.empty_like(x)
         visit = Visit(
             *(tensor.data_ptr() for tensor in (x, cos, sin, y)),
-            *(table.data_ptr() for table in (rows.lengths, rows.slots, rows.page_start, rows.pages)),
+            *(table.data_ptr() for table in rows[:NUM_TABLES]),
             *(x.shape[1], rows.pages.shape[0], torch.get_num_threads(), self._parallel),
         )
         result = self._entry(self._fields, visit)
@@ -127,10 +127,10 @@ class FusedForward:
             or x.dtype != torch.float32
             or not cos.shape == sin.shape == angles
             or not cos.dtype == sin.dtype == torch.float32
-            or any(table.shape[0] != num_rows for table in rows[:3])
-            or not all(table.dtype == torch.int32 and table.is_contiguous() for table in rows[:4])
+            or any(table.shape[0] != num_rows for table in rows[: NUM_TABLES - 1])
+            or not all(table.dtype == torch.int32 and table.is_contiguous() for table in rows[:NUM_TABLES])
         ):
-            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, cos, sin, *rows[:4]))
+            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, cos, sin, *rows[:NUM_TABLES]))
             raise InvariantBroken(f"a fused layer of width {self._width} was given {shapes}")
 
 
@@ -228,7 +228,8 @@ def _agrees(layer: nn.Module, fused: nn.Module) -> bool:
     ints: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}
     lengths, pages = torch.arange(1, CHECK_ROWS + 1, **ints), torch.ones(1, **ints)
     empty = torch.zeros(0, **floats)
-    rows = Rows(lengths, PAGE + lengths - 1, torch.zeros_like(lengths), pages, empty, empty)
+    zeros = torch.zeros_like(lengths)
+    rows = Rows(lengths, PAGE + lengths - 1, zeros, lengths, zeros, pages, empty, empty)
     inputs: dict[str, Any] = {"position_embeddings": (cos, sin), "rows": rows, "attention_mask": None}
     one, other = layer(x, **inputs) - x, fused(x, **inputs) - x
     return bool((one - other).abs().max() <= CHECK_TOLERANCE * one.abs().max() + 1e-6)

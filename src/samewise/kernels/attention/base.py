@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -50,6 +50,10 @@ class Rows(NamedTuple):
     workspace: torch.Tensor  # float32 scratch, zeros before the first pass (empty likewise)
 
 
+NUM_TABLES: Final = 6
+"""The first fields of `Rows`: int32 tables that every CPU kernel reads, all but `pages` of R elements."""
+
+
 class LayerKV(NamedTuple):
     """One layer's K and V pages, in its kernel's layout."""
 
@@ -69,7 +73,7 @@ class AttentionPlan(Protocol):
         """Int32 elements of `Rows.work_list` for a pass of `num_rows` rows."""
         ...
 
-    def write(self, lengths: Ints, page_start: Ints, work_list: Ints) -> None:
+    def write(self, lengths: Ints, page_start: Ints, tail_start: Ints, tail: Ints, work_list: Ints) -> None:
         """Write `Rows.work_list` for a pass's rows."""
         ...
 
@@ -114,4 +118,4 @@ class AttentionKernel(ABC):
         """Write this pass's K and V, then attend."""
 
 
-__all__ = ["PAGE", "AttentionKernel", "AttentionPlan", "Heads", "LayerKV", "Rows"]
+__all__ = ["NUM_TABLES", "PAGE", "AttentionKernel", "AttentionPlan", "Heads", "LayerKV", "Rows"]

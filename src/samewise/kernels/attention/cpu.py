@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from samewise.errors import BadParameter
-from samewise.kernels.attention.base import PAGE, AttentionKernel, Heads, LayerKV, Rows
+from samewise.kernels.attention.base import NUM_TABLES, PAGE, AttentionKernel, Heads, LayerKV, Rows
 from samewise.kernels.attention.native import NativeKernel, register
 from samewise.kernels.native.build import compiler_available
 
@@ -72,26 +72,36 @@ class TorchKernel(AttentionKernel):
     ) -> torch.Tensor:
         """Write this pass's K and V, then attend."""
         out: torch.Tensor = torch.ops.samewise.attend_torch(
-            q, k, v, kv.k, kv.v, rows.lengths, rows.slots, rows.page_start, rows.pages, scale, window
+            q, k, v, kv.k, kv.v, *rows[:NUM_TABLES], scale, window
         )
         return out
 
 
 class _Tile(NamedTuple):
-    """The 16 positions of a sequence from 16 * tile_index on, and the rows of the pass among them."""
+    """The 16 positions of a sequence from 16 * tile_index on, and the rows of the pass among them.
+
+    A row with a tail has a tile of its own.
+    """
 
     page_start: int
     tile_index: int
+    tail: tuple[int, int] | None  # (its first key, index of that key's slot in the page list)
     rows: list[tuple[int, int]]  # (row of the pass, its length), in the pass's order
 
 
-def _make_tiles(lengths: list[int], page_start: list[int]) -> list[_Tile]:
+def _make_tiles(
+    lengths: list[int], page_start: list[int], tail_start: list[int], tail: list[int]
+) -> list[_Tile]:
     tiles: dict[tuple[int, int], _Tile] = {}
-    for row, (length, start) in enumerate(zip(lengths, page_start, strict=True)):
-        if length > 0:
-            index = (length - 1) // PAGE
-            tiles.setdefault((start, index), _Tile(start, index, [])).rows.append((row, length))
-    return list(tiles.values())
+    with_tails = []
+    tables = zip(lengths, page_start, tail_start, tail, strict=True)
+    for row, (length, start, first, slots) in enumerate(tables):
+        index = (length - 1) // PAGE
+        if length > first:
+            with_tails.append(_Tile(start, index, (first, slots), [(row, length)]))
+        elif length > 0:
+            tiles.setdefault((start, index), _Tile(start, index, None, [])).rows.append((row, length))
+    return [*tiles.values(), *with_tails]
 
 
 def _attend_torch(
@@ -103,6 +113,8 @@ def _attend_torch(
     lengths: torch.Tensor,
     slots: torch.Tensor,
     page_start: torch.Tensor,
+    tail_start: torch.Tensor,
+    tail: torch.Tensor,
     pages: torch.Tensor,
     scale: float,
     window: int | None,
@@ -111,10 +123,15 @@ def _attend_torch(
     k_cache[page, :, offset] = k
     v_cache[page, :, offset] = v
     out = torch.zeros(q.shape, dtype=q.dtype)
-    for tile in _make_tiles(lengths.tolist(), page_start.tolist()):
+    tables = (table.tolist() for table in (lengths, page_start, tail_start, tail))
+    for tile in _make_tiles(*tables):
         first_page = _first_page(tile.tile_index, window)
-        page_numbers = pages[tile.page_start + first_page : tile.page_start + tile.tile_index + 1].long()
-        keys, values = _gather(k_cache, page_numbers), _gather(v_cache, page_numbers)
+        if tile.tail is None:
+            first, end = tile.page_start + first_page, tile.page_start + tile.tile_index + 1
+            keys, values = (_gather(cache, pages[first:end].long()) for cache in (k_cache, v_cache))
+        else:
+            tile_slots = _tile_slots(tile, first_page, pages)
+            keys, values = (_gather_slots(cache, tile_slots) for cache in (k_cache, v_cache))
         for rows in _leak_free_groups(tile.rows, keys, values, first_page * PAGE, window):
             _attend_tile(q, keys, values, rows, tile.tile_index, out, scale=scale, window=window)
     return out
@@ -129,6 +146,21 @@ def _gather(cache: torch.Tensor, page_numbers: torch.Tensor) -> torch.Tensor:
     """The keys or values of these pages, end to end: [Hkv, n, D], a copy."""
     _, num_heads, _, head_dim = cache.shape
     return cache[page_numbers].transpose(0, 1).reshape(num_heads, -1, head_dim)
+
+
+def _tile_slots(tile: _Tile, first_page: int, pages: torch.Tensor) -> torch.Tensor:
+    """The slots of a tile's keys for its one row, which has a tail; after the row's length any valid slot."""
+    assert tile.tail is not None
+    (first, slots), (_, length) = tile.tail, tile.rows[0]
+    key = torch.arange(first_page * PAGE, (tile.tile_index + 1) * PAGE)
+    in_pages = pages[tile.page_start + key.clamp(max=max(0, first - 1)) // PAGE].long() * PAGE + key % PAGE
+    in_tail = pages[slots + (key.clamp(first, length - 1) - first)].long()
+    return torch.where(key < first, in_pages, in_tail)
+
+
+def _gather_slots(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The keys or values in these slots: [Hkv, n, D], a copy, contiguous."""
+    return cache[slots // PAGE, :, slots % PAGE].transpose(0, 1).contiguous()
 
 
 def _first_key(length: int, window: int | None) -> int:

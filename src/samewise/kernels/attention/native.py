@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from samewise.errors import InvariantBroken, MachineError
-from samewise.kernels.attention.base import PAGE, AttentionKernel, Heads, LayerKV, Rows
+from samewise.kernels.attention.base import NUM_TABLES, PAGE, AttentionKernel, Heads, LayerKV, Rows
 from samewise.kernels.native import build as native_build
 from samewise.kernels.native.calls import DTYPE_CODES, AttentionCall
 
@@ -38,6 +38,8 @@ def attend(
     lengths: torch.Tensor,
     slots: torch.Tensor,
     page_start: torch.Tensor,
+    tail_start: torch.Tensor,
+    tail: torch.Tensor,
     pages: torch.Tensor,
     scale: float,
     window: int | None,
@@ -46,10 +48,11 @@ def attend(
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     num_rows, num_heads, head_dim = q.shape
     num_pages, num_kv_heads = k_cache.shape[:2]
-    _check_inputs(q, k, v, k_cache, v_cache, (lengths, slots, page_start, pages))
+    tables = lengths, slots, page_start, tail_start, tail, pages
+    _check_inputs(q, k, v, k_cache, v_cache, tables)
     out = torch.empty(q.shape, dtype=q.dtype)
     call = AttentionCall(
-        *(x.data_ptr() for x in (q, k, v, k_cache, v_cache, out, lengths, slots, page_start, pages)),
+        *(x.data_ptr() for x in (q, k, v, k_cache, v_cache, out, *tables)),
         *(num_rows, pages.shape[0], num_pages, num_heads, num_kv_heads, head_dim),
         *q.stride()[:2],
         *k.stride()[:2],
@@ -90,7 +93,7 @@ def _check_inputs(
     for x in row_tables:
         if x.dtype != torch.int32 or not x.is_contiguous():
             raise InvariantBroken(f"row tables must be contiguous int32, got {x.dtype}")
-    if any(x.shape[0] != q.shape[0] for x in row_tables[:3]):
+    if any(x.shape[0] != q.shape[0] for x in row_tables[:-1]):
         raise InvariantBroken(f"row tables do not have the pass's {q.shape[0]} rows")
 
 
@@ -101,7 +104,9 @@ def raise_if_failed(status: int) -> None:
     if status == 2:
         raise InvariantBroken("a row's slot lies outside the K and V pages")
     if status == 3:
-        raise InvariantBroken("a row's page list leaves the table, or names a page that does not exist")
+        raise InvariantBroken(
+            "a row's pages or tail leave the table, or it names a page or slot that does not exist"
+        )
     if status:
         raise InvariantBroken(f"native attention returned {status}")
 
@@ -109,7 +114,7 @@ def raise_if_failed(status: int) -> None:
 _library = torch.library.Library("samewise", "FRAGMENT")  # type: ignore[no-untyped-call]
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor slots,"
-    " Tensor page_start, Tensor pages, float scale, int? window) -> Tensor"
+    " Tensor page_start, Tensor tail_start, Tensor tail, Tensor pages, float scale, int? window) -> Tensor"
 )
 
 
@@ -163,7 +168,7 @@ class NativeKernel(AttentionKernel):
         window: int | None,
     ) -> torch.Tensor:
         """Write this pass's K and V, then attend."""
-        args = (q, k, v, kv.k, kv.v, rows.lengths, rows.slots, rows.page_start, rows.pages, scale, window)
+        args = (q, k, v, kv.k, kv.v, *rows[:NUM_TABLES], scale, window)
         if not torch.compiler.is_compiling():
             return attend(_entry(), *args)  # without the dispatcher's overhead
         out: torch.Tensor = torch.ops.samewise.attend_native(*args)

@@ -16,6 +16,9 @@
 // contraction or fast-math. Keys outside a row's range take part in no operation that reaches its output:
 // they may be NaN.
 //
+// A row may have a tail: keys from `tail_start` on that lie in listed slots, not where its pages have them. They
+// take the lanes of their positions, so a row's bits are those of a sequence in which its keys stand in place.
+//
 // Layout: K pages [P, Hkv, D, 16] (16 keys are the lanes of a vector), V pages [P, Hkv, 16, D].
 
 #include "calls.h"
@@ -37,8 +40,21 @@ inline Range keys_of(const Call& c, int64_t row) {
     return {c.window > 0 ? std::max<int64_t>(0, end - c.window) : 0, end};
 }
 
-// Queries [begin, end) of a run of rows that share their pages; query x is row `row` + x / group.
-struct Tile { int64_t row, begin, end, first_page, end_page; };
+// The keys from `start` on are in the slots that `pages` lists from `list` on, in the order of keys.
+struct Tail {
+    int64_t start, list;
+    bool operator==(const Tail& other) const { return start == other.start && list == other.list; }
+};
+constexpr Tail NO_TAIL{INT64_MAX, 0};
+
+inline Tail tail_of(const Call& c, int64_t row) {
+    if (c.tail_start == nullptr || c.tail_start[row] >= c.lengths[row]) return NO_TAIL;
+    return {c.tail_start[row], c.tail[row]};
+}
+
+// Queries [begin, end) of a run of rows that share their pages; query x is row `row` + x / group. The keys of
+// pages before `shared` are in the sequence's own pages for every row.
+struct Tile { int64_t row, begin, end, first_page, end_page, shared; };
 
 // ---------------------------------------------------------------- inner loops
 
@@ -155,10 +171,10 @@ class Attention {
         const int n = int(t.end - t.begin);
         float *q = scratch, *acc = q + n * c.dim, *room = acc + n * c.dim, *scores = room + PAGE * c.dim;
         float top[MAX_QUERIES * PAGE], sum[MAX_QUERIES * PAGE];
-        Range keys[MAX_QUERIES];
+        Query queries[MAX_QUERIES];
         for (int i = 0; i < n; i++) {
             int64_t row = row_of(t, i);
-            keys[i] = keys_of(c, row);
+            queries[i] = {keys_of(c, row), tail_of(c, row)};
             auto* x = static_cast<const Stored*>(c.q) + row * c.q_row + query_head(t, head, i) * c.q_head;
             for (int64_t d = 0; d < c.dim; d++) q[i * c.dim + d] = T::widen(x[d]);
         }
@@ -166,39 +182,44 @@ class Attention {
         std::fill_n(sum, n * PAGE, 0.0f);
         std::fill_n(acc, n * c.dim, 0.0f);
 
-        const int32_t* pages = c.pages + c.page_start[t.row];
         for (int64_t page = t.first_page; page < t.end_page; page++) {
-            const float* k = widened<T>(k_page(pages[page], head), PAGE * c.dim, room);
             float* s = scores + (page - t.first_page) * n * PAGE;
-            in_blocks(n, [&](int i, auto count) {
-                score<count>(q + i * c.dim, k, c.dim, c.scale, s + i * PAGE);
+            each_source(t, queries, page, [&](int first, int end, const Source& source) {
+                const float* k = keys_from(source, head, room);
+                in_blocks(end - first, [&](int at, auto count) {
+                    const int i = first + at;
+                    score<count>(q + i * c.dim, k, c.dim, c.scale, s + i * PAGE);
+                });
             });
             for (int i = 0; i < n; i++) {
-                auto [from, to] = lanes_of(keys[i], page);
+                auto [from, to] = lanes_of(queries[i].keys, page);
                 raise(s + i * PAGE, from, to, top + i * PAGE);
             }
         }
         for (int i = 0; i < n; i++) top[i] = fold_max(top + i * PAGE);  // i <= i * PAGE: not yet read
 
         for (int64_t page = t.first_page; page < t.end_page; page++) {
-            const float* v = widened<T>(v_page(pages[page], head), PAGE * c.dim, room);
             float* s = scores + (page - t.first_page) * n * PAGE;
-            bool whole = true;
-            for (int i = 0; i < n; i++) {
-                auto [from, to] = lanes_of(keys[i], page);
-                whole = whole && from == 0 && to == PAGE;
-                if (from < to) weigh(s + i * PAGE, top[i], from, to, sum + i * PAGE);
-            }
-            if (whole) {
-                in_blocks(n, [&](int i, auto count) {
-                    gather<count>(s + i * PAGE, v, c.dim, 0, PAGE, acc + i * c.dim);
-                });
-                continue;
-            }
-            for (int i = 0; i < n; i++) {
-                auto [from, to] = lanes_of(keys[i], page);
-                gather<1>(s + i * PAGE, v, c.dim, from, to, acc + i * c.dim);
-            }
+            each_source(t, queries, page, [&](int first, int end, const Source& source) {
+                const float* v = values_from(source, head, room);
+                bool whole = true;
+                for (int i = first; i < end; i++) {
+                    auto [from, to] = lanes_of(queries[i].keys, page);
+                    whole = whole && from == 0 && to == PAGE;
+                    if (from < to) weigh(s + i * PAGE, top[i], from, to, sum + i * PAGE);
+                }
+                if (whole) {
+                    in_blocks(end - first, [&](int at, auto count) {
+                        const int i = first + at;
+                        gather<count>(s + i * PAGE, v, c.dim, 0, PAGE, acc + i * c.dim);
+                    });
+                    return;
+                }
+                for (int i = first; i < end; i++) {
+                    auto [from, to] = lanes_of(queries[i].keys, page);
+                    gather<1>(s + i * PAGE, v, c.dim, from, to, acc + i * c.dim);
+                }
+            });
         }
         for (int i = 0; i < n; i++) {
             float total = fold_sum(sum + i * PAGE);
@@ -211,6 +232,16 @@ class Attention {
   private:
     const Call& c;
     const int64_t group;
+
+    struct Query { Range keys; Tail tail; };
+
+    // Where the keys of one page of positions are: in `page`, or, where `moved`, lanes [from, to) in `slots`.
+    struct Source {
+        int64_t page;
+        bool moved;
+        int from, to;
+        int64_t slots[PAGE];
+    };
 
     Stored* k_page(int64_t page, int64_t head) const {
         return static_cast<Stored*>(c.k_pages) + (page * c.kv_heads + head) * PAGE * c.dim;
@@ -225,6 +256,66 @@ class Attention {
     static std::pair<int, int> lanes_of(Range r, int64_t page) {
         auto lane = [&](int64_t key) { return int(std::clamp<int64_t>(key - page * PAGE, 0, PAGE)); };
         return {lane(r.first), lane(r.end)};
+    }
+
+    // f(first, end, source) over the queries, for those that find the page's keys in one place together. A page
+    // with tails leaves out queries that see none of it: their sequence need not list it.
+    template <class F>
+    void each_source(const Tile& t, const Query* queries, int64_t page, F f) const {
+        const int n = int(t.end - t.begin);
+        const int32_t* pages = c.pages + c.page_start[t.row];
+        if (page < t.shared) return f(0, n, Source{pages[page], false, 0, PAGE, {}});
+        auto sees = [&](int i) {
+            auto [from, to] = lanes_of(queries[i].keys, page);
+            return from < to;
+        };
+        auto tail = [&](int i) { return queries[i].tail.start < (page + 1) * PAGE ? queries[i].tail : NO_TAIL; };
+        for (int i = 0, end; i < n; i = end) {
+            end = i + 1;
+            if (!sees(i)) continue;
+            while (end < n && sees(end) && tail(end) == tail(i)) end++;
+            f(i, end, source_of(pages, tail(i), queries + i, end - i, page));
+        }
+    }
+
+    // Where `count` queries with one tail find the keys of a page.
+    Source source_of(const int32_t* pages, Tail tail, const Query* queries, int count, int64_t page) const {
+        if (tail == NO_TAIL) return {pages[page], false, 0, PAGE, {}};
+        Source source{0, false, PAGE, 0, {}};
+        for (int i = 0; i < count; i++) {
+            auto [from, to] = lanes_of(queries[i].keys, page);
+            source.from = std::min(source.from, from), source.to = std::max(source.to, to);
+        }
+        for (int j = source.from; j < source.to; j++) {
+            int64_t key = page * PAGE + j;
+            bool in_place = key < tail.start;
+            source.slots[j] = in_place ? int64_t{pages[page]} * PAGE + j : c.pages[tail.list + key - tail.start];
+        }
+        source.page = source.slots[source.from] / PAGE;
+        for (int j = source.from; j < source.to; j++)
+            source.moved = source.moved || source.slots[j] != source.page * PAGE + j;
+        return source;
+    }
+
+    const float* keys_from(const Source& source, int64_t head, float* room) const {
+        const float* keys = widened<T>(k_page(source.page, head), PAGE * c.dim, room);
+        if (!source.moved) return keys;
+        if (keys != room) std::memcpy(room, keys, sizeof(float) * PAGE * c.dim);
+        for (int j = source.from; j < source.to; j++) {
+            if (source.slots[j] == source.page * PAGE + j) continue;
+            const Stored* x = k_page(source.slots[j] / PAGE, head) + source.slots[j] % PAGE;
+            for (int64_t d = 0; d < c.dim; d++) room[d * PAGE + j] = T::widen(x[d * PAGE]);
+        }
+        return room;
+    }
+
+    const float* values_from(const Source& source, int64_t head, float* room) const {
+        if (!source.moved) return widened<T>(v_page(source.page, head), PAGE * c.dim, room);
+        for (int j = source.from; j < source.to; j++) {
+            const Stored* x = v_page(source.slots[j] / PAGE, head) + source.slots[j] % PAGE * c.dim;
+            for (int64_t d = 0; d < c.dim; d++) room[j * c.dim + d] = T::widen(x[d]);
+        }
+        return room;
     }
 };
 
@@ -254,14 +345,22 @@ Range pages_of(const Call& c, int64_t row, int64_t end_row) {
     return all;
 }
 
+// The first key that a row finds through a tail.
+int64_t first_tail(const Call& c, Range rows) {
+    int64_t first = NO_TAIL.start;
+    for (int64_t row = rows.first; row < rows.end; row++) first = std::min(first, tail_of(c, row).start);
+    return first;
+}
+
 void cut(const Call& c, Range run, int64_t size, std::vector<Tile>& tiles) {
     int64_t group = c.heads / c.kv_heads, queries = (run.end - run.first) * group;
     Range pages = pages_of(c, run.first, run.end);
     size = std::max<int64_t>(1, std::min(size, MAX_SCORES / ((pages.end - pages.first) * PAGE)));
     for (int64_t x = 0; x < queries; x += size) {
         int64_t end = std::min(x + size, queries);
-        pages = pages_of(c, run.first + x / group, run.first + (end + group - 1) / group);
-        tiles.push_back({run.first, x, end, pages.first, pages.end});
+        Range rows{run.first + x / group, run.first + (end + group - 1) / group};
+        pages = pages_of(c, rows.first, rows.end);
+        tiles.push_back({run.first, x, end, pages.first, pages.end, first_tail(c, rows) / PAGE});
     }
 }
 
@@ -276,14 +375,28 @@ std::vector<Tile> tiles_of(const Call& c, const std::vector<Range>& runs) {
     }
 }
 
+Result check_tail(const Call& c, int64_t row) {
+    Tail tail = tail_of(c, row);
+    if (tail == NO_TAIL) return DONE;
+    int64_t end = tail.list + c.lengths[row] - tail.start;
+    if (tail.start < 0 || tail.list < 0 || end > c.listed_pages) return BAD_PAGE;
+    for (int64_t i = tail.list; i < end; i++)
+        if (c.pages[i] < 0 || c.pages[i] >= c.num_pages * PAGE) return BAD_PAGE;
+    return DONE;
+}
+
 Result check(const Call& c, const std::vector<Range>& runs) {
     for (int64_t row = 0; row < c.rows; row++)
         if (c.slots[row] < 0 || c.slots[row] >= c.num_pages * PAGE) return BAD_SLOT;
     for (Range run : runs) {
-        Range seen = pages_of(c, run.first, run.end);
-        int64_t start = c.page_start[run.first];
-        if (start < 0 || start + seen.end > c.listed_pages) return BAD_PAGE;
-        for (int64_t i = start + seen.first; i < start + seen.end; i++)
+        int64_t start = c.page_start[run.first], first = pages_of(c, run.first, run.end).first, end = 0;
+        for (int64_t row = run.first; row < run.end; row++) {
+            int64_t in_pages = std::min<int64_t>(c.lengths[row], tail_of(c, row).start);
+            end = std::max(end, (in_pages + PAGE - 1) / PAGE);
+            if (Result bad = check_tail(c, row)) return bad;
+        }
+        if (start < 0 || start + end > c.listed_pages) return BAD_PAGE;
+        for (int64_t i = start + first; i < start + end; i++)
             if (c.pages[i] < 0 || c.pages[i] >= c.num_pages) return BAD_PAGE;
     }
     return DONE;

@@ -23,7 +23,7 @@ extern "C" struct Product {
 extern "C" struct Call {  // mirrored by `AttentionCall`
     const void *q, *k, *v;
     void *k_pages, *v_pages, *out;
-    const int32_t *lengths, *slots, *page_start, *pages;
+    const int32_t *lengths, *slots, *page_start, *tail_start, *tail, *pages;  // null `tail_start`: no tails
     int64_t rows, listed_pages, num_pages, heads, kv_heads, dim;
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;  // strides in elements; D has stride 1
     int64_t window;                                       // 0: none
@@ -55,7 +55,7 @@ extern "C" struct Layer {  // mirrored by `Layer`
 extern "C" struct Visit {  // mirrored by `Visit`
     const float *x, *cos, *sin;
     float* y;
-    const int32_t *lengths, *slots, *page_start, *pages;
+    const int32_t *lengths, *slots, *page_start, *tail_start, *tail, *pages;  // null `tail_start`: no tails
     int64_t rows, listed_pages, threads;
     void* parallel;
 };

@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ROW_TABLES = ("lengths", "slots", "page_start", "tail_start", "tail", "pages")
 
 
 class AttentionCall(ctypes.Structure):
@@ -14,7 +15,7 @@ class AttentionCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_pages", "v_pages", "out")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "slots", "page_start", "pages")),
+        *((name, ctypes.c_void_p) for name in _ROW_TABLES),
         *((name, ctypes.c_int64) for name in ("rows", "listed_pages", "num_pages")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim")),
         *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")),
@@ -73,7 +74,7 @@ class Visit(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "y")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "slots", "page_start", "pages")),
+        *((name, ctypes.c_void_p) for name in _ROW_TABLES),
         *((name, ctypes.c_int64) for name in ("rows", "listed_pages", "threads")),
         ("parallel", ctypes.c_void_p),
     )

@@ -78,7 +78,7 @@ int attention(const Layer& l, const Visit& v, const float* x, float* y, float* r
         }
     });
     Call call{qkv, qkv + of_q, qkv + of_q + of_k, l.k_pages, l.v_pages, seen,
-              v.lengths, v.slots, v.page_start, v.pages,
+              v.lengths, v.slots, v.page_start, v.tail_start, v.tail, v.pages,
               v.rows, v.listed_pages, l.num_pages, l.heads, l.kv_heads, l.dim,
               all, l.dim, all, l.dim, all, l.dim,
               l.window, F32, v.threads, v.parallel, l.scale};

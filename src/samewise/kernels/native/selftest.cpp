@@ -110,8 +110,8 @@ void attention(Digest& digest, Threads threads, int64_t dtype, int64_t window) {
              v = as_form(numbers(rows * kv_heads * dim, 8), dtype);
         std::vector<unsigned char> out(rows * heads * dim * size_of(dtype));
         Call call{q.data(), k.data(), v.data(), k_pages.data(), v_pages.data(), out.data(),
-                  context.lengths.data(), context.slots.data(), context.starts.data(), context.pages.data(),
-                  rows, int64_t(context.pages.size()), num_pages, heads, kv_heads, dim,
+                  context.lengths.data(), context.slots.data(), context.starts.data(), nullptr, nullptr,
+                  context.pages.data(), rows, int64_t(context.pages.size()), num_pages, heads, kv_heads, dim,
                   heads * dim, dim, kv_heads * dim, dim, kv_heads * dim, dim,
                   window, dtype, threads.count, threads.parallel, 0.125f};
         samewise_attend(&call);
@@ -142,8 +142,8 @@ void layer(Digest& digest, Threads threads, bool with_norms) {
         std::vector<float> frequencies = numbers(dim / 2, 25), cosines(rows * dim), sines(rows * dim), y(x.size()), z(x.size());
         samewise_rotary(positions.data(), frequencies.data(), rows, dim / 2, 1.25f, cosines.data(), sines.data());
         Visit visit{x.data(), cosines.data(), sines.data(), y.data(), context.lengths.data(), context.slots.data(),
-                    context.starts.data(), context.pages.data(), rows, int64_t(context.pages.size()), threads.count,
-                    threads.parallel};
+                    context.starts.data(), nullptr, nullptr, context.pages.data(), rows, int64_t(context.pages.size()),
+                    threads.count, threads.parallel};
         samewise_layer(&l, &visit);
         samewise_norm(&l.first, y.data(), rows, width, z.data());
         digest.add(y), digest.add(z);
