@@ -14,8 +14,10 @@ from attention_cases import (
     Case,
     PagedLayer,
     Row,
+    Tree,
     bits,
     dense_attention,
+    paths_run_plainly,
     random_sequences,
     rows_run_alone,
     torch_kernel,
@@ -81,6 +83,65 @@ def random_spans(rows: list[Row], rng: np.random.Generator) -> list[Row]:
     for i in rng.permutation(len(spans)):
         shuffled += [*(rows[j] for j in spans[i]), *[None] * int(rng.integers(0, 2))]
     return shuffled
+
+
+# Contexts end at and beside the edges of pages, blocks of 32 keys and splits of 64.
+TREES = [
+    Case(group=1, kv_heads=1, head_dim=16, lengths=(31, 60), window=None),
+    Case(group=4, kv_heads=1, head_dim=16, lengths=(64, 17, 95), dtype=torch.bfloat16),
+    Case(group=6, kv_heads=2, head_dim=16, lengths=(63, 32)),
+    Case(group=4, kv_heads=1, head_dim=16, lengths=(62, 33), window=3),  # the window begins in the tree
+    Case(group=4, kv_heads=1, head_dim=16, lengths=(127, 16), window=40, dtype=torch.bfloat16),
+    Case(group=20, kv_heads=1, head_dim=16, lengths=(47,), window=9),
+]
+if CUDA:
+    TREES += [replace(EIGHT_B, window=window) for window in (None, 4, 500)]
+    TREES += [replace(EIGHT_B, group=6, kv_heads=2, head_dim=64, lengths=(255, 256, 31))]
+
+
+def depth_first_tree(context: int, num_nodes: int, rng: np.random.Generator) -> Tree:
+    """A tree whose nodes stand depth first: a node's parent is the node before it or an ancestor of that."""
+    parents: list[int] = []
+    tree = Tree(context, ())
+    for node in range(num_nodes):
+        path = [-1, *(tree.path(node - 1) if node else [])]
+        parents.append(path[-1] if rng.random() < 0.6 else path[int(rng.integers(len(path)))])
+        tree = Tree(context, tuple(parents))
+    return tree
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("case", "wide_from"), [(case, 2 if i % 3 == 1 else 10**6) for i, case in enumerate(TREES)]
+)
+def test_a_trees_rows_have_the_bits_of_their_paths_in_any_tiles(
+    case: Case, wide_from: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole trees after the last rows of their context, in one pass; K and V of some nodes are not finite."""
+    import samewise.kernels.attention.triton as module
+
+    constants = replace(module.CONSTANTS, wide_from=wide_from)
+    monkeypatch.setattr(module, "CONSTANTS", constants if CUDA else replace(constants, split=64, block=32))
+    for seed in range(4 if CUDA else 1):
+        rng = np.random.default_rng([seed, case.group, wide_from])
+        trees = tuple(depth_first_tree(n, 60 if CUDA else 14, rng) for n in case.lengths)
+        places = replace(case, lengths=tuple(tree.context + len(tree.parents) for tree in trees))
+        sequences = random_sequences(places, torch.device(device))
+        broken = [set(np.flatnonzero(rng.random(len(tree.parents)) < 0.1).tolist()) for tree in trees]
+        for sequence, tree, nodes in zip(sequences, trees, broken, strict=True):
+            for x in (sequence.k, sequence.v):
+                x[[tree.context + node for node in nodes]] = (float("nan"), float("inf"))[seed % 2]
+        layer = PagedLayer(triton_kernel(rng), places, sequences, rng, float("nan"), trees)
+        given = int(rng.integers(1, 4))  # rows of the context in the same pass
+        rows: list[Row] = []
+        for s, tree in enumerate(trees):
+            rows += [(s, p) for p in range(tree.context - given, places.lengths[s])] + [None] * (s % 2)
+        with np.errstate(invalid="ignore"):  # the interpreter's arithmetic is numpy's
+            got = dict(zip(rows, layer.run(rows, case.window), strict=True))
+            for s, tree in enumerate(trees):
+                plain = paths_run_plainly(triton_kernel, case, sequences[s], tree, broken[s])
+                for node, expected in plain.items():
+                    assert torch.equal(bits(got[s, tree.context + node]), bits(expected)), (tree, node)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -26,12 +26,22 @@ def work_list_of(plan: TilePlan, spans: Sequence[Span]) -> dict[str, list[int]]:
     for i, (rows, length) in enumerate(spans):
         lengths += range(length - rows + 1, length + 1) if length else [0] * rows
         starts += [100 * i if length else 0] * rows
+    return columns_of(plan, lengths, starts, lengths, [0] * len(lengths))
+
+
+def columns_of(
+    plan: TilePlan, lengths: list[int], starts: list[int], tail_start: list[int], tail: list[int]
+) -> dict[str, list[int]]:
+    """The work list of a pass of one list: counts and columns by name."""
     flat = np.full(plan.work_list_len(len(lengths)), -7, np.int32)
-    plan.write(np.array(lengths, np.int32), np.array(starts, np.int32), flat)
+    plan.write(*(np.array(x, np.int32) for x in (lengths, starts, tail_start, tail)), flat)
     pieces, cut_tiles, cut_pieces = flat[:HEADER_LEN].tolist()
     num_tiles = cut_tiles + pieces - cut_pieces
     columns = dict(zip(COLUMNS, flat[HEADER_LEN:].reshape(len(COLUMNS), -1).tolist(), strict=True))
-    return {name: columns[name][:num_tiles] for name in COLUMNS} | {"pieces": [pieces]}
+    tiles = {
+        name: column[: num_tiles if name.startswith("tile") else None] for name, column in columns.items()
+    }
+    return tiles | {"pieces": [pieces]}
 
 
 def uncut(plan: TilePlan, spans: Sequence[Span]) -> list[bool]:
@@ -106,11 +116,12 @@ def test_long_runs_of_a_pass_of_many_rows_are_read_in_wide_tiles() -> None:
     )
     starts = np.repeat(np.arange(5) * 100, [rows for rows, _ in spans])
     flat = np.full(plan.work_list_len(60), -7, np.int32)
-    plan.write(lengths.astype(np.int32), starts.astype(np.int32), flat)
+    lengths, starts = lengths.astype(np.int32), starts.astype(np.int32)
+    plan.write(lengths, starts, lengths, 0 * lengths, flat)
     narrow, wide = (half[HEADER_LEN:].reshape(len(COLUMNS), -1) for half in flat.reshape(2, -1))
     counts = [half[:HEADER_LEN].tolist() for half in flat.reshape(2, -1)]
     assert counts[1] == [3, 0, 0]
-    assert [wide[i, :3].tolist() for i in (0, 1, 5)] == [[0, 16, 43], [16, 16, 9], [-1, -1, -1]]
+    assert [wide[i, :3].tolist() for i in (0, 1, 10)] == [[0, 16, 43], [16, 16, 9], [-1, -1, -1]]
     covered = np.zeros(60, int)
     pieces, cut_tiles, cut_pieces = counts[0]
     for row, count in zip(narrow[0], narrow[1, : cut_tiles + pieces - cut_pieces], strict=False):
@@ -119,6 +130,42 @@ def test_long_runs_of_a_pass_of_many_rows_are_read_in_wide_tiles() -> None:
     for row, count in zip(wide[0, :3], wide[1, :3], strict=True):
         covered[row : row + count] += 1
     assert covered.tolist() == [1] * 60
+
+
+def test_a_tile_holds_any_rows_of_a_draft_tree_and_is_walked_in_chains() -> None:
+    """A root of length 100, two chains of nodes (lengths 101 to 103, 102 to 103) and a last node of 101."""
+    plan = TilePlan(**(vars(H200) | {"tile_rows": 4}))
+    lengths = [100, 101, 102, 103, 102, 103, 101, 60]
+    tail_start = [100, *[100] * 6, 60]
+    work_list = columns_of(plan, lengths, [7] * 7 + [40], tail_start, [0, 20, 20, 20, 23, 23, 26, 0])
+    assert [work_list[name] for name in ("tile_row", "tile_count")] == [[0, 4, 7], [4, 3, 1]]
+    assert [work_list[name] for name in ("tile_shortest", "tile_longest")] == [[100, 101, 60], [103, 103, 60]]
+    assert work_list["tile_shared"] == [100, 100, 60]
+    assert work_list["tile_chains"] == [1, 2, 1]
+    assert work_list["tile_chain_count"] == [4, 2, 1]
+    assert work_list["tile_chain_length"] == [100, 102, 60]
+    assert work_list["tile_tail_start"] == [100, 100, 60]
+    assert work_list["tile_tail"][:2] == [20, 23]
+    assert [work_list[name][6] for name in ("chain_count", "chain_tail_start", "chain_tail")] == [1, 100, 26]
+
+
+def test_equal_lists_of_slots_make_no_chain_where_a_length_is_missing() -> None:
+    work_list = columns_of(H200, [100, 101, 103], [0] * 3, [100] * 3, [0, 9, 9])
+    assert (work_list["tile_chains"], work_list["tile_chain_count"]) == ([2], [2])
+
+
+def test_rows_with_tails_are_not_read_in_wide_tiles() -> None:
+    plan = TilePlan(**(vars(H200) | {"tile_rows": 4, "wide_rows": 16, "wide_from": 40}))
+    lengths = np.array([*range(81, 101), *[101, 102] * 10], np.int32)
+    tail_start = np.minimum(lengths, 100)
+    tail = np.arange(40, dtype=np.int32) // 2
+    flat = np.zeros(plan.work_list_len(40), np.int32)
+    plan.write(lengths, 0 * lengths, tail_start, tail, flat)
+    narrow, wide = flat.reshape(2, -1)
+    assert wide[:HEADER_LEN].tolist() == [1, 0, 0]
+    num_tiles = narrow[1] + narrow[0] - narrow[2]
+    rows = sorted(narrow[HEADER_LEN:].reshape(len(COLUMNS), -1)[0, :num_tiles].tolist())
+    assert rows == [16, 20, 24, 28, 32, 36]
 
 
 def test_a_plan_follows_from_the_layers_of_the_model() -> None:

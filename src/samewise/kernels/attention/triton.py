@@ -5,11 +5,13 @@ absolute blocks of `block` keys, in order, with an online softmax of its own; th
 the other, in order. All of it follows from the row's length alone.
 
 How it is computed: rows at consecutive positions of one sequence share a *tile*, whose keys are read once
-(`tiles.py` chooses the tiles). A program walks all splits of its tile and folds them as it goes, or several
-programs walk one split each and the last to finish folds them: the same operations in the same order. A row's
-index in its tile, the other rows, the number of programs and the number of rows decide only when and where a
-number is computed: matrix units treat all rows of a tile alike, a tile of one row has the shape of a full
-one, and where a row sees nothing its state is kept by selection, not by arithmetic.
+(`tiles.py` chooses the tiles). Nodes of a draft tree share a tile too: the blocks before the tree are read
+once for all of them, the last ones once per chain of nodes, each key in the column of its position. A program
+walks all splits of its tile and folds them as it goes, or several programs walk one split each and the last
+to finish folds them: the same operations in the same order. A row's index in its tile, the other rows, the
+number of programs and the number of rows decide only when and where a number is computed: matrix units treat
+all rows of a tile alike, a tile of one row has the shape of a full one, and where a row sees nothing its
+state is kept by selection, not by arithmetic.
 
 The work list is read on the device: one launch, or one captured graph, serves contexts of every length.
 
@@ -71,6 +73,10 @@ class TritonConstants:
     """Programs that run on a processor at the same time, approximately."""
     workspace_bytes: int = 128 * 2**20
     """For partial results, at most; tiles beyond it are walked by one program."""
+    small_head_registers: int = 168
+    """Registers per thread, at most, in programs of four warps whose heads take up to 128 bytes, so that
+    three programs run on a processor at a time. Found by compiling for an H200: nothing or 8 bytes are
+    spilled."""
     fp_fusion: bool = False
     """Whether the compiler may fuse a product and a sum: no, because bits would depend on its choice."""
 
@@ -88,6 +94,7 @@ def attend_triton(
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    lengths: torch.Tensor,
     slots: torch.Tensor,
     pages: torch.Tensor,
     work_list: torch.Tensor,
@@ -129,10 +136,12 @@ def attend_triton(
     for tile, tile_list, wide in zip(tiles, lists, (False, True), strict=False):
         halved = num_rows >= CONSTANTS.busy_rows and tile < CONSTANTS.wide_tile and not wide
         warps = CONSTANTS.warps // 2 if halved else CONSTANTS.warps
+        capped = head_bytes <= 128 and warps == 4 and not wide
         paged_attend[(num_programs,)](
             q,
             k_cache,
             v_cache,
+            lengths,
             pages,
             tile_list,
             workspace,
@@ -156,6 +165,7 @@ def attend_triton(
             FOLD_STAGES=1 if wide else CONSTANTS.fold_stages,
             EXPLICIT_SUM=INTERPRETED,
             num_warps=warps if head_bytes <= 256 else 2 * warps,
+            maxnreg=CONSTANTS.small_head_registers if capped else None,
             enable_fp_fusion=CONSTANTS.fp_fusion,
         )
     return out
@@ -271,6 +281,7 @@ class TritonKernel(AttentionKernel):
             v,
             kv.k,
             kv.v,
+            rows.lengths,
             rows.slots,
             rows.pages,
             rows.work_list,

@@ -4,6 +4,9 @@ State of an online softmax, per query row: `top` is the largest score, `weight` 
 exp2(score - top), `total` the sum of weighted values, all of the current split. `all_top`, `all_weight` and
 `all_total` are the same over the splits folded so far.
 
+A *chain* is a run of a tile's rows, each one key longer than the one before, that find every key in the same
+slot: all rows of a tile without tails, or nodes of a draft tree of which each is the next one's parent.
+
 The number of rows and the number of programs are unspecialized arguments: passes of every size run the same
 machine code.
 """
@@ -98,7 +101,7 @@ def _load_kv(
     v_cache: tl.tensor,
     page: tl.tensor,  # [BLOCK]
     kv_head: tl.tensor,
-    key: tl.tensor,  # [BLOCK]
+    slot: tl.tensor,  # [BLOCK], modulo PAGE
     visible: tl.tensor,  # [BLOCK], read only if MASKED
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -108,7 +111,7 @@ def _load_kv(
 ) -> tuple[tl.tensor, tl.tensor]:
     """K and V of a block. Masked keys are not read, as they may be NaN; they become zeros."""
     dim = tl.arange(0, DIM_PAD)
-    offset = page.to(tl.int64) * (KV_HEADS * PAGE * DIM) + (kv_head * (PAGE * DIM) + key % PAGE * DIM)
+    offset = page.to(tl.int64) * (KV_HEADS * PAGE * DIM) + (kv_head * (PAGE * DIM) + slot % PAGE * DIM)
     offsets = offset[:, None] + dim[None, :]
     if MASKED:
         mask = visible[:, None] & (dim < DIM)[None, :]
@@ -163,13 +166,14 @@ def _start_split(
     all_total: tl.tensor,
     SPLIT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Where a block begins a new split: fold the split before it and reset the state."""
+    """Where a block begins a new split: fold the split before it and reset the state, in rows that go on."""
     if (block % SPLIT == 0) & (block > begin):
-        seen = (first < block) & (length > block - SPLIT)
+        goes_on = length > block
+        seen = (first < block) & goes_on
         all_top, all_weight, all_total = _fold(all_top, all_weight, all_total, top, weight, total, seen)
-        top = tl.full(top.shape, float("-inf"), tl.float32)
-        weight = tl.zeros(weight.shape, tl.float32)
-        total = tl.zeros(total.shape, tl.float32)
+        top = tl.where(goes_on, float("-inf"), top)
+        weight = tl.where(goes_on, 0.0, weight)
+        total = tl.where(goes_on[:, None], 0.0, total)
     return top, weight, total, all_top, all_weight, all_total
 
 
@@ -182,19 +186,38 @@ def _page_numbers(
 
 
 @triton.jit
+def _slots(
+    pages: tl.tensor,
+    key: tl.tensor,  # [BLOCK]
+    low: tl.tensor,
+    high: tl.tensor,
+    page_start: tl.tensor,  # index of the sequence's first page number
+    tail_start: tl.tensor,  # the keys from here on are found through the tail
+    tail: tl.tensor,  # index of the slot of key `tail_start`
+    PAGE: tl.constexpr,
+) -> tl.tensor:
+    """The slots of a block's keys that lie in [low, high)."""
+    in_pages = key < tail_start
+    index = tl.where(in_pages, page_start + key // PAGE, tail + (key - tail_start))
+    number = tl.load(pages + index, mask=(key >= low) & (key < high), other=0)
+    return tl.where(in_pages, number * PAGE + key % PAGE, number)
+
+
+@triton.jit
 def _masked_block(  # noqa: PLR0917 - Triton functions take plain values only
     q_tile: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
-    page: tl.tensor,  # [BLOCK]
+    slot: tl.tensor,  # [BLOCK]
     kv_head: tl.tensor,
     block: tl.tensor,
     tile_row: tl.tensor,  # [TILE] index of the row within the tile
     first: tl.tensor,  # [TILE] the row sees the keys [first, length)
-    length: tl.tensor,
-    low: tl.tensor,  # the keys [low, high) are seen by some row
+    length: tl.tensor,  # [TILE] 0: the row's state is kept
+    low: tl.tensor,  # the keys [low, high) are seen by some row of these
     high: tl.tensor,
-    count: tl.tensor,
+    begin_row: tl.tensor,  # rows with another length than 0: the tile's [begin_row, end_row)
+    end_row: tl.tensor,
     top: tl.tensor,
     weight: tl.tensor,
     total: tl.tensor,
@@ -206,14 +229,14 @@ def _masked_block(  # noqa: PLR0917 - Triton functions take plain values only
     BLOCK: tl.constexpr,
     EXPLICIT_SUM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the online softmax over a block of which some row of the tile sees only a part.
+    """One step of the online softmax over a block of which some row sees only a part.
 
     A row that sees all of it goes through the same operations as in an unmasked block.
     """
     key = block + tl.arange(0, BLOCK)
     in_range = (key >= low) & (key < high)
     k_tile, v_tile = _load_kv(
-        k_cache, v_cache, page, kv_head, key, in_range, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=True
+        k_cache, v_cache, slot // PAGE, kv_head, slot, in_range, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=True
     )
     sees_block = (first < block + BLOCK) & (length > block)
     visible = (key[None, :] >= first[:, None]) & (key[None, :] < length[:, None])
@@ -225,14 +248,14 @@ def _masked_block(  # noqa: PLR0917 - Triton functions take plain values only
     new_weight = weight * shrink + _sum_weights(p)
     scaled_total = total * shrink[:, None]
     # 0 * inf is NaN: where a value that only some rows see is not finite, each row gets its own values.
-    all_finite = count == 1
-    if count > 1:
+    all_finite = end_row - begin_row == 1
+    if end_row - begin_row > 1:
         finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
         all_finite = tl.min(tl.min(finite.to(tl.int32), axis=1), axis=0) == 1
     if all_finite:
         total = tl.where(sees_block[:, None], _add_values(p, v_tile, scaled_total, EXPLICIT_SUM), total)
     else:
-        for row in tl.range(0, count):
+        for row in tl.range(begin_row, end_row, disable_licm=True):
             is_row = tile_row == row
             begin = tl.max(tl.where(is_row, first, 0), axis=0)
             end = tl.max(tl.where(is_row, length, 0), axis=0)
@@ -245,12 +268,13 @@ def _masked_block(  # noqa: PLR0917 - Triton functions take plain values only
 
 @triton.jit(
     do_not_specialize=["num_rows", "workspace_len"],
-    do_not_specialize_on_alignment=["pages", "work_list"],
+    do_not_specialize_on_alignment=["lengths", "pages", "work_list"],
 )
 def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; plain values only
     q: tl.tensor,  # [R, KV_HEADS * GROUP, DIM], strided
     k_cache: tl.tensor,  # [P, KV_HEADS, PAGE, DIM]
     v_cache: tl.tensor,
+    lengths: tl.tensor,  # [R]
     pages: tl.tensor,
     work_list: tl.tensor,
     workspace: tl.tensor,  # [slots, KV_HEADS * GROUP * (DIM + 2)]: sums, maxima, weights; then arrivals
@@ -298,34 +322,43 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
         # After the last cut tile, each tile is one piece.
         tile = piece - cut_pieces + cut_tiles
         if piece < cut_pieces:
-            tile = _find_tile(piece, columns + 6 * num_rows, cut_tiles, SEARCH_TILES)
+            tile = _find_tile(piece, columns + 11 * num_rows, cut_tiles, SEARCH_TILES)
         row = tl.load(columns + tile)
         count = tl.load(columns + num_rows + tile)
-        first_length = tl.load(columns + 2 * num_rows + tile)
-        row_pages = pages + tl.load(columns + 3 * num_rows + tile)
-        first_split = tl.load(columns + 4 * num_rows + tile)
-        slot = tl.load(columns + 5 * num_rows + tile)
-        last_length = tl.where(first_length > 0, first_length + count - 1, 0)
+        chain_count = tl.load(columns + 2 * num_rows + tile)
+        shortest = tl.load(columns + 3 * num_rows + tile)
+        shared = tl.load(columns + 4 * num_rows + tile)
+        chain_length = tl.load(columns + 5 * num_rows + tile)
+        longest = tl.load(columns + 6 * num_rows + tile)
+        tail_start = tl.load(columns + 7 * num_rows + tile)
+        page_start = tl.load(columns + 8 * num_rows + tile)
+        first_split = tl.load(columns + 9 * num_rows + tile)
+        slot = tl.load(columns + 10 * num_rows + tile)
+        chains = tl.load(columns + 12 * num_rows + tile)
+        tail = tl.load(columns + 13 * num_rows + tile)
+        row_pages = pages + page_start
 
         # Each row of the tile sees the keys [first, length).
         used = tile_row < count
-        length = tl.where(used & (first_length > 0), first_length + tile_row, 0)
+        length = tl.load(lengths + row + tile_row, mask=used, other=0)
         first = tl.zeros([TILE], tl.int32)
-        low = first_length * 0
+        low = shortest * 0
         if WINDOW > 0:
             first = tl.maximum(length - WINDOW, 0)
-            low = tl.maximum(first_length - WINDOW, 0)
-        # The program walks the keys [low, high) in blocks from `begin`. All rows see [full_begin, full_end).
-        high = last_length
+            low = tl.maximum(shortest - WINDOW, 0)
+        # The program walks the keys [low, high) in blocks from `begin`. All rows find the keys before
+        # `common_end` through the pages, and see [full_begin, common_end).
+        high = longest
         begin = low // BLOCK * BLOCK
         if slot >= 0:
-            split = first_split + piece - tl.load(columns + 6 * num_rows + tile)
+            split = first_split + piece - tl.load(columns + 11 * num_rows + tile)
             begin = tl.maximum(begin, split * SPLIT)
             high = tl.minimum(high, split * SPLIT + SPLIT)
+        common_end = tl.maximum(begin, tl.minimum(shared // BLOCK * BLOCK, high))
         full_begin = begin
         if WINDOW > 0:
-            full_begin = tl.maximum(begin, (tl.maximum(last_length - WINDOW, 0) + BLOCK - 1) // BLOCK * BLOCK)
-        full_end = tl.maximum(full_begin, tl.minimum(first_length // BLOCK * BLOCK, high))
+            full_begin = tl.maximum(begin, (tl.maximum(longest - WINDOW, 0) + BLOCK - 1) // BLOCK * BLOCK)
+            full_begin = tl.minimum(full_begin, common_end)
 
         head = kv_head * GROUP + lane % GROUP
         in_tile = used[:, None] & (dim < DIM)[None, :]
@@ -339,19 +372,21 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
         all_total = tl.zeros([TILE, DIM_PAD], tl.float32)
 
         if WINDOW > 0:
-            for block in tl.range(begin, tl.minimum(full_begin, high), BLOCK, num_stages=1):
+            for block in tl.range(begin, full_begin, BLOCK, num_stages=1):
                 top, weight, total, all_top, all_weight, all_total = _start_split(
                     block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
                 )
-                page = _page_numbers(row_pages, block + offset, low, high, PAGE)
+                key = block + offset
+                key_slots = _page_numbers(row_pages, key, low, high, PAGE) * PAGE + key % PAGE
                 top, weight, total = _masked_block(
-                    q_tile, k_cache, v_cache, page, kv_head, block, tile_row, first, length, low, high,
-                    count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, EXPLICIT_SUM,
+                    q_tile, k_cache, v_cache, key_slots, kv_head, block, tile_row, first, length, low, high,
+                    0, count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, EXPLICIT_SUM,
                 )  # fmt: skip
         # Page numbers are read one block ahead, so that loads of K and V can start STAGES blocks early.
-        page = _page_numbers(row_pages, full_begin + offset, full_begin, full_end, PAGE)
-        masked_page = _page_numbers(row_pages, full_end + offset, low, high, PAGE)
-        for block in tl.range(full_begin, full_end, BLOCK, num_stages=STAGES):
+        page = _page_numbers(row_pages, full_begin + offset, full_begin, common_end, PAGE)
+        chain_high = tl.minimum(high, chain_length + chain_count - 1)
+        key_slots = _slots(pages, common_end + offset, low, chain_high, page_start, tail_start, tail, PAGE)
+        for block in tl.range(full_begin, common_end, BLOCK, num_stages=STAGES):
             top, weight, total, all_top, all_weight, all_total = _start_split(
                 block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
             )
@@ -359,7 +394,7 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
             k_tile, v_tile = _load_kv(
                 k_cache, v_cache, page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
             )
-            page = _page_numbers(row_pages, key + BLOCK, full_begin, full_end, PAGE)
+            page = _page_numbers(row_pages, key + BLOCK, full_begin, common_end, PAGE)
             score = _scores(q_tile, k_tile, scale, EXPLICIT_SUM)
             new_top = tl.maximum(top, tl.max(score, axis=1))
             shrink = tl.exp2(top - new_top)
@@ -367,23 +402,48 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
             weight = weight * shrink + _sum_weights(p)
             total = _add_values(p, v_tile, total * shrink[:, None], EXPLICIT_SUM)
             top = new_top
-        for block in tl.range(full_end, high, BLOCK, num_stages=1):
-            top, weight, total, all_top, all_weight, all_total = _start_split(
-                block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
-            )
-            top, weight, total = _masked_block(
-                q_tile, k_cache, v_cache, masked_page, kv_head, block, tile_row, first, length, low, high,
-                count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, EXPLICIT_SUM,
-            )  # fmt: skip
-            masked_page = _page_numbers(row_pages, block + BLOCK + offset, low, high, PAGE)
+        # The rest of the keys is walked chain by chain; the other rows' states are kept meanwhile. Nothing is
+        # moved out of these loops: it would take registers from the one above.
+        chain_row = count * 0
+        for _ in tl.range(0, tl.where(common_end < high, chains, 0), num_stages=1, disable_licm=True):
+            # What the next chain needs is read ahead.
+            chain_end = chain_row + chain_count
+            next_row = row + chain_end
+            more = chain_end < count
+            next_length = tl.load(lengths + next_row, mask=more, other=0)
+            next_count = tl.load(columns + 14 * num_rows + next_row, mask=more, other=0)
+            next_start = tl.load(columns + 15 * num_rows + next_row, mask=more, other=0)
+            next_tail = tl.load(columns + 16 * num_rows + next_row, mask=more, other=0)
+            row_length = tl.where((tile_row >= chain_row) & (tile_row < chain_end), length, 0)
+            chain_low = low
+            if WINDOW > 0:
+                chain_low = tl.maximum(chain_length - WINDOW, 0)
+            for block in tl.range(common_end, chain_high, BLOCK, num_stages=1, disable_licm=True):
+                top, weight, total, all_top, all_weight, all_total = _start_split(
+                    block, begin, first, row_length, top, weight, total, all_top, all_weight, all_total,
+                    SPLIT,
+                )  # fmt: skip
+                top, weight, total = _masked_block(
+                    q_tile, k_cache, v_cache, key_slots, kv_head, block, tile_row, first, row_length,
+                    chain_low, chain_high, chain_row, chain_end, top, weight, total, scale, KV_HEADS, DIM,
+                    DIM_PAD, PAGE, BLOCK, EXPLICIT_SUM,
+                )  # fmt: skip
+                key = block + BLOCK + offset
+                key_slots = _slots(pages, key, low, chain_high, page_start, tail_start, tail, PAGE)
+            chain_row, chain_count, chain_length = chain_end, next_count, next_length
+            tail_start, tail = next_start, next_tail
+            if more:
+                chain_high = tl.minimum(high, chain_length + chain_count - 1)
+                key = common_end + offset
+                key_slots = _slots(pages, key, low, chain_high, page_start, tail_start, tail, PAGE)
 
         complete = slot < 0
         if slot < 0:
-            last = (high - 1) // SPLIT * SPLIT
-            seen = (first < high) & (length > last)
-            all_top, all_weight, all_total = _fold(all_top, all_weight, all_total, top, weight, total, seen)
+            all_top, all_weight, all_total = _fold(
+                all_top, all_weight, all_total, top, weight, total, length > 0
+            )
         else:
-            end_split = (last_length + SPLIT - 1) // SPLIT
+            end_split = (longest + SPLIT - 1) // SPLIT
             slot_start = workspace + (slot + tile_row).to(tl.int64) * RESULT
             if begin < high:
                 target = slot_start + ((high - 1) // SPLIT - first_split) * count * RESULT
