@@ -21,7 +21,7 @@ from law_helpers import (
 
 from samewise.draft.base import Proposer
 from samewise.testing import Bushy, preempting
-from samewise.types import MAX_TREE_NODES, ROOT, Proposal
+from samewise.types import MAX_TREE_NODES, ROOT, Proposal, Sampling
 
 
 class KnownTrees(Proposer):
@@ -133,6 +133,28 @@ def test_a_tree_across_a_page_border_changes_nothing(basic, length):
     assert engine.scheduler.counters.accepted > 2 * 7
 
 
+@pytest.mark.parametrize("length", [252, 255, 256])
+def test_a_tree_across_a_split_of_the_keys_changes_nothing(setup, length):
+    """On CUDA attention splits the keys at multiples of 256."""
+    case = Case("split", random_prompt(length, 2), max_tokens=14)
+    expected = run_reference(setup, case)
+    engine = setup.engine(known_trees([case], [expected], num=9, shape=siblings_everywhere))
+    assert run_one(engine, case) == expected
+    assert engine.scheduler.counters.accepted > 7
+
+
+@pytest.mark.parametrize("shape", [siblings_everywhere, random_shape])
+def test_a_stop_inside_a_tree_ends_the_text_there(basic, shape):
+    case = Case("whole", random_prompt(11, 4), max_tokens=30)
+    whole = run_reference(basic, case)
+    stop = next(token for i, token in enumerate(whole.tokens) if i > 5 and token not in whole.tokens[:i])
+    stopped = replace(case, sampling=Sampling(stop_ids=frozenset({stop})))
+    expected = run_reference(basic, stopped)
+    assert expected.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+    engine = basic.engine(known_trees([case], [whole], num=8, shape=shape))
+    assert run_one(engine, stopped) == expected
+
+
 def test_moved_pages_are_canonical(basic):
     """They enter the prefix index and are read by later requests."""
     case = Case("first", random_prompt(20, 5), max_tokens=3 * PAGE)
@@ -159,7 +181,7 @@ def test_trees_at_the_context_limit_change_nothing(basic, shape):
     """Nodes lie in slots beyond the last position a sequence can have."""
     case = Case("limit", random_prompt(9, 3), sampled(7), max_tokens=500)
     limits = {"max_model_len": 3 * PAGE}
-    expected = run_reference(basic, case, **limits)
+    expected = run_one(basic.engine(**limits), case)
     assert len(case.prompt) + len(expected.tokens) == 3 * PAGE
     engine = basic.engine(known_trees([case], [expected], num=9, shape=shape), **limits)
     assert run_one(engine, case) == expected

@@ -13,7 +13,7 @@ import torch
 from samewise.execute.runner import Runner
 from samewise.kernels import noise
 from samewise.kernels.attention.base import PAGE
-from samewise.types import Sampling, Span
+from samewise.types import ROOT, Sampling, Span
 
 TEXT_LEN = 2 * PAGE
 """Tokens of the known text: two full pages, few enough for a start-up of seconds. Their logits' digest is a
@@ -120,6 +120,23 @@ class ProbeText:
         before = self._random.randint(0, rows - length)
         others = self._other_sequences(before), self._other_sequences(rows - length - before)
         return PlacedFrame((*others[0], piece, *others[1]), before, length)
+
+    def as_tree(self) -> Placement:
+        """The text's end as a path through a draft tree, among nodes that are not of the text.
+
+        Its nodes lie in other slots than the text's positions have. Empty where a frame is too small for it.
+        """
+        start = PAGE + 1
+        path = self._text[start:]
+        if not path or len(path) + 4 > self._rows:
+            return ()
+        wrong = [self._random.randrange(self._vocab) for _ in range(3)]
+        tokens = [self._text[PAGE], *wrong[:2], *path, wrong[2]]
+        parents = (ROOT, 0, ROOT, *range(2, len(path) + 1), 2)
+        pages = array("i", [*self._pages[:1], self._far_page, self._scratch_page])
+        tree = _span(tokens, PAGE, pages)._replace(given=1, parents=parents)
+        before = PlacedFrame((self._piece(0, start),), 0, start)
+        return before, PlacedFrame((tree,), 3, len(path))
 
     def in_pieces(self, sizes: Sequence[int]) -> Placement:
         """The text in pieces of these lengths, each alone in a frame; what is left in full frames."""

@@ -1,8 +1,8 @@
 """The probe: at start-up, checks that a row's bits depend neither on its index nor on the rest of its frame.
 
 On the loaded weights, at the real shapes, on this machine. A known text is run alone from row 0 on, then
-again cut in other places, at other rows, among other sequences, some of them far into their context; and so
-are pieces far into a context themselves. Every bit of their logits must be the same, and so must every bit of
+again cut in other places, at other rows, as a path through a draft tree, among other sequences, some of them
+far into their context; and so are pieces far into a context themselves. Every bit of their logits must be the same, and so must every bit of
 what the sampler makes of them; otherwise the engine does not start, and the error names the operator.
 """
 
@@ -53,6 +53,8 @@ def probe(verifier: Verifier, *, max_model_len: int, operators: int = 0) -> Prob
         others = [text.among_others(), text.among_others(runner.widest)]
         if runner.elastic:
             others.append(text.in_pieces(runner.sizes))
+    if tree := text.as_tree():
+        others.append(tree)
     # The far pieces come second: their context is the text's pages.
     placements = [[text.alone(), *others]]
     if far := text.far():
