@@ -33,7 +33,7 @@ from samewise.execute.choices import pick_draft_quantizer, pick_linear
 from samewise.execute.load import Loaded, load, refuse_other_vocabulary
 from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
-from samewise.model.linear import FrameLinear, pack_linears
+from samewise.model.linear import FrameLinear, pack_linears, stack_siblings
 from samewise.model.rope import pin_rope
 from samewise.model.surgery import copy_modules
 
@@ -73,29 +73,37 @@ def make_decode(parts: ProposerParts) -> Decode:
     return Decode(runner, parts.sampler, copy=copy, chain=parts.chain)
 
 
-def make_model(parts: ProposerParts) -> DraftModel:
+def make_model(parts: ProposerParts, *, standalone: bool = True) -> DraftModel:
     """`model`: load the draft model and give it a runner and pages of its own."""
     assert parts.loaded is not None
-    tuning, kv_memory = parts.tuning.model, parts.config.kv_memory
+    tuning, kv_memory = parts.tuning, parts.config.kv_memory
     config = replace(
         parts.config, model=parts.config.draft_model or "", revision=None, max_model_len=None,
-        kv_memory=tuning.kv_share if kv_memory is None else kv_memory,
+        kv_memory=tuning.model.kv_share if kv_memory is None else kv_memory,
     )  # fmt: skip
     draft = parts.load(config)
     refuse_other_vocabulary(parts.loaded, draft, config.model)
     device = parts.runner.device
-    model = copy_modules(draft.model.to(device))
+    draft.model.to(device)
+    cuda = device.type == "cuda"
+    if cuda:
+        stack_siblings(draft.model)
+    model = copy_modules(draft.model)
     max_len = min(parts.max_model_len, draft.arch.max_positions)
     pin_rope(model, max_len)
     if pick_linear(config.linear, device) == "native":
         pack_linears(model)
     num_pages = count_pages(config, draft.arch, max_len, device)
+    pass_rows = tuning.model.cuda_pass_rows if cuda else tuning.model.cpu_pass_rows
     runner = Runner(
-        model, draft.arch, parts.runner.kernel, num_pages=num_pages, sizes=(tuning.read_rows,),
-        max_rows=max(tuning.read_rows, config.max_num_seqs), max_model_len=max_len,
-        dtype=next(model.parameters()).dtype, device=device, compile=False,
+        model, draft.arch, parts.runner.kernel, num_pages=num_pages, sizes=(1,),
+        max_rows=max(pass_rows, config.max_num_seqs), max_model_len=max_len,
+        dtype=next(model.parameters()).dtype, device=device, compile=cuda and config.compile is not False,
     )  # fmt: skip
-    return DraftModel(runner, parts.sampler, num_pages, max_len, tuning)
+    return DraftModel(
+        runner, parts.sampler, num_pages, max_len, parts.frame_costs, parts.clock,
+        max_num_seqs=config.max_num_seqs, ahead=parts.chain > 1, standalone=standalone, tuning=tuning,
+    )  # fmt: skip
 
 
 def make_skip(parts: ProposerParts, *, search: Search | None = None, standalone: bool = True) -> Skip:
@@ -135,7 +143,7 @@ def make_auto(parts: ProposerParts, drafters: list[Drafter] | None = None) -> Au
 def _auto_drafters(parts: ProposerParts) -> list[Drafter]:
     """A draft model if one is set, `decode` if its weights are quantized, `skip` if layers can be skipped."""
     config, runner = parts.config, parts.runner
-    drafters: list[Drafter] = [make_model(parts)] if config.draft_model else []
+    drafters: list[Drafter] = [make_model(parts, standalone=False)] if config.draft_model else []
     quantized = config.draft_weights == "fp8"
     if quantized or pick_draft_quantizer(config.draft_weights, runner.model, runner.device) is not None:
         drafters.append(make_decode(parts))

@@ -67,8 +67,41 @@ class NgramTuning:
 class ModelTuning:
     """The draft model (model.py)."""
 
-    # Rows of one draft-model pass, over all sequences: a long prompt is read in pieces between other work.
-    read_rows: int = 64
+    # Rows of one pass that reads committed tokens, and rows read in one step before it drafts: a long prompt
+    # is read in pieces between other work. On a CPU time grows with the rows, on CUDA hardly up to 256.
+    cpu_pass_rows: int = 64
+    cpu_read_rows: int = 64
+    cuda_pass_rows: int = 256
+    cuda_read_rows: int = 1024
+    # Alternatives of a drafted token that may become leaves of the draft's tree.
+    num_alternatives: int = 3
+    # Probability above which, on a CPU, a greedy token's alternatives are not computed: ranking takes longer.
+    sure_probability: float = 0.95
+    # Chance of being reached and right below which a token is left out of the draft, even in a padding row.
+    min_chance: float = 0.02
+    # Acceptance of a drafted token before anything was measured, and the trials it counts for.
+    prior_chance: float = 0.75
+    prior_trials: float = 8.0
+    # Acceptance of the first alternative of a rejected token before anything was measured (of the second
+    # half of it, and so on), and the trials it counts for.
+    alternative_prior: float = 0.4
+    alternative_prior_trials: float = 2.0
+    # Passes of a draft until a pass was timed.
+    untimed_passes: int = 4
+
+    # Without `auto`: steps with drafts over which their throughput is measured; older ones fade.
+    throughput_steps: float = 32.0
+    # Steps with drafts before they may be found not to pay.
+    min_steps: int = 16
+    # Throughput with drafts, as a multiple of that without, below which drafting pauses: estimates are a few
+    # percent off.
+    min_speedup: float = 0.97
+    # Frames of the first pause; each further pause in a row is twice as long, up to the longest.
+    pause_frames: int = 64
+    max_pause_frames: int = 2048
+    # A change of the number of live sequences by this factor ends a pause.
+    live_factor: float = 2.0
+
     # Share of free memory for the draft model's KV where `kv_memory` is not set.
     kv_share: float = 0.1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -51,11 +51,17 @@ PASS_LIMITS = PassLimits()
 
 @dataclass(slots=True)
 class FastPath:
-    """Modules that fast passes run through, and their captured passes by number of rows."""
+    """Modules that fast passes run through, and their captured passes by number of rows.
+
+    `after` is called with a pass's logits and captured with it. Paths with one `pool` share their graphs'
+    memory: logits of a pass are then valid until the next pass.
+    """
 
     model: nn.Module
     compiled: nn.Module | None
     graphs: dict[int, CapturedGraph[torch.Tensor]] = field(default_factory=dict)
+    after: Callable[[torch.Tensor], None] | None = None
+    pool: Any = None
 
 
 def kv_shapes(arch: Arch) -> list[tuple[int, int]]:
@@ -260,7 +266,9 @@ class Runner:
         if self.device.type == "cuda":
             if size not in path.graphs:
                 with allow_compiling():
-                    path.graphs[size] = CapturedGraph(lambda: self._fast_pass(path, inputs), self.device)
+                    path.graphs[size] = CapturedGraph(
+                        lambda: self._fast_pass(path, inputs), self.device, path.pool
+                    )
             return path.graphs[size]()
         return self._fast_pass(path, inputs)
 
@@ -312,7 +320,10 @@ class Runner:
             path is self._default_path and inputs.num_rows in self.sizes
         )
         model = path.compiled if path.compiled is not None and compiled_size else path.model
-        return self._pass(model, inputs, self.fast_tokens)
+        logits = self._pass(model, inputs, self.fast_tokens)
+        if path.after is not None:
+            path.after(logits)
+        return logits
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────
 
