@@ -19,7 +19,7 @@ from samewise.execute.sampling import Sampler, SamplerOutput
 from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels import noise
 from samewise.kernels.cpu_sampling import pick_row_math
-from samewise.types import Sampling
+from samewise.types import NUM_CANDIDATES, Sampling
 
 CPU = torch.device("cpu")
 
@@ -368,6 +368,16 @@ def test_top_is_ordered_by_value_then_id(raw: list[int], num: int) -> None:
         expected = sorted(enumerate(values), key=lambda pair: (-pair[1], pair[0]))
         assert list(top) == expected[: 20 if num < 0 else num]
         assert none == ()
+
+
+def test_candidates_are_the_most_probable_ids() -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    ids = Sampler(300, torch.device("cpu")).candidates(logits)
+    assert ids.tolist() == logits.topk(NUM_CANDIDATES).indices.tolist()
+    few = Sampler(3, torch.device("cpu")).candidates(logits[:, :3])
+    assert few.tolist() == [
+        [*row, *[-1] * (NUM_CANDIDATES - 3)] for row in logits[:, :3].topk(3).indices.tolist()
+    ]
 
 
 def test_top_has_the_bits_of_sampled_logprobs() -> None:

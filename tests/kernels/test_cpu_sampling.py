@@ -266,6 +266,34 @@ def test_a_gap_that_is_not_a_number_has_no_mass(native):
     assert native.masses(np.array([math.nan, -math.nan, 0.0], np.float32), 40).tolist() == [0, 0, 2**40]
 
 
+# -- top ids -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [3, 8, 63, 64, 65, 1003, 49152])
+def test_top_ids_are_those_of_the_largest_logits(native, vocab, threads):
+    logits = random_logits(9, 2 * vocab)[:, :vocab]
+    num = min(8, vocab)
+    for rows in (native, TorchRows()):
+        for count in (1, 3):
+            threads(count)
+            ids = rows.top_ids(logits, 8)
+            assert (ids.dtype, ids.shape) == (torch.int32, (9, 8))
+            assert ids[:, :num].tolist() == logits.topk(num).indices.tolist()
+            assert (ids[:, num:] == -1).all()
+
+
+def test_top_ids_of_equal_logits_rise(native):
+    logits = random_logits(2, 500).round()
+    expected = logits.sort(descending=True, stable=True).indices[:, :8]
+    assert native.top_ids(logits, 8).tolist() == expected.tolist()
+
+
+def test_logits_of_minus_infinity_and_nan_have_no_place_among_the_top_ids(native):
+    logits = torch.full((1, 200), -INF)
+    logits[0, 150], logits[0, 3], logits[0, 70] = -5.0, INF, math.nan
+    assert native.top_ids(logits, 8).tolist() == [[3, 150, *[-1] * 6]]
+
+
 # -- which arithmetic ----------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from samewise.execute.logit_edits import LogitEditor, elementwise, send
 from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels import noise
 from samewise.kernels.cpu_sampling import RowMath, RowStats, pick_row_math
-from samewise.types import Sampling, TopLogprobs
+from samewise.types import NUM_CANDIDATES, Sampling, TopLogprobs
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures above 0 are raised to this: dividing by them would overflow float32."""
@@ -138,6 +138,17 @@ class Sampler:
             scores = self._block_scores(logits, rows) if rows else logits
         best, ids = scores.topk(num)
         return ids, (best - scores.logsumexp(-1, keepdim=True)).exp().nan_to_num(0.0)
+
+    def candidates(self, logits: Tensor) -> Tensor:
+        """The most probable ids of every row of [R, V], the first of them first: int32 [R, NUM_CANDIDATES].
+
+        For drafts only: no bit of it is promised. -1 where the vocabulary is smaller.
+        """
+        if self._row_math is not None:
+            return self._row_math.top_ids(logits, NUM_CANDIDATES)
+        from samewise.kernels import sampling as kernels
+
+        return kernels.top_candidates(logits)
 
     # ── by row: CPU ──────────────────────────────────────────────────────────────────────────────
 

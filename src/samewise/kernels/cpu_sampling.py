@@ -1,4 +1,4 @@
-"""What the sampler computes of a row of logits on a CPU: its log of the sum of exp, noisy scores, masses.
+"""What the sampler computes of a row of logits on a CPU: log of the sum of exp, scores, masses, top ids.
 
 `NativeRows` does it in C++ (``native/sampling.cpp``) in a stated order, to the same bits on every machine.
 `TorchRows` is for machines without a C++ compiler. There exp and log differ in the last bit between torch's
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samewise.errors import MachineError
+from samewise.errors import InvariantBroken, MachineError
 from samewise.kernels import noise
 from samewise.kernels.native import build as native_build
 
@@ -49,16 +49,31 @@ class RowMath(Protocol):
     def masses(self, gaps: Floats, bits: int) -> Ints:
         """exp(-gap) in units of 2**-bits, rounded down."""
 
+    def top_ids(self, logits: Tensor, num: int) -> Tensor:
+        """The ids of the `num` largest logits of every row, the largest first: int32 [R, num].
+
+        For drafts only: no bit of it is promised. -1 where fewer logits exceed -inf.
+        """
+
+
+class _Entries(NamedTuple):
+    stats: ctypes._NamedFuncPointer
+    scores: ctypes._NamedFuncPointer
+    masses: ctypes._NamedFuncPointer
+    top_ids: ctypes._NamedFuncPointer
+
 
 @functools.cache
-def _entries() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
+def _entries() -> _Entries:
     library = native_build.library()
     stats, scores, masses = library.samewise_row_stats, library.samewise_scores, library.samewise_masses
+    top_ids = library.samewise_top_ids
     pointer, int64, uint32, single = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
     stats.argtypes = [pointer, int64, int64, int64, pointer, pointer, pointer, int64, pointer]
     scores.argtypes = [pointer, int64, single, single, uint32, uint32, pointer, int64, pointer]
     masses.argtypes = [pointer, int64, int64, pointer]
-    return stats, scores, masses
+    top_ids.argtypes = [pointer, int64, int64, int64, int64, pointer, int64, pointer]
+    return _Entries(stats, scores, masses, top_ids)
 
 
 class NativeRows:
@@ -67,7 +82,7 @@ class NativeRows:
     name = "native"
 
     def __init__(self) -> None:
-        self._stats, self._scores, self._masses = _entries()
+        self._stats, self._scores, self._masses, self._top_ids = _entries()
         self._parallel = native_build.gomp_parallel()
 
     def stats(self, logits: Tensor) -> RowStats:
@@ -102,6 +117,19 @@ class NativeRows:
         self._masses(gaps.ctypes.data, len(gaps), bits, masses.ctypes.data)
         return masses
 
+    def top_ids(self, logits: Tensor, num: int) -> Tensor:
+        """See RowMath."""
+        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        num_rows, vocab = logits.shape
+        ids = torch.empty(num_rows, num, dtype=torch.int32, device="cpu")
+        status = self._top_ids(
+            logits.data_ptr(), num_rows, logits.stride(0), vocab, num, ids.data_ptr(),
+            torch.get_num_threads(), self._parallel,
+        )  # fmt: skip
+        if status:
+            raise InvariantBroken(f"the {num} largest logits were asked for")
+        return ids
+
 
 class TorchRows:
     """torch's own exp and log, one row at a time."""
@@ -129,6 +157,12 @@ class TorchRows:
         exps = torch.from_numpy(gaps).neg().exp_()
         masses: Ints = (exps * 2.0**bits).to(torch.int64).numpy()
         return masses
+
+    def top_ids(self, logits: Tensor, num: int) -> Tensor:
+        """See RowMath."""
+        top = logits.topk(min(num, logits.shape[-1]))
+        ids = top.indices.to(torch.int32).masked_fill_(top.values == -math.inf, -1)
+        return torch.nn.functional.pad(ids, (0, num - ids.shape[-1]), value=-1)
 
 
 def _log_sum(row: Tensor, top: float, scratch: Tensor) -> float:

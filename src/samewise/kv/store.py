@@ -5,9 +5,11 @@ Memory is not initialised: attention must never read a slot that was not written
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from samewise.errors import MachineError
+from samewise.errors import InvariantBroken, MachineError
 from samewise.kernels.attention.base import PAGE, AttentionKernel, LayerKV
 
 
@@ -27,7 +29,7 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_pages = num_pages
+        self.num_pages, self._kernel = num_pages, kernel
         try:
             self.layers: list[LayerKV] = [
                 kernel.allocate(num_pages, heads, dim, dtype, device) for heads, dim in shapes
@@ -39,15 +41,23 @@ class KVStore:
             ) from error
 
     @torch.inference_mode()
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pages (from, to) bit for bit, on the device's current stream."""
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Move K and V of slots (from, to) in all layers, bit for bit, on the device's current stream.
+
+        All slots are read before any is written. What remains in a source that is no target is junk.
+        """
         if not pairs:
             return
+        sources, targets = zip(*pairs, strict=True)
+        if not 0 <= min(*sources, *targets) <= max(*sources, *targets) < self.num_pages * PAGE:
+            raise InvariantBroken(f"K and V cannot be moved: {pairs} leave the {self.num_pages} pages")
+        if len(set(targets)) < len(targets):
+            raise InvariantBroken(f"K and V cannot be moved: {pairs} have a target twice")
         device = self.layers[0].k.device
-        sources, targets = torch.tensor(pairs, dtype=torch.int64).T.to(device, non_blocking=True)
-        for layer in self.layers:
-            for pages in (layer.k, layer.v):
-                pages.index_copy_(0, targets, pages.index_select(0, sources))
+        slots = torch.tensor(
+            [sources, targets], dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+        )
+        self._kernel.move_slots(self.layers, *slots.to(device, non_blocking=True))
 
     def fill(self, value: float) -> None:
         """Overwrite every element, for tests that results do not depend on unwritten slots."""

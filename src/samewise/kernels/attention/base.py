@@ -97,6 +97,16 @@ class AttentionKernel(ABC):
         k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         return LayerKV(k, v)
 
+    def move_slots(self, layers: Sequence[LayerKV], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Move K and V of the slots `sources` to `targets` (int64, on the device) in all layers, bit for bit.
+
+        All are read before any is written; targets differ. Queued on the device's current stream.
+        """
+        source, target = ((slots // PAGE, slots % PAGE) for slots in (sources, targets))
+        for layer in layers:
+            for pages in layer:
+                pages[target[0], :, target[1]] = pages[source[0], :, source[1]]
+
     @abstractmethod
     def plan(
         self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int

@@ -12,7 +12,7 @@ import torch
 from samewise.errors import InvariantBroken, MachineError
 from samewise.kernels.attention.base import NUM_TABLES, PAGE, AttentionKernel, Heads, LayerKV, Rows
 from samewise.kernels.native import build as native_build
-from samewise.kernels.native.calls import DTYPE_CODES, AttentionCall
+from samewise.kernels.native.calls import DTYPE_CODES, AttentionCall, LayerPages, Move
 
 
 def entry_of(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
@@ -26,6 +26,14 @@ def entry_of(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
 @functools.cache
 def _entry() -> ctypes._NamedFuncPointer:
     return entry_of(native_build.library())
+
+
+@functools.cache
+def _move_entry() -> ctypes._NamedFuncPointer:
+    entry = native_build.library().samewise_move
+    entry.argtypes = [ctypes.POINTER(Move)]
+    entry.restype = ctypes.c_int
+    return entry
 
 
 def attend(
@@ -152,6 +160,24 @@ class NativeKernel(AttentionKernel):
             torch.empty(num_pages, num_kv_heads, head_dim, PAGE, dtype=dtype, device=device),
             torch.empty(num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device),
         )
+
+    def move_slots(self, layers: Sequence[LayerKV], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Move K and V of slots in all layers, in one call."""
+        pages = (LayerPages * len(layers))(
+            *(LayerPages(kv.k.data_ptr(), kv.v.data_ptr(), *kv.k.shape[1:3]) for kv in layers)
+        )
+        sources, targets = sources.contiguous(), targets.contiguous()
+        move = Move(
+            *(ctypes.addressof(pages), sources.data_ptr(), targets.data_ptr()),
+            *(len(layers), len(sources), layers[0].k.shape[0], layers[0].k.itemsize),
+        )
+        status = _move_entry()(move)
+        if status == 1:
+            raise MachineError("Out of memory when K and V of a draft's tokens were moved.")
+        if status:
+            raise InvariantBroken(
+                "K and V cannot be moved: a slot lies outside the pages, or their dtype is wrong"
+            )
 
     def plan(self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int) -> None:
         """None: the C++ code keeps scratch of its own per thread."""

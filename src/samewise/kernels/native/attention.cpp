@@ -258,30 +258,46 @@ class Attention {
         return {lane(r.first), lane(r.end)};
     }
 
+    bool sees(const Query& query, int64_t page) const {
+        auto [from, to] = lanes_of(query.keys, page);
+        return from < to;
+    }
+
     // f(first, end, source) over the queries, for those that find the page's keys in one place together. A page
     // with tails leaves out queries that see none of it: their sequence need not list it.
     template <class F>
     void each_source(const Tile& t, const Query* queries, int64_t page, F f) const {
         const int n = int(t.end - t.begin);
         const int32_t* pages = c.pages + c.page_start[t.row];
-        if (page < t.shared) return f(0, n, Source{pages[page], false, 0, PAGE, {}});
-        auto sees = [&](int i) {
-            auto [from, to] = lanes_of(queries[i].keys, page);
-            return from < to;
-        };
-        auto tail = [&](int i) { return queries[i].tail.start < (page + 1) * PAGE ? queries[i].tail : NO_TAIL; };
-        for (int i = 0, end; i < n; i = end) {
-            end = i + 1;
-            if (!sees(i)) continue;
-            while (end < n && sees(end) && tail(end) == tail(i)) end++;
-            f(i, end, source_of(pages, tail(i), queries + i, end - i, page));
+        Source source;
+        for (int first = 0, end; first < n; first = end) {
+            if (page < t.shared) {
+                end = n;
+                source.page = pages[page], source.moved = false;
+            } else {
+                end = first + 1;
+                if (!sees(queries[first], page)) continue;
+                const Tail tail = tail_in(queries[first], page);
+                while (end < n && sees(queries[end], page) && tail_in(queries[end], page) == tail) end++;
+                find(pages, tail, queries + first, end - first, page, source);
+            }
+            f(first, end, source);
         }
     }
 
+    // The query's tail if it has keys in the page.
+    static Tail tail_in(const Query& query, int64_t page) {
+        return query.tail.start < (page + 1) * PAGE ? query.tail : NO_TAIL;
+    }
+
     // Where `count` queries with one tail find the keys of a page.
-    Source source_of(const int32_t* pages, Tail tail, const Query* queries, int count, int64_t page) const {
-        if (tail == NO_TAIL) return {pages[page], false, 0, PAGE, {}};
-        Source source{0, false, PAGE, 0, {}};
+    void find(const int32_t* pages, Tail tail, const Query* queries, int count, int64_t page, Source& source) const {
+        source.moved = false;
+        if (tail == NO_TAIL) {
+            source.page = pages[page];
+            return;
+        }
+        source.from = PAGE, source.to = 0;
         for (int i = 0; i < count; i++) {
             auto [from, to] = lanes_of(queries[i].keys, page);
             source.from = std::min(source.from, from), source.to = std::max(source.to, to);
@@ -294,7 +310,6 @@ class Attention {
         source.page = source.slots[source.from] / PAGE;
         for (int j = source.from; j < source.to; j++)
             source.moved = source.moved || source.slots[j] != source.page * PAGE + j;
-        return source;
     }
 
     const float* keys_from(const Source& source, int64_t head, float* room) const {

@@ -31,7 +31,7 @@ from samewise.kernels.native.expected import EXPECTED
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
-    for name in ("attention", "linear", "layer", "rotary", "sampling", "selftest")
+    for name in ("attention", "linear", "layer", "move", "rotary", "sampling", "selftest")
 )
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("lanes.h", "functions.h", "calls.h"))
 _FLAGS = (
@@ -98,16 +98,12 @@ def compiler_available() -> bool:
     return find_compiler() is not None
 
 
-def _source_texts() -> list[str]:
-    return [path.read_text() for path in (*HEADERS, *SOURCES)]
-
-
-def library_path() -> Path:
+def library_path(sources: tuple[Path, ...] = SOURCES) -> Path:
     """The cache's file for these sources, this CPU and this compiler; it need not exist."""
-    return _cache_dir() / f"{_build_digest(_compiler())}.so"
+    return _cache_dir() / f"{_build_digest(_compiler(), sources)}.so"
 
 
-def build(target: Path, extra_flags: tuple[str, ...] = ()) -> None:
+def build(target: Path, extra_flags: tuple[str, ...] = (), sources: tuple[Path, ...] = SOURCES) -> None:
     """Compile to `target`, which is replaced only by a complete library.
 
     MachineError if the compiler fails, OSError if the folder cannot be written.
@@ -116,7 +112,7 @@ def build(target: Path, extra_flags: tuple[str, ...] = ()) -> None:
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".building-", suffix=".so")
     os.close(handle)
     try:
-        command = [*_compiler(), *flags(), *extra_flags, *map(str, SOURCES), "-o", temporary]
+        command = [*_compiler(), *flags(), *extra_flags, *map(str, sources), "-o", temporary]
         result = _run(command)
         if result.returncode != 0:
             raise MachineError(_failure(command, result.stderr))
@@ -153,10 +149,11 @@ def _cache_dir() -> Path:
     return user_cache.cache_dir() / "native"
 
 
-def _build_digest(compiler: list[str]) -> str:
+def _build_digest(compiler: list[str], sources: tuple[Path, ...]) -> str:
     """SHA-256 of all the machine code depends on; of the CPU too, as machines may share a home folder."""
     version = _run([*compiler, "--version"]).stdout
-    parts = [*_source_texts(), " ".join(flags()), " ".join(compiler), version, _cpu()]
+    texts = [path.read_text() for path in (*HEADERS, *sources)]
+    parts = [*texts, " ".join(flags()), " ".join(compiler), version, _cpu()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -206,24 +203,33 @@ def _refuse_other_bits(library: ctypes.CDLL) -> None:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The process's one library, whose bits were compared with the stored ones."""
-    library = _library()
+    library = _library(SOURCES)
     _refuse_other_bits(library)
     return library
 
 
-def _library() -> ctypes.CDLL:
+@functools.cache
+def library_of(source: Path) -> ctypes.CDLL:
+    """The process's one library of another source file, which computes nothing that must be the same bits.
+
+    MachineError where it cannot be built or loaded.
+    """
+    return _library((source,))
+
+
+def _library(sources: tuple[Path, ...]) -> ctypes.CDLL:
     """From the cache, or built now (in a temporary folder if the cache fails)."""
-    target = library_path()
+    target = library_path(sources)
     if target.exists():
         return load_library(target)
     try:
-        build(target)
+        build(target, sources=sources)
         return load_library(target)
     except (OSError, MachineError):
         # A full disk makes the compiler fail too. A failure of the compiler itself repeats and is raised.
         with tempfile.TemporaryDirectory(prefix="samewise-native-") as folder:
             uncached = Path(folder) / target.name
-            build(uncached)
+            build(uncached, sources=sources)
             return load_library(uncached)
 
 
@@ -260,6 +266,7 @@ __all__ = [
     "flags",
     "gomp_parallel",
     "library",
+    "library_of",
     "library_path",
     "load_library",
     "openmp_path",

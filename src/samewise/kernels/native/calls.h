@@ -60,8 +60,20 @@ extern "C" struct Visit {  // mirrored by `Visit`
     void* parallel;
 };
 
+extern "C" struct LayerPages {  // mirrored by `LayerPages`
+    void *k_pages, *v_pages;
+    int64_t kv_heads, dim;
+};
+
+extern "C" struct Move {  // mirrored by `Move`
+    const LayerPages* layers;
+    const int64_t *sources, *targets;  // slots
+    int64_t num_layers, count, num_pages, item;  // item: bytes of an element
+};
+
 extern "C" int samewise_linear(const Product* product);
 extern "C" int samewise_attend(const Call* call);
+extern "C" int samewise_move(const Move* move);
 extern "C" int samewise_pack(const float* w, int64_t outputs, int64_t inputs, int64_t form, int64_t lossy, void* q,
                              float* d, float* m, int64_t threads, void* parallel);
 extern "C" int samewise_layer(const Layer* layer, const Visit* visit);
@@ -70,6 +82,8 @@ extern "C" int samewise_rotary(const int64_t* positions, const float* frequencie
                                float scale, float* cosines, float* sines);
 extern "C" int samewise_row_stats(const float* logits, int64_t rows, int64_t stride, int64_t vocab, int64_t* tokens,
                                   float* tops, float* log_sums, int64_t threads, void* parallel);
+extern "C" int samewise_top_ids(const float* logits, int64_t rows, int64_t stride, int64_t vocab, int64_t count,
+                                int32_t* ids, int64_t threads, void* parallel);
 extern "C" int samewise_scores(const float* logits, int64_t vocab, float temperature, float limit, uint32_t first,
                                uint32_t second, float* scores, int64_t threads, void* parallel);
 extern "C" int samewise_masses(const float* gaps, int64_t count, int64_t bits, int64_t* masses);

@@ -80,4 +80,33 @@ class Visit(ctypes.Structure):
     )
 
 
-__all__ = ["DTYPE_CODES", "AttentionCall", "Layer", "Norm", "Product", "Side", "Visit", "Weights"]
+class LayerPages(ctypes.Structure):
+    """Mirrors ``LayerPages`` in calls.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("k_pages", "v_pages")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "dim")),
+    )
+
+
+class Move(ctypes.Structure):
+    """Mirrors ``Move`` in calls.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "sources", "targets")),
+        *((name, ctypes.c_int64) for name in ("num_layers", "count", "num_pages", "item")),
+    )
+
+
+__all__ = [
+    "DTYPE_CODES",
+    "AttentionCall",
+    "Layer",
+    "LayerPages",
+    "Move",
+    "Norm",
+    "Product",
+    "Side",
+    "Visit",
+    "Weights",
+]

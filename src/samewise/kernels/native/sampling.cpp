@@ -12,6 +12,10 @@
 //   score    = noise - gap; -inf where gap > limit
 //   mass     = exp_below(-gap) in units of 2^-bits, rounded down to an integer; 0 if the gap is NaN
 //
+// and, for drafts only,
+//
+//   top ids  = the ids of the largest logits, the largest first, equal ones by rising id (NaN is passed over)
+//
 // so the number of rows, their order, the threads and the instruction set take no part in it.
 
 #include "calls.h"
@@ -22,6 +26,8 @@ namespace {
 
 constexpr int64_t BLOCK_IDS = 4096;
 constexpr int64_t FEW_IDS = 30'000;  // ids not worth waking another thread for
+constexpr int64_t MAX_TOP_IDS = 64;
+constexpr int64_t STRIDE_IDS = 64;  // ids of which one comparison tells whether any belongs to the top
 
 inline uint32_t scramble(uint32_t h) {
     h ^= h >> 16;
@@ -67,7 +73,40 @@ int64_t first_id(const float* x, int64_t n, float top) {
     return 0;  // every logit is NaN
 }
 
+// The ids of the `count` largest of x; -1 where fewer exceed -inf.
+void find_top_ids(const float* x, int64_t n, int64_t count, int32_t* ids) {
+    float values[MAX_TOP_IDS];
+    std::fill_n(values, count, -__builtin_inff());
+    std::fill_n(ids, count, -1);
+    float floor = values[count - 1];
+    for (int64_t begin = 0; begin < n; begin += STRIDE_IDS) {
+        const int64_t end = std::min(n, begin + STRIDE_IDS);
+        if (end - begin == STRIDE_IDS) {
+            int any = 0;
+            for (int64_t j = 0; j < STRIDE_IDS; j++) any |= x[begin + j] > floor;
+            if (!any) continue;
+        }
+        for (int64_t k = begin; k < end; k++) {
+            if (!(x[k] > floor)) continue;
+            int64_t at = count - 1;
+            for (; at > 0 && x[k] > values[at - 1]; at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
+            values[at] = x[k], ids[at] = int32_t(k);
+            floor = values[count - 1];
+        }
+    }
+}
+
 }  // namespace
+
+// ids[row][0 .. count) of each of `rows` rows, `stride` elements apart. 1: a count out of range.
+extern "C" int samewise_top_ids(const float* logits, int64_t rows, int64_t stride, int64_t vocab, int64_t count,
+                                int32_t* ids, int64_t threads, void* parallel) {
+    if (count < 1 || count > MAX_TOP_IDS) return 1;
+    for_each(parallel, rows * vocab < 8 * FEW_IDS ? 1 : threads, rows, [&](int64_t row, int64_t) {
+        find_top_ids(logits + row * stride, vocab, count, ids + row * count);
+    });
+    return 0;
+}
 
 // Of each of `rows` rows, `stride` elements apart: token, top and log sum.
 extern "C" int samewise_row_stats(const float* logits, int64_t rows, int64_t stride, int64_t vocab,
