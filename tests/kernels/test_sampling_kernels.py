@@ -14,7 +14,8 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
 from samewise.kernels import noise  # noqa: E402
-from samewise.kernels.sampling import CHUNK, row_stats, sample_tokens  # noqa: E402
+from samewise.kernels.sampling import CHUNK, row_stats, sample_tokens, top_candidates  # noqa: E402
+from samewise.types import NUM_CANDIDATES  # noqa: E402
 
 DEVICES = ["cpu"] if not CUDA else []
 DEVICES += [pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -120,3 +121,39 @@ def test_a_certain_token_has_log_probability_plus_zero_by_every_way(device, dtyp
     tops = [top[0][1] for top in sampler.top(logits.float(), [0, 1], [1, 1])]
     for values in (torch.cat(alone), together, in_company, scores, torch.tensor(tops)):
         assert values.cpu().view(torch.int32).tolist() == [0, 0]  # not -0.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab", [8, 300, 1024, 1025, 5 * 1024 - 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_candidates_are_the_largest_logits_in_order(device, vocab, dtype):
+    """Logits that agree in all but their last 10 bits count as equal."""
+    logits = random_logits(6, vocab, device).to(dtype)
+    logits[0] = -logits[0].abs() - 1.0
+    ids = top_candidates(logits[:, : vocab - 1] if vocab == 300 else logits)
+    assert ids.dtype == torch.int32
+    assert all(len(set(row)) == NUM_CANDIDATES for row in ids.tolist())
+    seen = logits[:, : vocab - 1] if vocab == 300 else logits
+    expected = seen.float().topk(NUM_CANDIDATES).values
+    torch.testing.assert_close(seen.float().gather(1, ids.long()), expected, atol=0.0, rtol=2**-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_candidates_are_missing_where_there_are_fewer_logits_than_that(device):
+    logits = torch.tensor([[0.5, -3e38, 2.0, -math.inf, 1.0]], device=device)
+    assert top_candidates(logits).tolist() == [[2, 4, 0, 1, -1, -1, -1, -1]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_equal_logits_the_lowest_ids_are_the_first_candidates(device):
+    logits = torch.zeros(2, 3000, device=device)
+    logits[1, 2999] = 1.0
+    assert top_candidates(logits).tolist() == [list(range(8)), [2999, *range(7)]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_candidates_of_a_row_depend_on_no_other_row(device):
+    logits = random_logits(9, 2500, device)
+    ids = top_candidates(logits)
+    for rows in ([3], [8, 0], list(range(9))[::-1]):
+        assert torch.equal(top_candidates(logits[rows]), ids[rows])

@@ -1,4 +1,4 @@
-"""Passes over a block of logits on CUDA: every row's argmax, log of the sum of exp, and sampled token.
+"""Passes over a block of logits on CUDA: argmax, log of the sum of exp, sampled token, top ids of every row.
 
 A row is read in chunks by one program each, and the chunks' results are combined in order. Maxima and sums of
 integers are exact in any order, and every element goes through the same arithmetic at any index: a row's
@@ -17,10 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
+from samewise.types import NUM_CANDIDATES
+
 CHUNK = 4096
 """Logits that one program reads. Bits do not depend on it."""
 WARPS = 8
 """Per program that reads a chunk: 16 logits a thread. Bits do not depend on it."""
+TOP_CHUNK = 1024
+"""Logits of which one program of one warp finds the best candidates, at most 2**10: a token's place in its
+chunk takes the low 10 bits of a key."""
+TOP_WARPS = 4
+"""Per program that merges the candidates of a row's chunks."""
 FP_FUSION = False
 """Whether the compiler may fuse a product and a sum: no, because bits would depend on its choice."""
 
@@ -182,6 +189,61 @@ def _combine_samples(
     tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
 
 
+@triton.jit
+def _chunk_top(
+    logits: tl.tensor,  # [R, V], strided by row
+    keys: tl.tensor,  # [R, C, NUM] int64
+    row_stride: tl.tensor,
+    vocab: tl.tensor,
+    TOP_CHUNK: tl.constexpr,
+    NUM: tl.constexpr,
+) -> None:
+    """The NUM largest logits of one chunk, each as a key: the logit without its last 10 bits, then the id.
+
+    A float's bits, those of a negative one inverted, have the order of the floats as integers.
+    """
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    place = tl.arange(0, TOP_CHUNK)
+    token = chunk * TOP_CHUNK + place
+    x = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab, other=float("-inf"))
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = (ordered & -1024) | (1023 - place)
+    rank = tl.arange(0, NUM)
+    best = tl.full([NUM], -0x80000000, tl.int32)
+    last = tl.full([], 0x7FFFFFFF, tl.int32)
+    for i in tl.static_range(NUM):
+        last = tl.max(tl.where(key < last, key, -0x80000000), axis=0)
+        best = tl.where(rank == i, last, best)
+    best_token = chunk * TOP_CHUNK + 1023 - (best & 1023)
+    wide_key = ((best & -1024).to(tl.int64) << 32) | (0x7FFFFFFF - best_token).to(tl.int64)
+    tl.store(keys + (row.to(tl.int64) * tl.num_programs(1) + chunk) * NUM + rank, wide_key)
+
+
+@triton.jit
+def _merge_top(
+    keys: tl.tensor,  # [R, num_keys] int64
+    ids: tl.tensor,  # [R, NUM] int32
+    num_keys: tl.tensor,
+    KEYS_PAD: tl.constexpr,
+    NUM: tl.constexpr,
+) -> None:
+    """The ids of a row's NUM largest keys, the largest first; -1 where a logit is not above -inf."""
+    row = tl.program_id(0)
+    index = tl.arange(0, KEYS_PAD)
+    lowest: tl.constexpr = -0x8000000000000000
+    key = tl.load(keys + row.to(tl.int64) * num_keys + index, mask=index < num_keys, other=lowest)
+    rank = tl.arange(0, NUM)
+    best = tl.full([NUM], lowest, tl.int64)
+    last = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    for i in tl.static_range(NUM):
+        last = tl.max(tl.where(key < last, key, lowest), axis=0)
+        best = tl.where(rank == i, last, best)
+    token = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
+    minus_infinity: tl.constexpr = -0x7F800400  # as a key: its bits in order, without the last 10
+    tl.store(ids + row * NUM + rank, tl.where((best >> 32) > minus_infinity, token, -1))
+
+
 def row_stats(logits: torch.Tensor, fraction_bits: int) -> RowStats:
     """[R, V] in any float dtype → RowStats. exp(logit - top) is rounded down to 2**-fraction_bits."""
     num_rows, vocab = logits.shape
@@ -216,6 +278,25 @@ def sample_tokens(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.
     return tokens
 
 
+def top_candidates(logits: torch.Tensor) -> torch.Tensor:
+    """[R, V] in any float dtype → the most probable ids, the first of them first: int32 [R, NUM_CANDIDATES].
+
+    For drafts: logits that differ by less than 2**-12 of their size may change places. -1 where there are
+    fewer logits above -inf.
+    """
+    num_rows, vocab = logits.shape
+    chunks = -(-vocab // TOP_CHUNK)
+    keys = torch.empty(num_rows, chunks * NUM_CANDIDATES, dtype=torch.int64, device=logits.device)
+    ids = torch.empty(num_rows, NUM_CANDIDATES, dtype=torch.int32, device=logits.device)
+    options = {"NUM": NUM_CANDIDATES, "enable_fp_fusion": FP_FUSION}
+    _chunk_top[(num_rows, chunks)](
+        logits, keys, logits.stride(0), vocab, TOP_CHUNK=TOP_CHUNK, num_warps=1, **options
+    )
+    pad = triton.next_power_of_2(keys.shape[1])
+    _merge_top[(num_rows,)](keys, ids, keys.shape[1], KEYS_PAD=pad, num_warps=TOP_WARPS, **options)
+    return ids
+
+
 def _chunk_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The largest logit of every chunk and its token id, [R, C] each; and C."""
     num_rows, vocab = logits.shape
@@ -227,4 +308,4 @@ def _chunk_maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int
     return maxima, argmaxes, chunks
 
 
-__all__ = ["CHUNK", "RowStats", "row_stats", "sample_tokens"]
+__all__ = ["CHUNK", "RowStats", "row_stats", "sample_tokens", "top_candidates"]
