@@ -234,3 +234,27 @@ def test_a_frame_writes_the_work_list_for_the_kernel(device: str) -> None:
         )  # fmt: skip
         logits.append(runner.frame(pack_frame(spans, runner.staging(24)))[:21].cpu())
     assert torch.allclose(*logits, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_pairs", [1, 7, 20, 300])
+def test_slots_are_moved_as_if_all_were_read_before_any_is_written(
+    num_pairs: int, dtype: torch.dtype, device: str
+) -> None:
+    """Sources are targets of other pairs; layers have several shapes; junk that is NaN keeps its bits."""
+    kernel, rng = triton_kernel(np.random.default_rng(0)), np.random.default_rng(num_pairs)
+    on = torch.device(device)
+    layers = [kernel.allocate(25, heads, dim, dtype, on) for heads, dim in ((2, 16), (3, 24), (2, 16))]
+    slots = rng.integers(16, 400, size=num_pairs), 16 + rng.permutation(384)[:num_pairs]
+    sources, targets = (torch.from_numpy(x).to(on) for x in slots)
+    expected = []
+    for cache in (cache for layer in layers for cache in layer):
+        cache.copy_(torch.randn(cache.shape))
+        cache[3, :, :5] = float("nan")
+        flat = cache.transpose(1, 2).flatten(0, 1).clone()
+        flat[targets] = flat[sources]
+        expected.append(flat)
+    kernel.move_slots(layers, sources, targets)
+    for cache, flat in zip((cache for layer in layers for cache in layer), expected, strict=True):
+        assert torch.equal(bits(cache.transpose(1, 2).flatten(0, 1)), bits(flat))

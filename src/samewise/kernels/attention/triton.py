@@ -27,11 +27,12 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 
 from samewise.errors import InvariantBroken
 from samewise.kernels.attention.base import PAGE, AttentionKernel, Heads, LayerKV, Rows
 from samewise.kernels.attention.tiles import COLUMNS, HEADER_LEN, TilePlan
-from samewise.kernels.attention.triton_kernels import paged_attend, paged_store
+from samewise.kernels.attention.triton_kernels import move_pairs, paged_attend, paged_store
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,10 @@ class TritonConstants:
     """Programs that run on a processor at the same time, approximately."""
     workspace_bytes: int = 128 * 2**20
     """For partial results, at most; tiles beyond it are walked by one program."""
+    move_pairs: tuple[int, ...] = (16, 256)
+    """Pairs of slots for which the moving of K and V is compiled; more are moved layer by layer."""
+    move_elements: int = 4096
+    """Elements that one program moves, over all pairs: 32 a thread."""
     small_head_registers: int = 168
     """Registers per thread, at most, in programs of four warps whose heads take up to 128 bytes, so that
     three programs run on a processor at a time. Found by compiling for an H200: nothing or 8 bytes are
@@ -82,6 +87,9 @@ class TritonConstants:
 
 
 CONSTANTS = TritonConstants()
+
+_INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+"""An integer type by its bytes: K and V are moved as integers, bit for bit."""
 
 INTERPRETED = not isinstance(paged_attend, triton.JITFunction)
 """In Triton's interpreter tl.dot is a BLAS call, where a row's bits depend on its index; sums replace it."""
@@ -202,6 +210,12 @@ def _num_stages(tile: int, head_bytes: int, device: torch.device) -> int:
     return max(1, min(CONSTANTS.stages, fitting))
 
 
+@functools.lru_cache(maxsize=16)
+def _addresses(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Addresses of tensors, on the device."""
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
 @functools.cache
 def _shared_memory(device: torch.device) -> tuple[int, bool]:
     """Bytes of shared memory per program, and whether matrix units keep their operands there (Hopper on)."""
@@ -262,6 +276,31 @@ class TritonKernel(AttentionKernel):
             concurrent_programs=self.concurrent_programs,
             busy_rows=CONSTANTS.busy_rows,
         )
+
+    def move_slots(self, layers: Sequence[LayerKV], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Move K and V of slots, one launch for all layers of one shape."""
+        pairs = next((size for size in CONSTANTS.move_pairs if size >= len(sources)), None)
+        if pairs is None:
+            return super().move_slots(layers, sources, targets)
+        caches: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for layer in layers:
+            caches.setdefault((layer.k.shape[1], layer.k.shape[3]), []).extend(layer)
+        share = CONSTANTS.move_elements // pairs
+        for (num_heads, head_dim), of_shape in caches.items():
+            addresses = _addresses(tuple(cache.data_ptr() for cache in of_shape), sources.device)
+            move_pairs[(len(of_shape), triton.cdiv(num_heads * head_dim, share))](
+                addresses,
+                sources,
+                targets,
+                len(sources),
+                HEADS=num_heads,
+                DIM=head_dim,
+                PAGE=PAGE,
+                PAIRS=pairs,
+                SHARE=share,
+                ELEMENT=_INTEGERS[of_shape[0].element_size()],
+            )
+        return None
 
     def __call__(
         self,

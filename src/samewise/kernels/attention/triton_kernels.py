@@ -48,6 +48,36 @@ def paged_store(
     tl.store(v_cache + target, tl.load(v + row * v_row + head * v_head + dim, mask=mask), mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["sources", "targets"])
+def move_pairs(
+    caches: tl.tensor,  # [N] int64, addresses of caches [P, HEADS, PAGE, DIM]
+    sources: tl.tensor,  # [num_pairs] int64
+    targets: tl.tensor,
+    num_pairs: tl.tensor,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAIRS: tl.constexpr,  # num_pairs at most
+    SHARE: tl.constexpr,
+    ELEMENT: tl.constexpr,  # an integer type as wide as the elements
+) -> None:
+    """Move SHARE elements of every source slot of one cache to its target, all read before any is written."""
+    cache = tl.load(caches + tl.program_id(0)).to(tl.pointer_type(ELEMENT))
+    pair = tl.arange(0, PAIRS)
+    element = tl.program_id(1) * SHARE + tl.arange(0, SHARE)
+    offset = (element // DIM * (PAGE * DIM) + element % DIM)[None, :]
+    mask = (pair < num_pairs)[:, None] & (element < HEADS * DIM)[None, :]
+    source = tl.load(sources + pair, mask=pair < num_pairs, other=0)[:, None]
+    target = tl.load(targets + pair, mask=pair < num_pairs, other=0)[:, None]
+    values = tl.load(
+        cache + (source // PAGE * (HEADS * PAGE * DIM) + source % PAGE * DIM + offset), mask=mask, other=0
+    )
+    tl.debug_barrier()
+    tl.store(
+        cache + (target // PAGE * (HEADS * PAGE * DIM) + target % PAGE * DIM + offset), values, mask=mask
+    )
+
+
 @triton.jit
 def _find_tile(
     piece: tl.tensor, tile_piece: tl.tensor, num_tiles: tl.tensor, SEARCH_TILES: tl.constexpr
@@ -476,4 +506,4 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
             tl.store(out + row_start[:, None] + head[:, None] * DIM + dim[None, :], result, mask=in_tile)
 
 
-__all__ = ["paged_attend", "paged_store"]
+__all__ = ["move_pairs", "paged_attend", "paged_store"]
