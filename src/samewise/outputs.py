@@ -33,6 +33,10 @@ class CompletionOutput:
     stop_reason: int | str | None
     token_logprobs: list[float]
     seed: int
+    # Tokens of the answer that the request's prediction guessed, and of the prediction that are not in it: a
+    # function of both, whatever was drafted. 0 where there is no prediction.
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     def finished(self) -> bool:
         """Whether the answer is complete."""
@@ -109,6 +113,8 @@ class Chunk:
     num_accepted: int = 0
     num_guessed: int = 0
     seed: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0  # known at the end: counted in the last chunk
 
     def then(self, later: Chunk) -> Chunk:
         """This chunk and the one that follows it, joined."""
@@ -124,6 +130,8 @@ class Chunk:
             self.num_accepted + later.num_accepted,
             self.num_guessed + later.num_guessed,
             self.seed,
+            self.accepted_prediction_tokens + later.accepted_prediction_tokens,
+            self.rejected_prediction_tokens + later.rejected_prediction_tokens,
         )
 
 

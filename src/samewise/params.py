@@ -82,6 +82,15 @@ BIAS = Values(
     "a mapping of token ids to -100 … 100", lambda value: isinstance(value, Mapping), convert=_read_bias
 )
 GRAMMAR = Values("a Grammar, such as Grammar.json_object()", lambda value: isinstance(value, Grammar))
+PREDICTION = Values(
+    "text or token ids",
+    lambda value: isinstance(value, str) or all(map(_is_token, value)),
+    within=Values(
+        "text or a list of token ids",
+        lambda value: isinstance(value, Iterable) and not isinstance(value, bytes | Mapping),
+        convert=lambda value: value if isinstance(value, str) else tuple(value),
+    ),
+)
 SEED = replace(integer(-(2**63), 2**64 - 1), text="a whole number of at most 64 bits")
 PENALTY = number("-2 to 2 (0: off)", minimum=-2, maximum=2)
 
@@ -123,6 +132,8 @@ class SamplingParams:
     verify: bool = param(True, FLAG)  # False: faster, but the bits may depend on the load
     share: bool = param(True, FLAG)  # False: drafts for other requests are not taken from this one's tokens
     speculate: bool = param(True, FLAG)  # False: no drafts are made for it; the output is the same
+    # What the output is expected to be, or to contain: a draft of it. The output is the same with any.
+    prediction: str | Sequence[int] | None = param(None, PREDICTION)
 
     def __new__(cls, *_: object, **given: object) -> Self:
         """Refuse unknown names with a suggestion, which the dataclass's own TypeError would not give."""
@@ -161,6 +172,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None and self.grammar is not None:
             remedy = "cannot be combined with a grammar: both may leave no token. Put it in the grammar"
             raise _refused("allowed_token_ids", self.allowed_token_ids, remedy)
+        if self.prediction is not None and self.n > 1:
+            raise _refused("n", self.n, "a prediction is for one answer; ask for n=1, or leave it out")
 
     def resolve(
         self,

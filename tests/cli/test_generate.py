@@ -121,6 +121,18 @@ def test_a_missing_prompt_is_refused(run, args, message):
     assert message in result.err
 
 
+def test_a_prediction_is_counted_and_changes_nothing(run, model, llm, tmp_path):
+    (tmp_path / "guess").write_text("hello world")
+    result = run(
+        "generate", "hello", "-m", model, "-n", "6", "--json", "--prediction", tmp_path / "guess", *QUICK
+    )
+    (record,) = result.records
+    assert record["token_ids"] == answer(llm, "hello").outputs[0].token_ids
+    assert record["accepted_prediction_tokens"] + record["rejected_prediction_tokens"] > 0
+    result = run("generate", "hello", "--prediction", "/nowhere/at/all")
+    assert (result.code, "cannot read" in result.err) == (2, True)
+
+
 def test_a_file_of_blank_lines_is_refused(run, tmp_path):
     (tmp_path / "blank").write_text("\n \n")
     result = run("generate", "--file", tmp_path / "blank")

@@ -7,7 +7,7 @@ import typer
 
 from samewise.cli import options
 from samewise.cli.main import app
-from samewise.config import SETTINGS, EngineConfig
+from samewise.config import PROPOSERS, SETTINGS, EngineConfig
 
 COMMANDS = dict(typer.main.get_command(app).commands)
 PUBLISHED = {  # options that scripts of users may contain: none may disappear
@@ -47,7 +47,7 @@ def test_every_command_of_a_declaration_exists():
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "batch"])
 def test_the_help_of_proposer_names_every_proposer(command):
     (option,) = [p for p in COMMANDS[command].params if p.name == "proposer"]
-    assert "auto, none, ngram, decode, model, skip" in option.help
+    assert ", ".join(PROPOSERS) in option.help
 
 
 def call(command, *args):

@@ -118,6 +118,43 @@ def test_a_request_can_choose_the_servers_proposer_or_none(
         assert parse(COMPLETIONS, body, ParseOptions(proposer=own)).params.speculate is speculates
 
 
+def test_a_prediction_is_text_or_parts_of_text() -> None:
+    for content in ("ab", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]):
+        given = {"type": "content", "content": content}
+        assert complete(prediction=given).params.prediction == "ab"
+        assert chat(prediction=given).params.prediction == "ab"
+    assert complete(prediction=None).params.prediction is None
+    assert complete(prediction={"type": "content", "content": []}).params.prediction == ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "ab",
+        5,
+        ["ab"],
+        {},
+        {"type": "text", "content": "ab"},
+        {"type": "content"},
+        {"type": "content", "content": None},
+        {"type": "content", "content": [1, 2]},
+        {"type": "content", "content": [{"type": "image_url"}]},
+        {"type": "content", "content": [{"type": "text", "text": 5}]},
+    ],
+)
+def test_what_is_no_prediction_is_refused(wrong: Any) -> None:
+    for request in (complete, chat):
+        with pytest.raises(ApiError) as caught:
+            request(prediction=wrong)
+        assert (caught.value.param, caught.value.code) == ("prediction", "invalid_value")
+
+
+def test_a_prediction_is_refused_with_several_answers() -> None:
+    with pytest.raises(ApiError, match="ask for n=1") as caught:
+        chat(prediction={"type": "content", "content": "ab"}, n=2)
+    assert caught.value.param == "n"
+
+
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_unsupported_fields_are_refused_unless_they_change_nothing(name: str) -> None:
     neutral, _ = UNSUPPORTED[name]
@@ -250,7 +287,8 @@ def test_a_prompt_error_names_the_field_of_the_prompt() -> None:
 def test_every_sampling_parameter_of_a_body_is_passed_on() -> None:
     """A field declared in SamplingParams and in Body needs no further declaration."""
     own = {entry.name for entry in fields(SamplingParams)}
-    assert set(SAMPLING_FIELDS) == own & Body.model_fields.keys() - {"max_tokens", "prompt_logprobs"}
+    others = {"max_tokens", "prompt_logprobs", "prediction"}
+    assert set(SAMPLING_FIELDS) == own & Body.model_fields.keys() - others
 
 
 def test_another_models_name_is_refused() -> None:

@@ -24,7 +24,7 @@ def complete(**fields: Any) -> ParsedRequest:
 
 def answer(*texts: str, finish: str = "stop", **more: Any) -> RequestOutput:
     outputs = [
-        CompletionOutput(i, text, [1] * len(text), -1.0, None, finish, None, [-1.0] * len(text), 9)
+        CompletionOutput(i, text, [1] * len(text), -1.0, None, finish, None, [-1.0] * len(text), 9, 2, 1)
         for i, text in enumerate(texts)
     ]
     metrics = RequestMetrics(0.0, 0.1, 0.2, 4, 2, 3)

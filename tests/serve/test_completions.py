@@ -119,7 +119,12 @@ def test_usage_can_be_returned_in_every_chunk() -> None:
     run(work())
 
 
-def test_usage_counts_cached_and_drafted_tokens() -> None:
+def prediction_tokens(body: dict[str, Any]) -> tuple[int, int]:
+    details = body["usage"]["completion_tokens_details"]
+    return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+
+
+def test_usage_counts_cached_tokens_and_those_of_a_prediction() -> None:
     async def work() -> None:
         async with served_app(proposer="ngram") as served:
             request = {"max_tokens": 60, "ignore_eos": True}
@@ -128,13 +133,20 @@ def test_usage_counts_cached_and_drafted_tokens() -> None:
             assert first["choices"][0]["text"] == again["choices"][0]["text"]
             assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-            details = again["usage"]["completion_tokens_details"]
-            assert details["accepted_prediction_tokens"] > 0
-            assert details["rejected_prediction_tokens"] >= 0
-            none = await served.complete("ab" * 40, **request, proposer="none")
-            assert none["choices"][0]["text"] == first["choices"][0]["text"]
-            assert none["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
-            assert none["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0
+            assert prediction_tokens(again) == (0, 0)  # drafts that were not the caller's do not count
+            text = first["choices"][0]["text"]
+            guess = {"type": "content", "content": [{"type": "text", "text": text}]}
+            answers = [
+                await served.complete("ab" * 40, **request, prediction=guess, proposer=name)
+                for name in ("ngram", "none")
+            ]
+            assert {one["choices"][0]["text"] for one in answers} == {first["choices"][0]["text"]}
+            counts = prediction_tokens(answers[0])
+            assert counts == prediction_tokens(answers[1])
+            streamed = {"prompt": "ab" * 40, "temperature": 0, **request, "prediction": guess}
+            for option in ("include_usage", "continuous_usage_stats"):
+                events = await served.events(COMPLETIONS, streamed | {"stream_options": {option: True}})
+                assert prediction_tokens(events[-1]) == counts
 
     run(work())
 

@@ -41,6 +41,10 @@ def test_chats_whole_and_streamed() -> None:
             assert one.usage.completion_tokens_details is not None
             assert one.usage.completion_tokens_details.accepted_prediction_tokens is not None
             assert one._request_id
+            predicted = await openai_.chat.completions.create(
+                **request, prediction={"type": "content", "content": one.choices[0].message.content}
+            )
+            assert predicted.choices[0].message == one.choices[0].message
             text, usage, roles = "", None, 0
             stream = await openai_.chat.completions.create(
                 **request, stream=True, stream_options={"include_usage": True}

@@ -46,6 +46,10 @@ def generate(
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Give the same bits under any load.")
     ] = True,
+    prediction: Annotated[
+        Optional[Path],
+        typer.Option(help="A text the answer is expected to contain much of: faster, the same answer."),
+    ] = None,
     as_json: AsJson = False,
     *,
     settings: Settings,
@@ -59,13 +63,15 @@ def generate(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
         stop=stop or [], logprobs=logprobs, verify=verify,
+        prediction=None if prediction is None else _read_text(prediction),
     )  # fmt: skip
     llm = load_llm(**settings)
     Console(stderr=True).print(f"[dim]contract {llm.contract}[/]", highlight=False)
     prompts = [_with_template(llm, text, raw=raw, system=system) for text in texts]
     if as_json:
         for text, output in zip(texts, llm.generate(prompts, params, use_tqdm=len(prompts) > 1), strict=True):
-            typer.echo(json.dumps(_record(text, output), ensure_ascii=False))
+            record = _record(text, output, predicted=prediction is not None)
+            typer.echo(json.dumps(record, ensure_ascii=False))
     elif len(prompts) == 1:
         for chunk in llm.stream(prompts[0], params):
             typer.echo(chunk.text, nl=False)
@@ -93,14 +99,17 @@ def _read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 
 
 def _read_lines(file: Path) -> list[str]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"cannot read {file}: {error}") from None
-    prompts = [line for line in lines if line.strip()]
+    prompts = [line for line in _read_text(file).splitlines() if line.strip()]
     if not prompts:
         raise typer.BadParameter(f"{file} holds no prompt; write one a line")
     return prompts
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {file}: {error}") from None
 
 
 def _with_template(llm: LLM, text: str, *, raw: bool, system: str | None) -> Any:
@@ -111,7 +120,7 @@ def _with_template(llm: LLM, text: str, *, raw: bool, system: str | None) -> Any
     return llm.chat_prompt([*messages, {"role": "user", "content": text}])
 
 
-def _record(text: str, output: RequestOutput) -> dict[str, Any]:
+def _record(text: str, output: RequestOutput, *, predicted: bool) -> dict[str, Any]:
     answer = output.outputs[0]
     record: dict[str, Any] = {
         "prompt": text,
@@ -125,6 +134,9 @@ def _record(text: str, output: RequestOutput) -> dict[str, Any]:
         "num_cached_tokens": output.num_cached_tokens,
         "contract": output.contract,
     }
+    if predicted:
+        record["accepted_prediction_tokens"] = answer.accepted_prediction_tokens
+        record["rejected_prediction_tokens"] = answer.rejected_prediction_tokens
     if answer.logprobs is not None:
         record["logprobs"] = [
             {str(token): entry.logprob for token, entry in position.items()} for position in answer.logprobs

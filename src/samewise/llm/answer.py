@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from samewise.llm.intake import CheckedRequest
+from samewise.llm.prediction import PredictionFollower
 from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from samewise.text.detokenize import TextStream
 from samewise.types import Delta, Finish, Received, TopLogprobs
@@ -25,6 +26,7 @@ class Choice:
     index: int
     engine_id: int
     stream: TextStream | None
+    prediction: PredictionFollower
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
@@ -107,7 +109,7 @@ class Answer:
 
     def add_choice(self, index: int, engine_id: int) -> Choice:
         """Begin another choice."""
-        choice = Choice(index, engine_id, self._new_stream())
+        choice = Choice(index, engine_id, self._new_stream(), PredictionFollower(self.checked.prediction))
         self.choices.append(choice)
         return choice
 
@@ -130,12 +132,13 @@ class Answer:
         read = self._read(choice, delta)
         if read.num_tokens and self._first_token is None:
             self._first_token = self._clock()
+        accepted = choice.prediction.accepted
         self._extend(choice, delta, read)
         if self.finished:
             self._finished = self._clock()
         changed = bool(read.num_tokens or read.text or read.finish)
         if changed and self.streamed:
-            self.pending.append(self._chunk(choice, delta, read))
+            self.pending.append(self._chunk(choice, delta, read, accepted))
         return Update(changed, read.stop)
 
     def undo(self) -> Choice | None:
@@ -148,6 +151,8 @@ class Answer:
         while len(self.pending) > num_pending:
             self.pending.pop()
         choice.text, choice.finish, choice.stop_reason, self._finished = text, None, None, None
+        choice.prediction = PredictionFollower(self.checked.prediction)
+        choice.prediction.add(choice.token_ids)
         choice.stream = stream = self._new_stream()
         for token in choice.token_ids if stream is not None else ():
             stream.push(token)  # type: ignore[union-attr]
@@ -212,6 +217,7 @@ class Answer:
     def _extend(self, choice: Choice, delta: Delta, read: _Read) -> None:
         num = read.num_tokens
         choice.token_ids += delta.tokens[:num]
+        choice.prediction.add(delta.tokens[:num])
         choice.logprobs += delta.logprobs[:num]
         choice.top_logprobs += delta.tops[:num]
         choice.text += read.text
@@ -223,12 +229,13 @@ class Answer:
             choice.drafters[delta.drafter] = guessed + delta.guessed, accepted + delta.accepted
         choice.finish, choice.stop_reason = read.finish, read.stop_reason
 
-    def _chunk(self, choice: Choice, delta: Delta, read: _Read) -> Chunk:
-        num = read.num_tokens
+    def _chunk(self, choice: Choice, delta: Delta, read: _Read, accepted_before: int) -> Chunk:
+        num, prediction = read.num_tokens, choice.prediction
         tokens, logprobs, tops = list(delta.tokens[:num]), list(delta.logprobs[:num]), delta.tops[:num]
         return Chunk(
             choice.index, read.text, tokens, logprobs, self._logprob_dicts(tokens, logprobs, tops),
             read.finish, read.stop_reason, delta.accepted, delta.guessed, self.checked.seed,
+            prediction.accepted - accepted_before, 0 if read.finish is None else prediction.rejected,
         )  # fmt: skip
 
     def _completion(self, choice: Choice) -> CompletionOutput:
@@ -236,7 +243,7 @@ class Answer:
         return CompletionOutput(
             choice.index, choice.text, tokens, math.fsum(logprobs),
             self._logprob_dicts(tokens, logprobs, choice.top_logprobs), choice.finish, choice.stop_reason,
-            logprobs, self.checked.seed,
+            logprobs, self.checked.seed, choice.prediction.accepted, choice.prediction.rejected,
         )  # fmt: skip
 
     def _output(

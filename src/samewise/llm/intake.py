@@ -27,6 +27,10 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters that a checkpoint's generation_config.json may set."""
 
+CHARACTERS_PER_TOKEN = 32
+"""Characters of a prediction read per token of the context, at most: bounds the work for a huge text. Tokens
+of plain text have 3 to 5 characters, of indented code up to 20."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
@@ -37,6 +41,7 @@ class CheckedRequest:
     params: SamplingParams
     max_tokens: int
     sampling: Sampling  # of the first choice
+    prediction: tuple[int, ...] = ()  # of the output; at most as long as the context
 
     @property
     def seed(self) -> int:
@@ -57,6 +62,7 @@ class CheckedRequest:
             leader=leader,
             share=params.share,
             speculate=params.speculate,
+            prediction=self.prediction,
         )
 
 
@@ -109,7 +115,7 @@ class Intake:
             seed=derive_seed(self._seed, ids) if params.seed is None else params.seed,
             index=0,
         )
-        return CheckedRequest(text, ids, params, max_tokens, sampling)
+        return CheckedRequest(text, ids, params, max_tokens, sampling, self._prediction(params.prediction))
 
     def check_score(self, prompt: Prompt, completion: str | Sequence[int]) -> CheckedScore:
         """A completion that can be scored after its prompt."""
@@ -229,6 +235,25 @@ class Intake:
                 raise BadPrompt("the prompt is empty; give some text or token ids", param="prompt")
             return prompt, self.encode(prompt)
         return None, _as_ids(prompt)
+
+    def _prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
+        """Token ids of a prediction, cut to the length of the longest context."""
+        if not prediction:
+            return ()
+        longest = self._limits.longest
+        if isinstance(prediction, str):
+            text = prediction[: longest * CHARACTERS_PER_TOKEN]
+            try:
+                return tuple(self.encode(text, add_special_tokens=False)[:longest])
+            except BadPrompt as error:
+                raise BadParameter(f"prediction: {error}", param="prediction") from error
+        outside = [token for token in prediction if token >= self._vocab]
+        if outside:
+            raise BadParameter(
+                f"prediction holds {outside[0]}; token ids of this model are 0 to {self._vocab - 1}",
+                param="prediction",
+            )
+        return tuple(prediction[:longest])
 
     def _encode_word(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

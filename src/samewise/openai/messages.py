@@ -1,4 +1,4 @@
-"""Messages of a body → messages and keywords for the model's chat template."""
+"""Messages and predictions of a body → messages and keywords for the model's chat template, and text."""
 
 from __future__ import annotations
 
@@ -115,6 +115,25 @@ def _arguments(where: str, function: dict[str, Any]) -> Any:
     return value
 
 
+def predicted_text(prediction: Any) -> str | None:
+    """The text of a body's `prediction`: `{"type": "content", "content": text or parts of type 'text'}`."""
+    if prediction is None:
+        return None
+    if not isinstance(prediction, dict) or prediction.get("type") != "content":
+        raise invalid("prediction", "is an object of type 'content' with a 'content'")
+    content = prediction.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid("prediction", "prediction.content is text, or a list of parts of type 'text'")
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise invalid(
+                "prediction", "prediction.content holds a part that is not of type 'text' with text"
+            )
+    return "".join(part["text"] for part in content)
+
+
 def template_kwargs(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     """Keywords for the chat template."""
     continued = bool(body.continue_final_message)
@@ -132,4 +151,4 @@ def template_kwargs(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     return kwargs | ({"continue_final_message": True} if continued else {})
 
 
-__all__ = ["conversation", "template_kwargs"]
+__all__ = ["conversation", "predicted_text", "template_kwargs"]

@@ -30,7 +30,7 @@ from samewise.openai.bodies import (
 )
 from samewise.openai.errors import ApiError, invalid, unsupported
 from samewise.openai.formats import grammar_of
-from samewise.openai.messages import conversation, template_kwargs
+from samewise.openai.messages import conversation, predicted_text, template_kwargs
 from samewise.openai.tool_calls import call_ids
 from samewise.openai.tools import RequestTools, request_tools, special_tokens
 from samewise.outputs import RequestOutput
@@ -48,9 +48,10 @@ COMPLETION_MAX_TOKENS = 16
 SAMPLING_FIELDS = tuple(
     entry.name
     for entry in fields(SamplingParams)
-    if entry.name in Body.model_fields and entry.name not in ("max_tokens", "prompt_logprobs")
+    if entry.name in Body.model_fields and entry.name not in ("max_tokens", "prompt_logprobs", "prediction")
 )
-"""Fields of a body that are SamplingParams' own. The two left out mean something else at each endpoint."""
+"""Fields of a body that are SamplingParams' own. Those left out have another form in a body, or mean
+something else at each endpoint."""
 
 
 class DeltaParser(Protocol):
@@ -334,6 +335,7 @@ def _params(body: Body, options: ParseOptions, **endpoint: Any) -> SamplingParam
     _limit("prompt_logprobs", endpoint["prompt_logprobs"], options.max_logprobs)
     _check_lists(body, options)
     given = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
+    given["prediction"] = predicted_text(body.prediction)
     speculate = _speculate(body.proposer, options)
     return _checked(lambda: replace(options.defaults, speculate=speculate, **(given | endpoint)))
 

@@ -84,18 +84,18 @@ def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
 
 def usage(outputs: Sequence[RequestOutput]) -> Usage:
     """Tokens of a finished request."""
-    metrics = [output.metrics for output in outputs]
+    completions = [completion for output in outputs for completion in output.outputs]
     return usage_of(
         sum(len(output.prompt_token_ids) for output in outputs),
-        sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
+        sum(len(completion.token_ids) for completion in completions),
         sum(output.num_cached_tokens for output in outputs),
-        sum(one.num_accepted_tokens for one in metrics),
-        sum(one.num_guessed_tokens for one in metrics),
+        sum(completion.accepted_prediction_tokens for completion in completions),
+        sum(completion.rejected_prediction_tokens for completion in completions),
     )
 
 
-def usage_of(prompt: int, completion: int, cached: int, accepted: int, guessed: int) -> Usage:
-    """The `usage` field from its counts."""
+def usage_of(prompt: int, completion: int, cached: int, accepted: int, rejected: int) -> Usage:
+    """The `usage` field from its counts. `accepted` and `rejected`: tokens of the request's prediction."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -103,7 +103,7 @@ def usage_of(prompt: int, completion: int, cached: int, accepted: int, guessed: 
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": guessed - accepted,
+            "rejected_prediction_tokens": rejected,
             "reasoning_tokens": 0,
         },
     }

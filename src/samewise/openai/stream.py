@@ -69,7 +69,7 @@ class StreamWriter:
         self._tables: dict[int, LogprobTable] = {}
         self._parsers: dict[int, DeltaParser] = {}
         self._called: set[int] = set()  # choices that called a tool
-        self._prompt = self._completion = self._cached = self._accepted = self._guessed = 0  # for usage
+        self._prompt = self._completion = self._cached = self._accepted = self._rejected = 0  # for usage
         extras = parsed.return_token_ids or parsed.explain or parsed.continuous_usage
         self._text_only = parsed.make_parser is None and parsed.params.logprobs is None and not extras
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice, where events differ in text alone
@@ -156,8 +156,8 @@ class StreamWriter:
 
     def _count(self, chunk: Chunk, opening: RequestOutput | None) -> None:
         self._completion += len(chunk.token_ids)
-        self._accepted += chunk.num_accepted
-        self._guessed += chunk.num_guessed
+        self._accepted += chunk.accepted_prediction_tokens
+        self._rejected += chunk.rejected_prediction_tokens
         if opening is not None and chunk.index == 0:
             self._prompt += len(opening.prompt_token_ids)
             self._cached += opening.num_cached_tokens
@@ -194,7 +194,7 @@ class StreamWriter:
         event = self._head | {"choices": [choice]}
         if self._parsed.continuous_usage:
             event["usage"] = usage_of(
-                self._prompt, self._completion, self._cached, self._accepted, self._guessed
+                self._prompt, self._completion, self._cached, self._accepted, self._rejected
             )
         elif self._parsed.include_usage:
             event["usage"] = None

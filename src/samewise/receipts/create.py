@@ -19,6 +19,9 @@ from samewise.types import Grammar
 COMPLETE = ("stop", "length")
 """Finish reasons of a complete choice."""
 
+UNRECORDED = ("prediction",)
+"""Parameters that receipts do not hold."""
+
 
 def make(
     output: RequestOutput,
@@ -93,7 +96,9 @@ def _body(
 
 
 def _params_json(params: SamplingParams, choice: CompletionOutput) -> Json:
-    """All parameters, with the seed that was used.
+    """All parameters that say what was asked for, with the seed that was used.
+
+    A prediction is left out: no answer depends on it, and requests that differ in it have one receipt.
 
     An answer without `max_tokens` that was ended by the context records its length as `max_tokens`, so that a
     replay with a longer context ends at the same token.
@@ -102,7 +107,8 @@ def _params_json(params: SamplingParams, choice: CompletionOutput) -> Json:
     if max_tokens is None and choice.finish_reason == "length":
         max_tokens = max(len(choice.token_ids), params.min_tokens)
     resolved = params.clone(seed=choice.seed, max_tokens=max_tokens)
-    return {entry.name: _as_json(getattr(resolved, entry.name)) for entry in fields(resolved)}
+    names = [entry.name for entry in fields(resolved) if entry.name not in UNRECORDED]
+    return {name: _as_json(getattr(resolved, name)) for name in names}
 
 
 def _as_json(value: Any) -> Any:
@@ -113,4 +119,4 @@ def _as_json(value: Any) -> Any:
     return asdict(value) if isinstance(value, Grammar) else value
 
 
-__all__ = ["COMPLETE", "is_complete", "make"]
+__all__ = ["COMPLETE", "UNRECORDED", "is_complete", "make"]

@@ -1,0 +1,61 @@
+"""Law 1 with predictions: whatever the caller expects, the output is the same bits."""
+
+import random
+
+import pytest
+
+from samewise import LLM, SamplingParams
+from samewise.testing import tiny_engine
+
+PROMPTS = ("The quick brown fox jumps over the lazy dog", "abababab", "x")
+PARAMS = (
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=40, frequency_penalty=0.2),
+)
+
+
+def bits(llm, params):
+    outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+    return [(o.outputs[0].token_ids, [v.hex() for v in o.outputs[0].token_logprobs]) for o in outputs]
+
+
+def predictions_for(tokens):
+    """Right, wrong and partly right guesses of an answer, as token ids or text; none, and far too many."""
+    rng = random.Random(0)
+    noise = [rng.randrange(256) for _ in range(40)]
+    changed = [token if i % 7 else token ^ 1 for i, token in enumerate(tokens)]
+    return {
+        "right": tokens,
+        "wrong": noise,
+        "changed": changed,
+        "inserted": [*tokens[:9], *noise[:5], *tokens[9:]],
+        "left out": [*tokens[:5], *tokens[14:]],
+        "late": [*noise, *tokens],
+        "empty": [],
+        "text": "the lazy dog jumps over",
+        "huge": (noise + tokens) * 200,
+        "one token": tokens[:1],
+    }
+
+
+@pytest.mark.parametrize("proposer", ["none", "ngram", "recycle", "auto"])
+def test_output_is_the_same_with_any_prediction(proposer):
+    llm = LLM.over(tiny_engine(eos=True, max_model_len=256, proposer=proposer))
+    reference = LLM.over(tiny_engine(eos=True, max_model_len=256, proposer="none"))
+    for params in PARAMS:
+        expected = bits(reference, params)
+        for name, prediction in predictions_for(expected[0][0]).items():
+            assert bits(llm, params.clone(prediction=prediction)) == expected, name
+
+
+def test_usage_of_a_prediction_does_not_depend_on_proposer_or_load():
+    counts = []
+    for proposer, load in (("none", 1), ("ngram", 1), ("auto", 4)):
+        llm = LLM.over(tiny_engine(eos=True, max_model_len=256, proposer=proposer))
+        params = PARAMS[0].clone(prediction="the lazy dog abababab" * 3)
+        outputs = llm.generate([PROMPTS[1]] * load, params, use_tqdm=False)
+        counts += [
+            (o.outputs[0].accepted_prediction_tokens, o.outputs[0].rejected_prediction_tokens)
+            for o in outputs
+        ]
+    assert len(set(counts)) == 1
