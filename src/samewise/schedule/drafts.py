@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import lt
+
 from samewise.schedule.limits import Limits
 from samewise.types import ROOT, Finish, Proposal, Sequence
 
@@ -14,11 +16,10 @@ def draft_room(seq: Sequence, limits: Limits) -> int:
     return min(left, max_draft - len(seq.draft))
 
 
-def node_room(seq: Sequence, limits: Limits, num_running: int) -> int:
-    """How many more guesses a tree may have. Fewer where many sequences share a frame."""
+def max_tree_nodes(limits: Limits, num_running: int) -> int:
+    """How many guesses a tree may have. Fewer where many sequences share a frame."""
     share = (limits.canonical_rows or limits.max_rows) // max(1, num_running)
-    nodes = min(limits.max_nodes, max(share, limits.min_nodes), limits.max_rows - 1)
-    return nodes - len(seq.draft)
+    return min(limits.max_nodes, max(share, limits.min_nodes), limits.max_rows - 1)
 
 
 def burst_room(seq: Sequence, limits: Limits) -> int:
@@ -61,6 +62,11 @@ def _append_tree(seq: Sequence, proposal: Proposal, limits: Limits) -> None:
     draft, parents, stop_ids = seq.draft, seq.parents, seq.request.sampling.stop_ids
     max_depth = min(limits.max_depth, limits.max_draft, seq.max_len - len(seq.tokens) - 1)
     max_nodes = min(limits.max_nodes, limits.max_rows - 1)
+    plain = not draft and seq.guide is None and stop_ids.isdisjoint(proposal.tokens)
+    if plain and _is_valid_tree(proposal, limits.vocab, max_nodes, max_depth):
+        draft += proposal.tokens
+        parents += proposal.parents
+        return
     depths = {ROOT: 0}
     for node, parent in enumerate(parents):
         depths[node] = depths[parent] + 1
@@ -79,6 +85,27 @@ def _append_tree(seq: Sequence, proposal: Proposal, limits: Limits) -> None:
         depths[len(draft)] = depths[at] + 1
         draft.append(token)
         parents.append(at)
+
+
+def _is_valid_tree(proposal: Proposal, vocab: int, max_nodes: int, max_depth: int) -> bool:
+    """Whether every node can be taken as it is; by built-in functions, as this is asked at every step."""
+    tokens, parents = proposal.tokens, proposal.parents
+    return (
+        0 < len(tokens) == len(parents) <= max_nodes
+        and min(tokens) >= 0
+        and max(tokens) < vocab
+        and min(parents) >= ROOT
+        and all(map(lt, parents, range(len(parents))))
+        and (len(parents) <= max_depth or _depth(parents) <= max_depth)
+    )
+
+
+def _depth(parents: tuple[int, ...]) -> int:
+    """Levels of a tree."""
+    depths = [0]  # of the root, then of each node
+    for parent in parents:
+        depths.append(depths[parent + 1] + 1)
+    return max(depths)
 
 
 def path_tokens(draft: list[int], parents: list[int], node: int) -> list[int]:
@@ -123,6 +150,6 @@ __all__ = [
     "clear_draft",
     "draft_room",
     "extend_draft",
-    "node_room",
+    "max_tree_nodes",
     "path_tokens",
 ]

@@ -13,7 +13,7 @@ from samewise.errors import InvariantBroken
 from samewise.kv.pages import PagePool
 from samewise.kv.prefix import PrefixIndex, extend_digests
 from samewise.schedule.limits import Limits
-from samewise.types import Sequence
+from samewise.types import MAX_TREE_NODES, Sequence
 
 
 class Paging:
@@ -70,6 +70,12 @@ class Paging:
                 return False
             seq.pages.append(page)
         return True
+
+    def draft_room(self, seq: Sequence, at_least: int) -> int:
+        """Guesses of a tree that its pages can hold, and the free pages of which it may take a few."""
+        spare = min(self.index.num_available // 4, MAX_TREE_NODES // self._page + 1)
+        fits = (len(seq.pages) + spare) * self._page - len(seq.tokens) - len(seq.draft)
+        return max(fits, at_least)
 
     def room(self, seq: Sequence) -> int:
         """Tokens that fit into the sequence's pages above its canonical KV."""

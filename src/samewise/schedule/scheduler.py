@@ -25,7 +25,7 @@ from samewise.schedule.drafts import (
     clear_draft,
     draft_room,
     extend_draft,
-    node_room,
+    max_tree_nodes,
 )
 from samewise.schedule.limits import Limits
 from samewise.schedule.order import frame_due, serving_order
@@ -132,6 +132,7 @@ class Scheduler:
         if not verified and not self._num_unverified:
             return []
         asks: list[Ask] = []
+        max_nodes = max_tree_nodes(self.limits, len(self._running)) if verified else 0
         for seq in list(self._running.values()):
             request = seq.request
             if request.verify is not verified or seq.prefilling:
@@ -140,7 +141,7 @@ class Scheduler:
                 continue
             if request.id in self._running and (seq.drafting or not seq.draft):
                 room = draft_room(seq, self.limits) if verified else burst_room(seq, self.limits)
-                nodes = self._node_room(seq, room) if verified else 0
+                nodes = min(max_nodes - len(seq.draft), self._paging.draft_room(seq, room))
                 end = len(seq.tokens) + len(seq.draft) + max(room, nodes)
                 # Drafts may use free pages; they never preempt a sequence. An unverified request needs its
                 # pages to go on, so it may.
@@ -391,12 +392,6 @@ class Scheduler:
         """Running sequences in the order they are served."""
         self._preempted = False
         return serving_order(list(self._running.values()), self._step, self.limits.max_rows)
-
-    def _node_room(self, seq: Sequence, room: int) -> int:
-        """Guesses that its draft may still get: those of a tree, or of a chain where pages are short."""
-        nodes = node_room(seq, self.limits, len(self._running))
-        pages = self._paging.pages_for(len(seq.tokens) + len(seq.draft) + nodes) - len(seq.pages)
-        return nodes if 4 * pages <= self._paging.index.num_available else min(nodes, room)
 
     def _rows_with_pages(self, seq: Sequence, rows: int) -> int:
         """How many of `rows` rows the sequence can get pages for."""

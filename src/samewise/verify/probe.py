@@ -2,8 +2,9 @@
 
 On the loaded weights, at the real shapes, on this machine. A known text is run alone from row 0 on, then
 again cut in other places, at other rows, as a path through a draft tree, among other sequences, some of them
-far into their context; and so are pieces far into a context themselves. Every bit of their logits must be the same, and so must every bit of
-what the sampler makes of them; otherwise the engine does not start, and the error names the operator.
+far into their context; and so are pieces far into a context themselves. Every bit of their logits must be the
+same, and so must every bit of what the sampler makes of them; otherwise the engine does not start, and the
+error names the operator.
 """
 
 from __future__ import annotations
