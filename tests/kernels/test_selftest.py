@@ -73,7 +73,7 @@ def test_relaxed_arithmetic_that_is_not_noticed_by_name_is_noticed_by_its_bits(
     wrapper.chmod(0o755)
     monkeypatch.setenv("CXX", str(wrapper))
     native_build.build(tmp_path / "relaxed.so")
-    monkeypatch.setattr(native_build, "library_path", lambda: tmp_path / "relaxed.so")
+    monkeypatch.setattr(native_build, "library_path", lambda *_: tmp_path / "relaxed.so")
     with pytest.raises(GuaranteeLost, match=r"wrapper.*other bits"):
         native_build.library()
 
