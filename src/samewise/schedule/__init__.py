@@ -1,7 +1,7 @@
 """Decides which sequences run, which rows a frame has, and makes verified tokens public. No tensors.
 
 Holds: scheduler (queues, frames, commit); order (when a frame runs, which sequences go first); plan (a
-sequence's next span); branches (spans of its branches); drafts (its draft and tokens); paging (its pages);
+sequence's next span); drafts (its draft and tokens); paging (its pages);
 limits (what may be spent); registry (what survives a failure); suspects (sequences of a failed step).
 State: the Scheduler owns every Sequence and every page number.
 Imports: kv (pages and the prefix index), counters, types, errors.
