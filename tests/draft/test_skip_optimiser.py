@@ -55,7 +55,7 @@ def test_ended_answers_are_scored_on_where_live_ones_are_too_short():
     for seed in range(20):
         generate(engine, 1, 40, seed=seed)
     optimiser = engine.proposer.optimiser
-    assert optimiser.scorer._answers
+    assert optimiser.scorer.text.num_answers
     assert optimiser.search.round > 0  # 40 tokens alone are not enough
 
 
@@ -133,7 +133,7 @@ def test_a_set_found_by_a_later_search_is_used():
     engine = skip_engine(search={"rounds": 6})
     skip = engine.proposer
     skip.optimiser.search.drop()
-    skip.optimiser.search.close()
+    skip.optimiser.search.close("nothing was found")
     skip.optimiser._retry_at = 200
     generate(engine, 1, 150)
     assert not skip.ready
@@ -201,7 +201,7 @@ def test_a_set_whose_score_breaks_its_promise_is_dropped_and_not_stored():
     stored = optimiser.store.load()
     optimiser.search.open, optimiser._scored_at, optimiser.budget.saved = True, 0, 1e9
     score = optimiser.scorer.score
-    optimiser.scorer.score = lambda pieces, skipped: score(pieces, skipped)._replace(num_right=0)
+    optimiser.scorer.score = lambda pieces, sets: [s._replace(num_right=0) for s in score(pieces, sets)]
     generate(engine, 1, 60, seed=5)
     assert not skip.ready
     assert optimiser.store.load() == stored

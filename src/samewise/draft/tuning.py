@@ -167,10 +167,18 @@ class SearchTuning:
     share: float = 0.02
     # Scores after which the search ends.
     rounds: int = 64
-    # Scores without a better set after which it ends.
-    patience: int = 16
+    # Seconds: a first round (`min_rounds` scores) that takes no longer in all does not wait until its share
+    # of the time was saved; later steps wait longer. Some passes of a GPU; on a CPU a round takes longer.
+    max_first_round: float = 0.06
+    # Scores without a better set after which the search ends.
+    patience: int = 24
     # Rows of a scoring pass: committed tokens that a candidate is scored on, at most.
     window: int = 64
+    # Sets that share a scoring pass on CUDA, each with a window of rows: the pass reads the weights once for
+    # all of them. More sets would be scored at once without learning from each other.
+    batch: int = 4
+    # The same on a CPU, where each row costs, and a pass for one set saves the time of what it skips.
+    cpu_batch: int = 1
     # Tokens to score on below which no score is taken.
     min_targets: int = 24
 
@@ -191,8 +199,9 @@ class SearchTuning:
     # drawn at random.
     mutation_chance: float = 0.5
     max_flips: int = 3
-    # Rounds before the search may end because nothing better is believed possible ...
-    min_rounds: int = 6
+    # Scores before the search may end because nothing better is believed possible: SWIFT's round of 24 sets
+    # between two of its Bayesian model ...
+    min_rounds: int = 24
     # ... which is when the incumbent has this share of the throughput believed possible.
     good_enough: float = 0.98
     # Throughput by which a candidate must exceed the incumbent: scores are estimates.
@@ -218,12 +227,18 @@ class SearchTuning:
         _whole("search.every", self.every, 1, 10**9)
         _whole("search.rounds", self.rounds, 1, 10**6)
         _whole("search.window", self.window, 32, 4096)
+        _whole("search.batch", self.batch, 1, 64)
+        _whole("search.cpu_batch", self.cpu_batch, 1, 64)
         share = self.share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise BadParameter(
                 f"search.share={share!r}: give a share of the time, above 0 and at most 1",
                 param="search.share",
             )
+
+    def batch_on(self, device: str) -> int:
+        """Sets that share a scoring pass on this type of device."""
+        return self.cpu_batch if device == "cpu" else self.batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,8 +107,8 @@ def _assemble(
         model, frame_rows, platform | {"linear": linears}, sizes, weights=weights, stacked=compiled
     )
     num_pages = count_pages(config, arch, max_model_len, device, widest=sizes[-1])
-    window = tuning.search.window
-    num_scratch = -(-window // PAGE)
+    window, num_sets = tuning.search.window, tuning.search.batch_on(device.type)
+    num_scratch = num_sets * -(-window // PAGE)
     runner = Runner(
         model,
         arch,
@@ -116,7 +116,7 @@ def _assemble(
         num_pages=num_pages + num_scratch,
         sizes=sizes,
         frame_rows=frame_rows,
-        max_rows=max(config.max_num_seqs, window),
+        max_rows=max(config.max_num_seqs, num_sets * window),
         max_model_len=max_model_len,
         dtype=next(model.parameters()).dtype,
         device=device,

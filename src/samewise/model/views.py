@@ -15,6 +15,7 @@ from torch import nn
 
 from samewise.errors import BadParameter
 from samewise.model.arch import Arch, layer_list
+from samewise.model.gates import LayerGates
 from samewise.model.surgery import with_children, with_forward, with_layers
 from samewise.types import LayerSet
 
@@ -77,6 +78,12 @@ class LayerViews:
             for i in range(len(self._layers))
         ]
         return with_layers(self._model, self._name, layers)
+
+    def gated(self, gates: LayerGates, prepare: Callable[[nn.Module], Any] | None = None) -> nn.Module:
+        """The model whose sublayers have these gates; `prepare`, if given, is applied to each layer."""
+        names = zip(self._layers, self._attention, self._mlp, strict=True)
+        layers = [gates.gated(layer, i, attention, mlp) for i, (layer, attention, mlp) in enumerate(names)]
+        return with_layers(self._model, self._name, [prepare(x) for x in layers] if prepare else layers)
 
     def layers(self) -> list[tuple[nn.Module, tuple[nn.Module, nn.Module]]]:
         """Every layer, with its attention and its MLP."""

@@ -25,6 +25,10 @@ class SearchBudget:
         self.active += passed
         self.saved += self.tuning.share * passed * searching
 
+    def exclude(self, now: float) -> None:
+        """The time since the last call counts neither as spent nor as passed."""
+        self._last = now
+
     def charge(self, now: float, *, scored: bool) -> None:
         """A step of the search took the time since the last tick."""
         taken = now - self._last

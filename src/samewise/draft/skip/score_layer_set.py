@@ -1,38 +1,21 @@
-"""Score a layer set: one parallel pass over committed text, counting the tokens that it predicts right.
-
-Teacher-forced: each row is given the committed tokens before it and predicts the next one. The text comes
-from live sequences, at their positions and over their canonical KV, and from the ends of recent answers, read
-again. The pass writes only the scorer's own pages.
-"""
+"""Score layer sets: how many tokens of text committed lately each of them predicts."""
 
 from __future__ import annotations
 
-from array import array
-from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from samewise.draft.skip.recent_text import RecentText, TextPiece
+from samewise.draft.skip.scoring_passes import GatedPass, PassPerSet, Prediction, ScoringPasses, SetPaths
 from samewise.draft.tuning import DEFAULTS, SearchTuning
-from samewise.execute.pack import pack_fast, pack_frame
+from samewise.execute.pack import pack_fast
 from samewise.execute.runner import FastPath, Runner
 from samewise.execute.sampling import Sampler
-from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels.attention.base import PAGE
 from samewise.model.views import LayerViews
-from samewise.types import Ask, LayerSet, Sampling, Span
-
-
-class TextPiece(NamedTuple):
-    """A run of committed text, and the tokens that its rows from `first_row` on have to predict."""
-
-    span: Span  # its rows are in the scorer's pages
-    first_row: int
-    targets: tuple[int, ...]
+from samewise.types import Ask, LayerSet
 
 
 class LayerSetScore(NamedTuple):
@@ -49,7 +32,10 @@ class LayerSetScore(NamedTuple):
 
 
 class LayerSetScorer:
-    """Scores layer sets on recently committed text. Owns its KV pages and the paths of recent sets."""
+    """Scores layer sets on recent text, as many at once as the search's KV pages allow.
+
+    `pages`: of the search alone. Where they hold the window several times, several sets share a pass.
+    """
 
     def __init__(
         self,
@@ -59,109 +45,69 @@ class LayerSetScorer:
         pages: range,
         tuning: SearchTuning = DEFAULTS.search,
     ) -> None:
-        self._runner, self._sampler, self._views = runner, sampler, views
-        self._pages, self._tuning = pages, tuning
-        self.window = min(tuning.window, len(pages) * PAGE)
-        self._piece_len = tuning.piece_pages * PAGE
-        self._turn = 0
-        self._answers: deque[tuple[int, ...]] = deque(maxlen=tuning.recent_answers)
-        self._eager_path = FastPath(runner.model, None)  # modules, so that hooks run
-        self._paths: dict[LayerSet, FastPath] = {}
-        self._hooks: list[RemovableHandle] = []  # on the model's modules, while `residual_shares` runs
+        self._runner, self._sampler = runner, sampler
+        pages_each = min(len(pages), -(-tuning.window // PAGE))
+        self.text = RecentText(pages[:pages_each], tuning)
+        self._paths = SetPaths(runner, views, tuning.max_paths)
+        self._passes: ScoringPasses
+        batch = len(pages) // max(1, pages_each)
+        if batch > 1:
+            self._passes = GatedPass(runner, sampler, views, window=self.text.window, batch=batch)
+        else:
+            self._passes = PassPerSet(runner, sampler, views, self._paths)
 
-    def path(self, skipped: LayerSet) -> FastPath:
-        """The path that skips these sublayers. The most recently used paths are kept."""
-        path = self._paths.pop(skipped, None) or self._runner.skip_path(self._views, skipped)
-        self._paths[skipped] = path
-        while len(self._paths) > self._tuning.max_paths:
-            del self._paths[next(iter(self._paths))]
-        return path
+    @property
+    def batch(self) -> int:
+        """Sets of one pass."""
+        return self._passes.batch
 
-    # ---- the text
+    @property
+    def num_rows(self) -> int:
+        """Rows of a pass."""
+        return self.batch * self.text.window
 
-    def add_answer(self, tokens: list[int], prompt_len: int) -> None:
-        """Keep the end of an answer that has ended."""
-        if len(tokens) - prompt_len >= self._piece_len:
-            self._answers.append(tuple(tokens[-self._piece_len :]))
-
-    def forget_answers(self) -> None:
-        """Drop the ended answers: they were about another topic."""
-        self._answers.clear()
-
-    def gather(self, asks: list[Ask]) -> list[TextPiece]:
-        """Pieces of the text committed last, as many rows as the window has; [] if there is too little.
-
-        Live sequences come first, another one each time, and share the window evenly.
-        """
-        pieces: list[TextPiece] = []
-        rows_left, free_pages = self.window, list(self._pages)
-        self._turn += 1
-        order = asks[self._turn % len(asks) :] + asks[: self._turn % len(asks)]
-        rows_each = min(self._piece_len, max(PAGE, self.window // len(asks)))
-        for ask in order:
-            if ask.guide is not None:  # the grammar's masks at earlier positions are not known any more
-                continue
-            piece = _live_piece(ask, min(rows_left, rows_each + PAGE - 1), free_pages)
-            if piece is not None:
-                pieces.append(piece)
-                rows_left -= len(piece.span.inputs)
-        num = min(rows_left, len(free_pages) * PAGE) // self._piece_len
-        ended = [_ended_piece(tokens, free_pages) for tokens in list(reversed(self._answers))[:num]]
-        if sum(len(piece.targets) for piece in pieces + ended) < self._tuning.min_targets:
-            return []
-        return pieces + self._with_own_targets(ended)
-
-    def _with_own_targets(self, pieces: list[TextPiece]) -> list[TextPiece]:
-        """Ended answers lack their context here: the targets are what the full model predicts without it."""
-        if not pieces:
-            return []
-        tokens = iter(self._predict(pieces, self.path(LayerSet()))[0])
-        return [piece._replace(targets=tuple(next(tokens) for _ in piece.targets)) for piece in pieces]
+    def warm(self) -> None:
+        """Prepare the passes, before any time is measured."""
+        self._passes.warm()
 
     def recover(self) -> None:
-        """Take the hooks of an unfinished call from the model."""
-        self._remove_hooks()
+        """Undo what an unfinished call left behind."""
+        self._passes.recover()
 
-    def _remove_hooks(self) -> None:
-        while self._hooks:
-            self._hooks[-1].remove()
-            self._hooks.pop()
+    def path(self, skipped: LayerSet) -> FastPath:
+        """The path that drafts without these sublayers."""
+        return self._paths.path(skipped)
 
-    # ---- scores
+    def num_candidates(self, pieces: list[TextPiece], incumbent: LayerSet) -> int:
+        """Candidates that can be scored in one pass beside the incumbent; at least one."""
+        others = bool(incumbent) + any(piece.ended for piece in pieces)
+        return max(1, self.batch - others)
 
-    def score(self, pieces: list[TextPiece], skipped: LayerSet) -> LayerSetScore:
-        """How often the model without these sublayers predicts the targets; the full model always does."""
-        targets = [token for piece in pieces for token in piece.targets]
-        if not skipped:
-            return LayerSetScore(len(targets), len(targets), [])
-        tokens, confidences = self._predict(pieces, self.path(skipped))
-        right = [a == b for a, b in zip(tokens, targets, strict=True)]
-        greedy = [(c, r) for c, r in zip(confidences, right, strict=True) if c is not None]
-        return LayerSetScore(sum(right), len(targets), greedy)
+    def score(self, pieces: list[TextPiece], sets: list[LayerSet]) -> list[LayerSetScore]:
+        """How often the model without each set's sublayers predicts the targets; the full model always does.
 
-    @torch.inference_mode()
+        Ended answers lack their context here: their targets are what the full model predicts without it.
+        """
+        skipping = [skipped for skipped in sets if skipped]
+        ended = [piece for piece in pieces if piece.ended]
+        if ended and self.batch == 1:  # the full model reads only what it has to
+            predictions = self._passes.predict(pieces, skipping)
+            own = self._passes.predict(ended, [LayerSet()])[0].tokens
+        elif ended:
+            *predictions, full = self._passes.predict(pieces, [*skipping, LayerSet()])
+            targeted = (piece for piece in pieces for _ in piece.targets)
+            own = [token for token, piece in zip(full.tokens, targeted, strict=True) if piece.ended]
+        else:
+            predictions, own = self._passes.predict(pieces, skipping), []
+        new = iter(own)
+        targets = [next(new) if piece.ended else token for piece in pieces for token in piece.targets]
+        scores = {skipped: _score(one, targets) for skipped, one in zip(skipping, predictions, strict=True)}
+        scores[LayerSet()] = LayerSetScore(len(targets), len(targets), [])
+        return [scores[skipped] for skipped in sets]
+
     def residual_shares(self, pieces: list[TextPiece]) -> list[tuple[float, float]]:
         """Norm of what each layer's attention and MLP add to the residual stream, over the stream's norm."""
-        shares: dict[nn.Module, float] = {}
-        stream: list[torch.Tensor] = []
-
-        def enter(_: nn.Module, args: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
-            stream[:] = [args[0] if args else named["hidden_states"]]
-
-        def leave(module: nn.Module, _: object, out: object) -> None:
-            added = out[0] if isinstance(out, tuple) else out
-            assert isinstance(added, torch.Tensor)
-            norm = stream[0].float().norm(dim=-1).clamp_min(1e-12)
-            shares[module] = float((added.float().norm(dim=-1) / norm).mean())
-
-        try:
-            for layer, sublayers in self._views.layers():
-                self._hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-                self._hooks += [sublayer.register_forward_hook(leave) for sublayer in sublayers]
-            self._logits(pieces, self._eager_path)
-        finally:
-            self._remove_hooks()
-        return [(shares[attention], shares[mlp]) for _, (attention, mlp) in self._views.layers()]
+        return self._passes.residual_shares(pieces)
 
     @torch.inference_mode()
     def time_full_pass(self, asks: list[Ask], clock: Callable[[], float]) -> float:
@@ -175,62 +121,11 @@ class LayerSetScorer:
             seconds = clock() - began
         return seconds
 
-    @torch.inference_mode()
-    def _predict(self, pieces: list[TextPiece], path: FastPath) -> tuple[list[int], list[float | None]]:
-        """The tokens that the rows with targets predict, and of greedy rows their probability."""
-        logits = self._logits(pieces, path).float()
-        rows: list[SamplingRow] = []
-        plain: list[bool] = []
-        for piece in pieces:
-            span, sampling = piece.span, piece.span.sampling
-            for i in range(piece.first_row, len(span.inputs)):
-                if not sampling.plain:
-                    position = span.start + i + 1
-                    output = span.tokens[span.prompt_len : position] if sampling.edited else []
-                    prompt = span.tokens[: span.prompt_len]
-                    rows.append(SamplingRow(len(plain), sampling, prompt, output, position))
-                plain.append(sampling.plain)
-        sampled = self._sampler.sample(logits, rows)
-        tokens: list[int] = sampled.tokens.tolist()
-        probabilities: list[float] = sampled.logprobs.exp().tolist()
-        return tokens, [p if greedy else None for p, greedy in zip(probabilities, plain, strict=True)]
 
-    def _logits(self, pieces: list[TextPiece], path: FastPath) -> torch.Tensor:
-        """Logits of the rows with targets, in order."""
-        spans = [piece.span for piece in pieces]
-        num_rows = sum(len(span.inputs) for span in spans)
-        on_cpu = self._runner.device.type == "cpu"  # on CUDA padding is cheaper than a buffer for every size
-        inputs = pack_frame(spans, self._runner.staging(num_rows if on_cpu else self.window))
-        keep, start = list[int](), 0
-        for piece in pieces:
-            keep += range(start + piece.first_row, start + len(piece.span.inputs))
-            start += len(piece.span.inputs)
-        kept_rows = torch.tensor(keep, dtype=torch.int64, device=self._runner.device)
-        return self._runner.fast_eager(replace(inputs, keep=kept_rows), path)
+def _score(prediction: Prediction, targets: list[int]) -> LayerSetScore:
+    right = [a == b for a, b in zip(prediction.tokens, targets, strict=True)]
+    greedy = [(p, r) for p, r in zip(prediction.probabilities, right, strict=True) if p is not None]
+    return LayerSetScore(sum(right), len(targets), greedy)
 
 
-def _live_piece(ask: Ask, max_rows: int, free_pages: list[int]) -> TextPiece | None:
-    """The end of a live sequence from a page border on, over its own pages before that; None if too short."""
-    end = len(ask.tokens) - 1  # the last token is only a target
-    start = -(-max(end - max_rows, 0) // PAGE) * PAGE
-    num_rows = end - start
-    first_row = max(0, ask.prompt_len - 1 - start)  # tokens of the prompt are no targets
-    num_pages = -(-num_rows // PAGE)
-    if num_rows - first_row < PAGE // 2 or num_pages > len(free_pages):
-        return None
-    own_pages = array("i", [free_pages.pop() for _ in range(num_pages)])
-    inputs, targets = tuple(ask.tokens[start:end]), tuple(ask.tokens[start + first_row + 1 : end + 1])
-    pages = ask.pages[: start // PAGE] + own_pages
-    span = Span(ask.seq_id, start, inputs, num_rows, pages, ask.sampling, ask.tokens, ask.prompt_len)
-    return TextPiece(span, first_row, targets)
-
-
-def _ended_piece(tokens: tuple[int, ...], free_pages: list[int]) -> TextPiece:
-    """The end of a recent answer, read as if it began there. Its first half only gives context."""
-    pages = array("i", [free_pages.pop() for _ in range(-(-len(tokens) // PAGE))])
-    span = Span(-1, 0, tokens, len(tokens), pages, Sampling(), list(tokens), 1)
-    first_row = len(tokens) // 2
-    return TextPiece(span, first_row, tokens[first_row:])
-
-
-__all__ = ["LayerSetScore", "LayerSetScorer", "TextPiece"]
+__all__ = ["LayerSetScore", "LayerSetScorer"]

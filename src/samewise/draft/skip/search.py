@@ -25,6 +25,8 @@ from samewise.types import LayerSet
 
 Vector = npt.NDArray[np.float64]
 
+NOTHING_TO_SKIP = "the model has no sublayer that may be skipped"
+
 # The kinds of a sublayer.
 ATTENTION = 0
 MLP = 1
@@ -54,6 +56,13 @@ class Prices(NamedTuple):
             self.live * expected_tokens(rate, k) / (k * draft_pass + frame)
             for k, frame in enumerate(self.frames)
         )
+
+    def throughputs(self, rates: Vector, draft_passes: Vector) -> Vector:
+        """`throughput` for several rates below 1 and draft passes at once."""
+        num = np.arange(len(self.frames))[:, None]
+        tokens = (1.0 - rates ** (num + 1)) / (1.0 - rates)
+        seconds = num * draft_passes + np.array(self.frames)[:, None]
+        return np.asarray((self.live * tokens / seconds).max(axis=0), dtype=np.float64)
 
 
 @dataclass(slots=True)
@@ -89,12 +98,14 @@ class Search:
         self.best = Incumbent(LayerSet())
         self.round = self.num_stale = 0
         self.open = bool(self._free)
+        self.ended = "" if self.open else NOTHING_TO_SKIP  # why the search is closed
         self._reset_beliefs()
 
     def _reset_beliefs(self) -> None:
         loss, precision = self._prior
         self._precision: npt.NDArray[np.float64] = np.diag(precision)
         self._weighted: Vector = precision * loss
+        self._mean: Vector | None = None  # of the losses; None: to be computed
 
     def inform(self, shares: list[tuple[float, float]]) -> None:
         """A hint: what each layer's attention and MLP add to the residual stream, as a share of its norm.
@@ -112,56 +123,82 @@ class Search:
 
     def suggest(self, prices: Prices) -> LayerSet:
         """The next candidate: guided and random ones in turn."""
-        if not self._free:
-            return LayerSet()
-        if self.round % 2 == 0:
-            return self._guided(prices)
+        return self._suggest(self.round, prices) if self._free else LayerSet()
+
+    def suggest_several(self, prices: Prices, num: int) -> list[LayerSet]:
+        """The next candidates, to be scored together: all different, as far as chance finds others."""
+        candidates: list[LayerSet] = []
+        for number in range(self.round, self.round + num if self._free else self.round):
+            candidate = self._suggest(number, prices)
+            if num > 1 and candidate in (*candidates, self.best.skipped):
+                candidate = self._drawn()
+            candidates.append(candidate)
+        return list(dict.fromkeys(candidates))
+
+    def _suggest(self, number: int, prices: Prices) -> LayerSet:
+        if number % 2 == 0:
+            return self._guided(prices, sampled=number % 4 != 0)
         mutate = self._random.random() < self._tuning.mutation_chance
         return self._mutated() if mutate else self._drawn()
 
     def score(
         self, candidate: LayerSet, rate: float, incumbent_rate: float, trials: int, prices: Prices
     ) -> bool:
-        """Both sets' match rates on the same tokens. True: the candidate is the new incumbent.
+        """Both sets' match rates on the same tokens. True: the candidate is the new incumbent."""
+        return self.score_several([(candidate, rate)], incumbent_rate, trials, prices)
+
+    def score_several(
+        self, scores: list[tuple[LayerSet, float]], incumbent_rate: float, trials: int, prices: Prices
+    ) -> bool:
+        """Candidates with their match rates, and the incumbent's, on the same tokens. True: a candidate won.
 
         A candidate must be better on these tokens and by all scores so far: one high score may be chance.
         """
-        self._learn(candidate, rate, trials)
+        for candidate, rate in scores:
+            self._learn(candidate, rate, trials)
         self._learn(self.best.skipped, incumbent_rate, trials)
         self.best.rate = incumbent_rate
         self.best.throughput = self._scored(self.best.skipped, incumbent_rate, trials, prices)
+        won = sum(self._compare(candidate, rate, trials, prices) for candidate, rate in scores)
+        if not won and self.best.skipped and not self._pays(prices):
+            self.drop()
+            self.best.throughput = prices.plain_throughput
+        reason = self._reason_to_end(prices)
+        if reason:
+            self.close(reason)
+        return won > 0
+
+    def _compare(self, candidate: LayerSet, rate: float, trials: int, prices: Prices) -> bool:
+        """Make the candidate the incumbent if it is better."""
         throughput = self._scored(candidate, rate, trials, prices)
-        self.round += 1
         won = (
             candidate != self.best.skipped
             and throughput > self._tuning.min_gain * self.best.throughput
             and self._believed(candidate, prices) > self._believed(self.best.skipped, prices)
         )
+        self.round += 1
         self.num_stale = 0 if won else self.num_stale + 1
         if won:
             self.best = Incumbent(candidate, rate, throughput)
-        elif self.best.skipped and not self._pays(prices):
-            self.drop()
-            self.best.throughput = prices.plain_throughput
-        if self._ended(prices):
-            self.open = False
         return won
 
     # ---- open and closed
 
     def fix(self, skipped: LayerSet, rate: float) -> None:
         """Take this set without a search."""
-        self.best, self.open = Incumbent(skipped, rate), False
+        self.best = Incumbent(skipped, rate)
+        self.close("the set was given")
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
         """End the search for now."""
-        self.open = False
+        self.open, self.ended = False, reason
 
     def reopen(self) -> None:
         """Search anew: the text has changed, and earlier scores are forgotten. Call `inform` again."""
         self._reset_beliefs()
         self.round = self.num_stale = 0
         self.open = bool(self._free)
+        self.ended = "" if self.open else NOTHING_TO_SKIP
 
     def drop(self) -> None:
         """Skip nothing until something better is found."""
@@ -180,15 +217,18 @@ class Search:
         best = max(self.best.throughput, self._believed(self.best.skipped, prices))
         return best > prices.plain_throughput
 
-    def _ended(self, prices: Prices) -> bool:
-        """Too many rounds, too many without a better set, or nothing better believed possible."""
+    def _reason_to_end(self, prices: Prices) -> str:
+        """Too many scores, too many without a better set, nothing better believed possible; or none: ""."""
         tuning = self._tuning
-        if self.num_stale >= tuning.patience or self.round >= tuning.rounds:
-            return True
+        if self.num_stale >= tuning.patience:
+            return f"the last {self.num_stale} sets were no better"
+        if self.round >= tuning.rounds:
+            return f"{self.round} sets were scored"
         if self.round < tuning.min_rounds:
-            return False
+            return ""
         possible = self._believed(self._fastest(prices), prices)
-        return self._believed(self.best.skipped, prices) >= tuning.good_enough * possible
+        good_enough = self._believed(self.best.skipped, prices) >= tuning.good_enough * possible
+        return "no clearly better set is believed possible" if good_enough else ""
 
     # ---- beliefs
 
@@ -197,9 +237,12 @@ class Search:
         variance = (1.0 - chance) / (chance * max(1, trials)) + self._tuning.model_variance
         self._precision += np.outer(x, x) / variance
         self._weighted += x * (-math.log(chance) / variance)
+        self._mean = None
 
     def _mean_losses(self) -> Vector:
-        return np.asarray(np.linalg.solve(self._precision, self._weighted), dtype=np.float64)
+        if self._mean is None:
+            self._mean = np.asarray(np.linalg.solve(self._precision, self._weighted), dtype=np.float64)
+        return self._mean
 
     def _scored(self, skipped: LayerSet, rate: float, trials: int, prices: Prices) -> float:
         """Throughput at a scored match rate."""
@@ -221,9 +264,9 @@ class Search:
 
     # ---- candidates
 
-    def _guided(self, prices: Prices) -> LayerSet:
-        """The fastest set for the mean losses; every other time for losses drawn from the posterior."""
-        if self.round % 4 == 0:
+    def _guided(self, prices: Prices, *, sampled: bool) -> LayerSet:
+        """The fastest set for the mean losses, or for losses drawn from the posterior."""
+        if not sampled:
             return self._fastest(prices)
         factor = np.linalg.cholesky(self._precision)
         noise = np.linalg.solve(factor.T, self._random.standard_normal(len(self._free)))
@@ -233,15 +276,12 @@ class Search:
         losses = np.maximum(self._mean_losses() + noise, 1e-4)
         saved = np.array([(prices.attention, prices.mlp)[kind] for _, kind in self._free])
         order = np.argsort(losses / np.maximum(saved, 1e-12), kind="stable")
-        counts, loss = [self.num_layers, self.num_layers], 0.0
-        best_num, best_throughput = 0, prices.plain_throughput
-        for num, place in enumerate(order, 1):
-            counts[self._free[place][1]] -= 1
-            loss += float(losses[place])
-            throughput = prices.throughput(math.exp(-loss), prices.draft_pass(*counts))
-            if throughput > best_throughput:
-                best_num, best_throughput = num, throughput
-        return self._set_of([int(place) for place in order[:best_num]])
+        rates = np.exp(-np.cumsum(losses[order]))
+        full_pass = prices.draft_pass(self.num_layers, self.num_layers)
+        throughputs = prices.throughputs(rates, full_pass - np.cumsum(saved[order]))
+        best = int(np.argmax(throughputs)) if len(order) else 0
+        pays = len(order) > 0 and throughputs[best] > prices.plain_throughput
+        return self._set_of([int(place) for place in order[: best + 1]] if pays else [])
 
     def _drawn(self) -> LayerSet:
         num = int(self._random.integers(1, len(self._free) + 1))
@@ -268,4 +308,4 @@ def _smoothed(rate: float, trials: int) -> float:
     return (rate * trials + 0.5) / (trials + 1.0)
 
 
-__all__ = ["ATTENTION", "MLP", "Incumbent", "Prices", "Search"]
+__all__ = ["ATTENTION", "MLP", "NOTHING_TO_SKIP", "Incumbent", "Prices", "Search"]

@@ -94,6 +94,11 @@ class Skip(Drafter):
             self._pacing.observe(verdict, own=verdict.drafter == self.name)
         self.optimiser.check_acceptance()
 
+    def warm(self, max_num_seqs: int) -> None:  # noqa: ARG002 - passes of a set are captured at first use
+        """Capture the scoring pass, where it is captured."""
+        if self.possible:
+            self.optimiser.warm()
+
     def forget(self, seq_id: int) -> None:
         """Drop the sequence's draft; its text may be scored on later."""
         self._pacing.forget(seq_id)
