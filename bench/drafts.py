@@ -25,10 +25,15 @@ from dataclasses import dataclass
 from math import exp
 from pathlib import Path
 
-from samewise.draft.ngram import Ngram
+import numpy as np
+
+from samewise.draft.build import make_tree_drafter
 from samewise.draft.recycle import WIDTH
+from samewise.draft.tree import DraftTree
 from samewise.draft.tree_drafter import TreeDrafter
-from samewise.types import Ask, Sampling
+from samewise.draft.tree_proposer import NAMES, TreeProposer
+from samewise.draft.tuning import TreeTuning
+from samewise.types import MAX_TREE_DEPTH, Ask, Candidates, Sampling, Verdict
 
 TRACES = Path(__file__).parents[2] / "shared/data/traces_1.5b_odd.json.gz"
 NODES = (4, 8, 16, 32, 64)
@@ -36,118 +41,84 @@ NODES = (4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Trace:
-    """A greedy answer; rows are padded to 8 candidates. Probabilities are None where they are not known."""
+    """A greedy answer. `tops` [answer, 8]: the candidates of the row that chose each token."""
 
     kind: str
     prompt: list[int]
     answer: list[int]
-    prompt_tops: list[list[int]]
-    tops: list[list[int]]
-    prompt_probs: list[list[float]] | None
-    probs: list[list[float]] | None
+    tops: np.ndarray
 
 
 def read(path):
     """The traces of a file, as JSON or gzipped JSON."""
     content = path.read_bytes()
     entries = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-    return [
-        Trace(
-            entry["kind"],
-            entry["prompt"],
-            entry["answer"],
-            padded(entry["prompt_tops"], -1),
-            padded(entry["tops"], -1),
-            padded(entry.get("prompt_probs"), 0.0),
-            padded(entry.get("probs"), 0.0),
-        )
-        for entry in entries
-    ]
+    return [Trace(e["kind"], e["prompt"], e["answer"], padded(e["tops"])) for e in entries]
 
 
-def padded(rows, filler):
-    """Rows of exactly 8 entries."""
-    return rows and [[*row, *[filler] * (WIDTH - len(row))] for row in rows]
+def padded(rows):
+    """As rows of exactly 8 entries; -1 fills short ones."""
+    return np.array([[*row, *[-1] * (WIDTH - len(row))] for row in rows], np.int32)
 
 
-class Trees:
-    """Draft trees from suffix counts, recycled candidates and runners-up."""
+class Replay:
+    """A proposer that is told about recorded answers as the engine tells it about live ones."""
 
-    def __init__(self, vocab, nodes, *, prompt_rows):
-        self.drafter = TreeDrafter(vocab)
-        self.nodes, self.prompt_rows, self.seconds = nodes, prompt_rows, 0.0
+    def __init__(self, proposer, nodes):
+        self.proposer, self.nodes, self.seconds = proposer, nodes, 0.0
 
-    def begin(self, number, trace):
-        self.drafter.begin(number, trace.prompt)
-        if self.prompt_rows:  # of a prompt's rows, all but the last: it chooses the answer's first token
-            probs = trace.prompt_probs and trace.prompt_probs[1:]
-            self.drafter.remember(number, trace.prompt[:-1], trace.prompt_tops[1:], probs)
-
-    def accepted(self, number, trace, start):
-        """Tokens of the answer from `start` on that the tree for this position holds."""
-        begun = time.process_time()
-        tree = self.drafter.grow(number, self.nodes)
-        self.seconds += time.process_time() - begun
-        return len(tree.path(trace.answer[start:]))
-
-    def commit(self, number, trace, start, end):
-        begun = time.process_time()
-        probs = trace.probs and trace.probs[start:end]
-        self.drafter.commit(number, trace.answer[start:end], trace.tops[start:end], probs)
-        self.seconds += time.process_time() - begun
-
-    def forget(self, number):
-        self.drafter.forget(number)
-
-
-class Chains:
-    """The `ngram` proposer: the continuation of the longest match, as one chain."""
-
-    def __init__(self, vocab, nodes, *, prompt_rows):
-        del vocab, prompt_rows
-        self.proposer, self.nodes, self.seconds = Ngram(), nodes, 0.0
-
-    def begin(self, number, trace):
-        pass
-
-    def accepted(self, number, trace, start):
-        begun = time.process_time()
-        tokens = trace.prompt + trace.answer[:start]
-        ask = Ask(number, tokens, len(trace.prompt), [], len(tokens) - 1, array("i"), Sampling(), self.nodes)
-        drafted = [token for proposal in self.proposer.propose([ask]) for token in proposal.tokens]
-        self.seconds += time.process_time() - begun
-        pairs = zip(drafted, trace.answer[start:], strict=False)
-        return next(
-            (i for i, (guess, truth) in enumerate(pairs) if guess != truth),
-            min(len(drafted), len(trace.answer) - start),
-        )
-
-    def commit(self, number, trace, start, end):
-        pass
-
-    def forget(self, number):
+    def run(self, number, trace):
+        """(tokens, frames) of an answer."""
+        tokens, frames = [*trace.prompt], 0
+        self.timed(self.proposer.meet, [self.ask(number, trace, tokens)])
+        self.commit(number, trace, tokens, (), ())
+        while len(tokens) < len(trace.prompt) + len(trace.answer):
+            done = len(tokens) - len(trace.prompt)
+            drafted = self.timed(self.proposer.propose, [self.ask(number, trace, tokens)])
+            tree = DraftTree(drafted[0].tokens, drafted[0].parents) if drafted else DraftTree()
+            self.commit(number, trace, tokens, tree.path(trace.answer[done:-1]), tree.tokens)
+            frames += 1
         self.proposer.forget(number)
+        return len(trace.answer) - 1, frames
+
+    def ask(self, number, trace, tokens):
+        prompt_len = len(trace.prompt)
+        room = len(trace.answer) + prompt_len - len(tokens) - 1
+        return Ask(number, tokens, prompt_len, [], len(tokens) - 1, array("i"), Sampling(),
+                   min(room, MAX_TREE_DEPTH), max_nodes=self.nodes)  # fmt: skip
+
+    def commit(self, number, trace, tokens, path, guesses):
+        """Commit the answer's tokens along a path of the tree, and one more."""
+        done = len(tokens) - len(trace.prompt)
+        new = tuple(trace.answer[done : done + len(path) + 1])
+        # Rows of rejected nodes are not in a trace: what is passed on is the chain that was right.
+        candidates = Candidates((tokens[-1], *new[:-1]), trace.tops[done : done + len(new)])
+        tokens += new
+        verdict = Verdict(number, new, (), (), len(tokens) - 1, len(guesses), len(path),
+                          drafter=self.proposer.name, candidates=candidates)  # fmt: skip
+        self.timed(self.proposer.observe, [verdict])
+
+    def timed(self, call, *args):
+        begun = time.perf_counter()
+        result = call(*args)
+        self.seconds += time.perf_counter() - begun
+        return result
 
 
 def replay(traces, make, *, fresh):
-    """(tokens, frames) by kind, and seconds of drafting per frame; `make` builds the drafts' source."""
+    """(tokens, frames) by kind, seconds of drafting per frame, and the last proposer's memory in bytes."""
     tokens, frames, seconds = Counter(), Counter(), 0.0
     source = make()
     for number, trace in enumerate(traces):
         if fresh and number:
             seconds += source.seconds
             source = make()
-        source.begin(number, trace)
-        source.commit(number, trace, 0, 1)
-        start = 1
-        while start < len(trace.answer):
-            end = min(start + source.accepted(number, trace, start) + 1, len(trace.answer))
-            source.commit(number, trace, start, end)
-            tokens[trace.kind] += end - start
-            frames[trace.kind] += 1
-            start = end
-        source.forget(number)
-    return tokens, frames, (seconds + source.seconds) / max(1, frames.total())
+        num_tokens, num_frames = source.run(number, trace)
+        tokens[trace.kind] += num_tokens
+        frames[trace.kind] += num_frames
+    (report,) = source.proposer.stats().values()
+    memory = {name: report[name] for name in ("table_bytes", "store_bytes")}
+    return tokens, frames, (seconds + source.seconds) / max(1, frames.total()), memory
 
 
 def record(args):
@@ -188,23 +159,27 @@ def rows_of(logprobs):
     return [tokens for tokens, _ in rows], [probs for _, probs in rows]
 
 
+def make_replay(vocab, sources, nodes, *, python):
+    """A proposer of trees of exactly so many nodes."""
+    tuning = TreeTuning(min_prob=0.0, max_nodes=nodes)
+    drafter = (TreeDrafter if python else make_tree_drafter)(vocab, sources, tuning)
+    return Replay(TreeProposer(drafter, sources, tuning), nodes)
+
+
 def measure(traces, args):
-    """Tokens per frame of each source at each number of nodes, by kind and in all."""
-    vocab = 1 + max(
-        max(*trace.prompt, *map(max, trace.prompt_tops), *trace.answer, *map(max, trace.tops))
-        for trace in traces
-    )
+    """Tokens per frame of each proposer at each number of nodes, by kind and in all."""
+    vocab = 1 + max(max(*trace.prompt, *trace.answer, int(trace.tops.max())) for trace in traces)
     figures = {}
-    for name, source in (("tree", Trees), ("ngram", Chains)):
+    for sources, name in NAMES.items():
         for nodes in args.nodes:
-            tokens, frames, seconds = replay(
+            tokens, frames, seconds, memory = replay(
                 traces,
-                lambda s=source, n=nodes: s(vocab, n, prompt_rows=not args.no_prompt_rows),
+                lambda s=sources, n=nodes: make_replay(vocab, s, n, python=args.python),
                 fresh=args.fresh,
             )
             by_kind = {kind: tokens[kind] / frames[kind] for kind in sorted(frames)}
             figures.setdefault(name, {})[nodes] = {
-                "all": tokens.total() / frames.total(), "host_us": seconds * 1e6, "kinds": by_kind
+                "all": tokens.total() / frames.total(), "host_us": seconds * 1e6, "kinds": by_kind, **memory
             }  # fmt: skip
     return figures
 
@@ -231,8 +206,7 @@ def main():
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--nodes", default=",".join(map(str, NODES)), help="sizes of a tree")
     parser.add_argument("--fresh", action="store_true", help="keep nothing between answers")
-    parser.add_argument("--no-prompt-rows", action="store_true",
-                        help="recycle no rows of prompts, as where these have no logits")  # fmt: skip
+    parser.add_argument("--python", action="store_true", help="grow trees in Python, not in C++")
     parser.add_argument("--record", type=Path, metavar="OUT", help="record traces first, then replay them")
     parser.add_argument("--model", default="smollm2", help="of --record")
     parser.add_argument("--workload", type=Path, help="of --record; in Spec-Bench's format")
@@ -251,7 +225,7 @@ def main():
     print(f"{len(traces)} answers, {sum(len(t.answer) for t in traces)} tokens, "
           f"{'fresh' if args.fresh else 'kept'}; tokens per frame\n")  # fmt: skip
     show(figures, args.nodes)
-    print(json.dumps({"traces": args.traces.name, "fresh": args.fresh, "prompt_rows": not args.no_prompt_rows}
+    print(json.dumps({"traces": args.traces.name, "fresh": args.fresh}
                      | figures))  # fmt: skip
 
 

@@ -23,7 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_KERNELS = ("auto", "native", "torch", "triton")
 LINEAR = ("auto", "native", "torch")
-PROPOSERS = ("auto", "none", "ngram", "decode", "model", "skip")
+PROPOSERS = ("auto", "none", "ngram", "recycle", "decode", "model", "skip")
 DRAFT_WEIGHTS = ("auto", "same", "int8", "int4", "fp8")
 MEMORY_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

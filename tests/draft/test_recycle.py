@@ -1,66 +1,57 @@
 """Recycled candidates: the last row of each token, in memory that does not grow."""
 
 import numpy as np
-import pytest
 
-from samewise.draft.recycle import NUM_LEVELS, NUM_ROW_CLASSES, WIDTH, RecycleTable, row_classes
+from samewise.draft.recycle import WIDTH, RecycleTable, RecycleTables
 
 
-def row(first):
-    """Eight candidates, the first given."""
-    return [first + i for i in range(WIDTH)]
+def rows(*firsts):
+    """Eight candidates each, the first given."""
+    return np.array([[first + i for i in range(WIDTH)] for first in firsts], np.int32)
 
 
 def test_a_token_has_the_candidates_of_the_last_row_that_followed_it():
     table = RecycleTable(100)
-    assert table.candidates(7)[0] == [-1] * WIDTH
-    table.remember([7, 9], [row(10), row(20)])
-    table.remember([7], [row(30)])
-    assert table.candidates(7)[0] == row(30)
-    assert table.candidates(9)[0] == row(20)
+    assert table.candidates(7) == []
+    table.remember([7, 9], rows(10, 20))
+    table.remember([7], rows(30))
+    assert table.candidates(7) == rows(30)[0].tolist()
+    assert table.candidates(9) == rows(20)[0].tolist()
     assert table.num_known == 2
 
 
 def test_of_equal_tokens_in_one_call_the_last_row_stays():
     table = RecycleTable(100)
-    table.remember([3, 4, 3], [row(10), row(20), row(30)], np.full((3, WIDTH), 0.5))
-    assert table.candidates(3)[0] == row(30)
+    table.remember([3, 4, 3], rows(10, 20, 30))
+    assert table.candidates(3) == rows(30)[0].tolist()
 
 
 def test_memory_is_fixed_when_the_table_is_made():
     table = RecycleTable(1000)
     before = table.nbytes
-    assert before == 1000 * 40
+    assert before == 1000 * 32
     for start in range(0, 1000, 100):
         tokens = list(range(start, start + 100))
-        table.remember(tokens, [row(token) for token in tokens], np.full((100, WIDTH), 0.1))
+        table.remember(tokens, rows(*tokens))
     assert table.nbytes == before
     assert table.num_known == 1000
 
 
-def test_a_cleared_table_has_no_candidates():
+def test_tokens_outside_of_the_vocabulary_are_left_out():
     table = RecycleTable(10)
-    table.remember([1], [row(1)], [[0.5] * WIDTH])
-    table.clear()
-    assert table.num_known == 0
-    assert table.candidates(1) == ([-1] * WIDTH, [0] * WIDTH)
+    table.remember([], rows())
+    table.remember([-1, 10, 4], rows(1, 2, 3))
+    assert table.num_known == 1
+    assert table.candidates(10) == table.candidates(-1) == []
 
 
-def test_remembering_nothing_changes_nothing():
-    table = RecycleTable(10)
-    table.remember([], [], [])
-    assert table.num_known == 0
-
-
-def test_classes_are_ranks_without_probabilities_and_levels_with_them():
-    assert row_classes(None, 2).tolist() == [list(range(WIDTH))] * 2
-    probs = [[0.9, 0.3, 0.15, 0.01, 1e-9, 0.0, -1.0, float("nan")]]
-    first, *others, zero, negative, nan = row_classes(probs)[0].tolist()
-    assert first == WIDTH
-    assert others == [WIDTH + NUM_LEVELS + level for level in (1, 2, 6, NUM_LEVELS - 1)]
-    assert [zero, negative, nan] == [5, 6, 7]
-
-
-@pytest.mark.parametrize("prob", [1.0, 0.7, 1e-3, 1e-30])
-def test_every_class_has_a_weight(prob):
-    assert 0 <= row_classes([[prob] * WIDTH]).max() < NUM_ROW_CLASSES
+def test_the_latest_salts_have_a_table():
+    tables = RecycleTables(10, 2)
+    for salt in (b"a", b"b", b"a", b"c"):
+        tables.open(salt)
+        tables.get(salt).remember([1], rows(1))
+    assert tables.get(b"b") is tables.get(None) is None
+    assert tables.get(b"a").candidates(1) == tables.get(b"c").candidates(1) == rows(1)[0].tolist()
+    assert tables.nbytes == 2 * 10 * 32
+    tables.clear()
+    assert tables.get(b"a") is None

@@ -13,10 +13,10 @@ from samewise.draft.suffix_counts import (
     NUM_SHARES,
     Successor,
     SuffixTrie,
-    SuffixTuning,
     TextStore,
     match_class,
 )
+from samewise.draft.tuning import SuffixTuning
 
 TUNING = SuffixTuning(max_context=4, max_successors=50)
 
@@ -92,12 +92,12 @@ def test_names_are_the_successors_with_their_classes():
     trie.extend([1, 2, 3, 1, 2, 4, 1, 2])
     named = []
     trie.name(trie.match(), 5, named)
-    assert [(source, tokens) for source, tokens, _ in named] == [(5, [4, 3]), (5, [4, 3])]
+    assert [(source, tokens) for source, tokens, _ in named] == [(5, (4, 3)), (5, (4, 3))]
     assert [classes for *_, classes in named] == [[match_class(n, 1, 2)] * 2 for n in (2, 1)]
     trie.append(4)
     named.clear()
     trie.name(trie.find([1, 2]), 5, named)
-    assert named[0] == (5, [4, 3], [match_class(2, 2, 3), match_class(2, 1, 3)])
+    assert named[0] == (5, (4, 3), [match_class(2, 2, 3), match_class(2, 1, 3)])
 
 
 def test_classes_are_distinct_and_have_a_weight():

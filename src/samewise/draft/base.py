@@ -71,6 +71,10 @@ class Drafter(Proposer):
         """Rises whenever it starts to draft with something else: earlier measurements then no longer hold."""
         return 0
 
+    def passes_of(self, proposals: list[Proposal]) -> int:
+        """Passes that the last call of `propose`, which returned these, took; 0: its time says nothing."""
+        return max((len(proposal.tokens) for proposal in proposals), default=0)
+
     def on_step(self, asks: list[Ask]) -> None:
         """Do work of its own, at every step in which `auto` is asked, whether or not drafts are wanted."""
 
@@ -88,6 +92,7 @@ class Fallback(Proposer):
     def __init__(self, members: list[Proposer]) -> None:
         self._members = members
         self.name = "+".join(member.name for member in members)
+        self.wants_candidates = any(member.wants_candidates for member in members)
         self._drafter: dict[int, str] = {}  # which member drafts for a sequence
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:

@@ -15,6 +15,8 @@ from samewise.draft.cost_model import FrameCosts
 from samewise.draft.decode import Decode
 from samewise.draft.fast_passes import FastPasses
 from samewise.draft.model import DraftModel
+from samewise.draft.model_passes import max_pass_rows
+from samewise.draft.native.drafter import NativeDrafter
 from samewise.draft.ngram import Ngram
 from samewise.draft.quantized import fp8_copy, packed_copy
 from samewise.draft.skip.active_set import ActiveSet
@@ -26,8 +28,10 @@ from samewise.draft.skip.pricing import PassPricing
 from samewise.draft.skip.score_layer_set import LayerSetScorer
 from samewise.draft.skip.search import Search
 from samewise.draft.skip.skip import Skip
-from samewise.draft.tuning import DEFAULTS, Tuning
-from samewise.errors import BadParameter
+from samewise.draft.tree_drafter import GrowsTrees, Sources, TreeDrafter
+from samewise.draft.tree_proposer import TreeProposer
+from samewise.draft.tuning import DEFAULTS, TreeTuning, Tuning
+from samewise.errors import BadParameter, MachineError
 from samewise.execute.budget import count_pages
 from samewise.execute.choices import pick_draft_quantizer, pick_linear
 from samewise.execute.load import Loaded, load, refuse_other_vocabulary
@@ -62,6 +66,23 @@ class ProposerParts:
     tuning: Tuning = DEFAULTS
 
 
+def make_tree_drafter(
+    vocab: int, sources: Sources = Sources.ALL, tuning: TreeTuning = DEFAULTS.trees
+) -> GrowsTrees:
+    """A tree drafter in C++, or in Python where no compiler is installed: the same trees, slower."""
+    try:
+        return NativeDrafter(vocab, sources, tuning)
+    except MachineError as reason:
+        log.info("draft trees are grown in Python, which is slower: %s", reason)
+        return TreeDrafter(vocab, sources, tuning)
+
+
+def make_trees(parts: ProposerParts, sources: Sources) -> TreeProposer:
+    """`ngram`, `recycle`, or the trees of `auto`, by what they are made from."""
+    tuning = parts.tuning.trees
+    return TreeProposer(make_tree_drafter(parts.vocab, sources, tuning), sources, tuning)
+
+
 def make_decode(parts: ProposerParts) -> Decode:
     """`decode`, through quantized weights where they are asked for or pay."""
     runner, copy = parts.runner, None
@@ -94,15 +115,15 @@ def make_model(parts: ProposerParts, *, standalone: bool = True) -> DraftModel:
     if pick_linear(config.linear, device) == "native":
         pack_linears(model)
     num_pages = count_pages(config, draft.arch, max_len, device)
-    pass_rows = tuning.model.cuda_pass_rows if cuda else tuning.model.cpu_pass_rows
+    max_rows = max_pass_rows(cuda, config.max_num_seqs, tuning.model)
     runner = Runner(
         model, draft.arch, parts.runner.kernel, num_pages=num_pages, sizes=(1,),
-        max_rows=max(pass_rows, config.max_num_seqs), max_model_len=max_len,
+        max_rows=max_rows, max_model_len=max_len,
         dtype=next(model.parameters()).dtype, device=device, compile=cuda and config.compile is not False,
     )  # fmt: skip
     return DraftModel(
         runner, parts.sampler, num_pages, max_len, parts.frame_costs, parts.clock,
-        max_num_seqs=config.max_num_seqs, ahead=parts.chain > 1, standalone=standalone, tuning=tuning,
+        max_rows=max_rows, ahead=parts.chain > 1, standalone=standalone, tuning=tuning,
     )  # fmt: skip
 
 
@@ -159,8 +180,9 @@ MAKERS: dict[str, MakeProposer] = {
     "auto": make_auto,
     "decode": make_decode,
     "model": make_model,
-    "ngram": lambda parts: Ngram(parts.tuning.ngram),
+    "ngram": lambda parts: make_trees(parts, Sources.SUFFIXES),
     "none": lambda _: NoDrafts(),
+    "recycle": lambda parts: make_trees(parts, Sources.ROWS),
     "skip": make_skip,
 }
 
@@ -179,5 +201,7 @@ __all__ = [
     "make_decode",
     "make_model",
     "make_skip",
+    "make_tree_drafter",
+    "make_trees",
     "maker_of",
 ]

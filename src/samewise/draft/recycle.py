@@ -1,86 +1,87 @@
 """Recycled candidates: for each token, the top 8 of the last row that followed it.
 
 Every replayed row has logits; its most probable tokens are remembered under the row's input token and tell
-what may follow that token next time. Memory is fixed when the table is made. Host only.
+what may follow that token next time. Memory of a table is fixed when it is made. Host only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
 
 import numpy as np
 import numpy.typing as npt
 
-WIDTH = 8
-"""Candidates kept per token."""
-NUM_LEVELS = 8
-"""Levels of a probability: one for each bit, the first above 1/2, the last below 1/128."""
-NUM_ROW_CLASSES = WIDTH + 2 * NUM_LEVELS
-"""Classes of a row's candidates, see `row_classes`."""
+from samewise.types import NUM_CANDIDATES
 
-Candidates = tuple[list[int], list[int]]
-"""(ids, classes) of a row, most probable first."""
+WIDTH = NUM_CANDIDATES
+"""Candidates kept per token. A candidate's class is its rank: its place among them."""
 
-
-def row_classes(probs: npt.ArrayLike | None, num_rows: int = 1) -> npt.NDArray[np.uint8]:
-    """[T, 8]: the class of each candidate of rows with these probabilities, most probable first.
-
-    By level of the probability, the first candidate's apart; by rank where the probability is unknown: None,
-    or zero, negative or not a number.
-    """
-    ranks = np.arange(WIDTH, dtype=np.uint8)
-    if probs is None:
-        return np.broadcast_to(ranks, (num_rows, WIDTH))
-    values = np.asarray(probs, dtype=np.float64).reshape(-1, WIDTH)
-    known = values > 0.0
-    bits = np.floor(-np.log2(values, out=np.zeros_like(values), where=known))
-    levels = np.clip(bits, 0, NUM_LEVELS - 1) + NUM_LEVELS * (ranks > 0)
-    return np.where(known, WIDTH + levels, ranks).astype(np.uint8)
+Ids = npt.NDArray[np.int32]
+"""[T, 8]: candidates of rows, most probable first; -1 pads a short row."""
 
 
 class RecycleTable:
-    """Candidates by token id, as arrays of V rows: `WIDTH` token ids and the class of each.
+    """Candidates by token id, as an array of V rows.
 
-    Takes `nbytes` = 40 bytes per token of the vocabulary (6 MB for 152 thousand tokens) from the start and
-    never more. One owner; not for use from several threads.
+    Takes `nbytes` = 32 bytes per token of the vocabulary and never more. One owner.
     """
 
     def __init__(self, vocab: int) -> None:
         self._ids = np.full((vocab, WIDTH), -1, dtype=np.int32)
-        self._classes = np.zeros((vocab, WIDTH), dtype=np.uint8)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return self._ids.nbytes + self._classes.nbytes
+        """Bytes of the array."""
+        return self._ids.nbytes
 
     @property
     def num_known(self) -> int:
         """Tokens that have candidates."""
         return int(np.count_nonzero(self._ids[:, 0] >= 0))
 
-    def remember(
-        self, tokens: Sequence[int], top_ids: npt.ArrayLike, top_probs: npt.ArrayLike | None = None
-    ) -> None:
-        """Replace the candidates of `tokens` [T] by rows [T, 8], most probable first; -1 pads a short row.
+    def remember(self, tokens: list[int], ids: Ids) -> None:
+        """Replace the candidates of `tokens` [T] by `ids` [T, 8]. Of equal tokens the last one's row stays.
 
-        `top_probs` [T, 8]; None where only the order is known. Of equal tokens the last one's row stays.
+        Tokens outside of the vocabulary are left out.
         """
-        if not len(tokens):
-            return
-        last = {token: i for i, token in enumerate(tokens)}
-        keys, rows = list(last), list(last.values())
-        self._ids[keys] = np.asarray(top_ids, dtype=np.int32)[rows]
-        self._classes[keys] = row_classes(top_probs, len(tokens))[rows]
+        vocab = len(self._ids)
+        last = {token: i for i, token in enumerate(tokens) if 0 <= token < vocab}
+        if last:
+            self._ids[list(last)] = ids[list(last.values())]
 
-    def candidates(self, token: int) -> Candidates:
-        """The row that last followed `token`; its ids are -1 if none did."""
-        return self._ids[token].tolist(), self._classes[token].tolist()
+    def candidates(self, token: int) -> list[int]:
+        """The row that last followed `token`; empty if none did."""
+        row: list[int] = self._ids[token].tolist() if 0 <= token < len(self._ids) else [-1]
+        return row if row[0] >= 0 else []
+
+
+class RecycleTables:
+    """A table for each of the latest salts. One owner."""
+
+    def __init__(self, vocab: int, max_tables: int) -> None:
+        self._vocab, self._max_tables = vocab, max_tables
+        self._tables: OrderedDict[bytes, RecycleTable] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables."""
+        return sum(table.nbytes for table in self._tables.values())
+
+    def open(self, salt: bytes) -> None:
+        """Make the salt's table, or keep it: it is the latest now."""
+        if salt not in self._tables:
+            self._tables[salt] = RecycleTable(self._vocab)
+        self._tables.move_to_end(salt)
+        while len(self._tables) > self._max_tables:
+            self._tables.popitem(last=False)
+
+    def get(self, salt: bytes | None) -> RecycleTable | None:
+        """The salt's table; None if it was never made or was dropped."""
+        return None if salt is None else self._tables.get(salt)
 
     def clear(self) -> None:
-        """Forget all candidates: after a replacement of the weights they are another model's."""
-        self._ids.fill(-1)
-        self._classes.fill(0)
+        """Drop all tables: after a replacement of the weights their candidates are another model's."""
+        self._tables.clear()
 
 
-__all__ = ["NUM_LEVELS", "NUM_ROW_CLASSES", "WIDTH", "Candidates", "RecycleTable", "row_classes"]
+__all__ = ["WIDTH", "Ids", "RecycleTable", "RecycleTables"]

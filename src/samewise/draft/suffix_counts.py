@@ -7,30 +7,13 @@ position of the text, so most tokens add one entry. Host only; no text is ever s
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple, cast
+
+from samewise.draft.tuning import DEFAULTS, SuffixTuning
 
 SEPARATOR = -1
 """Between two texts of one trie; never a token id."""
-
-
-@dataclass(frozen=True, slots=True)
-class SuffixTuning:
-    """Constants of the tries. Values were compared with bench/drafts.py."""
-
-    # Longest context with counts, in tokens. 4, 6, 8 and 16 bring the same tokens per frame within 0.3 %; a
-    # match that goes on in one place only is followed further without cost.
-    max_context: int = 4
-    # Next tokens of a context that are kept in order. 2 to 8 bring the same tokens per frame within 0.2 %.
-    max_successors: int = 3
-    # Entries of all stored texts together: tokens, and their counts after contexts. On recorded text a token
-    # makes 2.8 entries and an entry takes 82 bytes of host memory: 180 thousand tokens in 41 MB.
-    store_entries: int = 500_000
-    # Pools (cache salts) kept at once; the least recently used is dropped first.
-    max_pools: int = 64
-
-
-DEFAULTS = SuffixTuning()
 
 
 MAX_LENGTH = 6
@@ -41,8 +24,8 @@ MAX_TOTAL = 4
 """Numbers of occurrences above this are one class."""
 NUM_MATCH_CLASSES = MAX_LENGTH * NUM_SHARES * MAX_TOTAL
 
-Named = tuple[int, list[int], list[int]]
-"""(source, tokens, classes): tokens that a source names as next, and the class of each. To be read only."""
+Named = tuple[int, Sequence[int], Sequence[int]]
+"""(source, tokens, classes): tokens that a source names as next, and the class of each."""
 
 
 def match_class(length: int, count: int, total: int) -> int:
@@ -94,7 +77,7 @@ _ONCE = [[match_class(max(length, 1), 1, 1)] for length in range(MAX_LENGTH + 1)
 class SuffixTrie:
     """Counts of what followed each context of a growing text. One owner."""
 
-    def __init__(self, tuning: SuffixTuning = DEFAULTS) -> None:
+    def __init__(self, tuning: SuffixTuning = DEFAULTS.trees.suffixes) -> None:
         self._tuning = tuning
         self._root = _Node(0)
         self._open = [
@@ -197,7 +180,8 @@ class SuffixTrie:
         for node in nodes:
             if not depth or num >= most:
                 break
-            named.append((source, node.frequent, node.classes or self._classify(node, depth)))
+            classes = node.classes or self._classify(node, depth)
+            named.append((source, tuple(node.frequent), classes))
             num += len(node.frequent)
             depth -= 1
 
@@ -266,7 +250,7 @@ class _Pool:
     def add(self, tokens: list[int]) -> None:
         half = self._tuning.store_entries // 2
         per_token = 2 * (self._tuning.max_context + 1) + 1  # at most: two children of each context, itself
-        tokens = tokens[-max(1, (half - 1) // per_token) :]
+        tokens = tokens[-min(self._tuning.stored_tokens, max(1, (half - 1) // per_token)) :]
         if self.tries[0].tokens and self.tries[0].num_entries + len(tokens) * per_token + 1 > half:
             self.tries = [SuffixTrie(self._tuning), self.tries[0]]
         self.tries[0].extend(tokens)
@@ -276,7 +260,7 @@ class _Pool:
 class TextStore:
     """A bounded store of earlier texts, by salt. One owner."""
 
-    def __init__(self, tuning: SuffixTuning = DEFAULTS) -> None:
+    def __init__(self, tuning: SuffixTuning = DEFAULTS.trees.suffixes) -> None:
         self._tuning = tuning
         self._pools: OrderedDict[bytes, _Pool] = OrderedDict()
 
@@ -317,7 +301,6 @@ __all__ = [
     "Named",
     "Successor",
     "SuffixTrie",
-    "SuffixTuning",
     "TextStore",
     "match_class",
 ]

@@ -1,201 +1,357 @@
-"""Draft trees from suffix counts, recycled candidates and runners-up, for many sequences.
+"""Draft trees from suffix counts, recycled candidates, runners-up and predictions, for many sequences.
 
-Three things speak for a token: it followed the same context before, in the own text or in an earlier one; it
-was in the top 8 of the row that last followed the same token; or it was a runner-up of one of the last two
-committed rows, which often comes a position later. `Estimates` makes one probability of them. No clock, no
-torch. Host only.
+Four things speak for a token: it followed the same context before, in the own text or in an earlier one; it
+was in the top 8 of the row that last followed the same token; it was a runner-up of one of the last two
+committed rows, which often comes a position later; or the caller predicted it. `Estimates` makes one
+probability of them.
+
+This is the reference: native/ does the same in C++, tree for tree, and is used where a compiler is
+installed. No clock, no torch. Host only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntFlag
+from typing import NamedTuple, Protocol
 
 from samewise.draft.estimates import (
     MAX_DISTANCE,
     OWN,
+    PREDICTED,
     RECYCLED,
     RUNNERS_UP,
     STORED,
     Estimates,
-    EstimateTuning,
     context_class,
 )
-from samewise.draft.recycle import Candidates, RecycleTable, row_classes
-from samewise.draft.suffix_counts import Match, Named, SuffixTrie, SuffixTuning, TextStore
-from samewise.draft.tree import DraftTree, Siblings, grow
-
-Rows = Sequence[Sequence[int]]
-Probs = Sequence[Sequence[float]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class TreeTuning:
-    """Constants of growing. Values were compared with bench/drafts.py."""
-
-    # Candidates of a row used below the root; all 8 bring no more.
-    deep_ranks: int = 3
-    # Committed rows whose runners-up are candidates. One row brings 1 % less, three bring no more.
-    num_rows: int = 2
-    suffixes: SuffixTuning = field(default_factory=SuffixTuning)
-    estimates: EstimateTuning = field(default_factory=EstimateTuning)
+from samewise.draft.recycle import WIDTH, Ids, RecycleTables
+from samewise.draft.suffix_counts import MAX_LENGTH, Match, Named, SuffixTrie, TextStore
+from samewise.draft.tree import DraftTree, GrownTree, Limit, Root, RowPrices, Siblings, cut, grow
+from samewise.draft.tuning import DEFAULTS, TreeTuning
+from samewise.types import ROOT
 
 
-DEFAULTS = TreeTuning()
+class Sources(IntFlag):
+    """What a drafter takes candidates from."""
+
+    SUFFIXES = 1  # the own text, earlier texts, and the caller's prediction
+    ROWS = 2  # recycled candidates and runners-up
+    ALL = 3
+
+
+class Committed(NamedTuple):
+    """Tokens that a frame committed for a sequence, and the candidates of the sequence's rows.
+
+    `rows[i]`: the row that chose `tokens[i]`. `inputs` and `ids` are those of all rows, rejected ones too;
+    without candidates all three are empty.
+    """
+
+    seq_id: int
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+    ids: Ids | None = None
+
+
+class Memory(NamedTuple):
+    """Bytes that a drafter takes: tables of recycled candidates, stored texts, and texts of sequences."""
+
+    tables: int
+    store: int
+    sequences: int
+
+
+class GrowsTrees(Protocol):
+    """What `TreeDrafter` and its C++ twin do. One owner, one thread."""
+
+    def begin(
+        self, seq_id: int, tokens: list[int], salt: bytes | None, prediction: Sequence[int] = ()
+    ) -> None:
+        """Index a text. Without a salt nothing of it is shared, and no other text serves it."""
+        ...
+
+    def commit(self, frame: list[Committed]) -> None:
+        """Learn from the last trees, keep the rows' candidates, and append the tokens."""
+        ...
+
+    def grow(
+        self, limits: list[Limit], prices: RowPrices, min_prob: float = 0.0
+    ) -> tuple[list[DraftTree], float]:
+        """A tree for each limit, of the nodes that bring most tokens per second, and what they bring."""
+        ...
+
+    def forget(self, seq_id: int, *, store: bool = True) -> None:
+        """Drop a sequence; its text goes to the store, if it shares and `store`."""
+        ...
+
+    def recover(self) -> None:
+        """Drop all sequences."""
+        ...
+
+    def clear(self) -> None:
+        """Drop tables, stored texts and rows: the weights were replaced. Texts and estimates stay."""
+        ...
+
+    def memory(self) -> Memory:
+        """Bytes taken now."""
+        ...
 
 
 class _End:
     """The end of a path through a tree: its matches, its depth, and what the sources name after it."""
 
-    __slots__ = ("context", "depth", "named", "own", "stored")
+    __slots__ = ("agreed", "context", "cursor", "depth", "named", "own", "stored")
 
-    def __init__(self, own: Match, stored: list[Match], depth: int) -> None:
+    def __init__(self, own: Match, stored: list[Match], depth: int, cursor: int, agreed: int) -> None:
         self.own, self.stored, self.depth = own, stored, depth
+        self.cursor, self.agreed = cursor, agreed
         self.context = 0
         self.named: list[Named] = []
+
+
+Ranked = tuple[list[int], list[int]]
+"""Candidates of a row and the rank of each."""
 
 
 @dataclass(slots=True)
 class _Sequence:
     """What is known of one sequence.
 
-    `beaten`: of its last committed rows, the latest first, the candidates that were not chosen. `recycled`:
-    its own rows by token, where they may not enter the shared table.
+    `start`: where its tokens begin in the trie, behind the prediction. `cursor`: the place in the prediction
+    that comes next, -1: unknown; `agreed`: tokens before it that agreed. `beaten`: of its last committed
+    rows, the latest first, the candidates that were not chosen. `recycled`: its own rows by token, where it
+    does not share.
     """
 
     text: SuffixTrie
     salt: bytes | None
-    beaten: list[Candidates] = field(default_factory=list)
-    recycled: dict[int, Candidates] = field(default_factory=dict)
-    runners_up: list[list[Named]] = field(default_factory=list)  # by depth below the sequence's end
-    tree: DraftTree = field(default_factory=DraftTree)  # the last one
-    ends: dict[int, _End] = field(default_factory=dict)  # by node of the tree, where it was expanded
+    prediction: list[int]
+    start: int = 0
+    cursor: int = -1
+    agreed: int = 0
+    lost_at: int = 0
+    beaten: list[Ranked] = field(default_factory=list)
+    recycled: dict[int, list[int]] = field(default_factory=dict)
+    tree: GrownTree[_End] | None = None  # the last one, as it grew
 
 
 class TreeDrafter:
-    """Grows trees and learns from what was verified. Owns the table, the store and the estimates."""
+    """Grows trees and learns from what was verified. Owns the tables, the store and the estimates."""
 
-    def __init__(self, vocab: int, tuning: TreeTuning = DEFAULTS) -> None:
-        self._tuning = tuning
-        self.table = RecycleTable(vocab)
+    def __init__(
+        self, vocab: int, sources: Sources = Sources.ALL, tuning: TreeTuning = DEFAULTS.trees
+    ) -> None:
+        self._tuning, self._sources = tuning, sources
+        self.tables = RecycleTables(vocab, tuning.max_tables)
         self.store = TextStore(tuning.suffixes)
         self.estimates = Estimates(tuning.estimates)
         self._sequences: dict[int, _Sequence] = {}
 
-    def begin(self, seq_id: int, prompt: list[int], salt: bytes | None = b"") -> None:
-        """Index a prompt. Without a salt nothing of the sequence is shared, and no stored text serves it."""
-        text = SuffixTrie(self._tuning.suffixes)
-        text.extend(prompt)
-        self._sequences[seq_id] = _Sequence(text, salt)
-
-    def remember(self, seq_id: int, tokens: list[int], top_ids: Rows, top_probs: Probs = None) -> None:
-        """Keep the top 8 of rows replayed after `tokens`: of a prompt, or of rejected nodes."""
-        sequence = self._sequences[seq_id]
-        if sequence.salt is not None:
-            self.table.remember(tokens, top_ids, top_probs)
-            return
-        for token, row in zip(tokens, _candidates(top_ids, top_probs), strict=True):
-            sequence.recycled[token] = row
-
-    def commit(self, seq_id: int, tokens: list[int], top_ids: Rows, top_probs: Probs = None) -> None:
-        """Append committed tokens, each with the top 8 of the row that chose it; learn from the last tree."""
-        sequence, num_rows = self._sequences[seq_id], self._tuning.num_rows
-        self._learn(sequence, tokens)
-        text = sequence.text
-        inputs = [*text.tokens[-1:], *tokens[:-1]]
-        self.remember(seq_id, inputs, top_ids[-len(inputs) :], top_probs and top_probs[-len(inputs) :])
+    def begin(
+        self, seq_id: int, tokens: list[int], salt: bytes | None, prediction: Sequence[int] = ()
+    ) -> None:
+        """Index a text. Without a salt nothing of it is shared, and no other text serves it."""
+        text, prediction = SuffixTrie(self._tuning.suffixes), list(prediction)
+        if prediction:
+            text.extend(prediction)
+            text.separate()
+        sequence = _Sequence(text, salt, prediction, len(text.tokens), 0 if prediction else -1)
         text.extend(tokens)
-        latest = _candidates(top_ids[-num_rows:], top_probs and top_probs[-num_rows:])
-        beaten = [_without(row, token) for row, token in zip(latest, tokens[-num_rows:], strict=True)]
-        sequence.beaten = [*reversed(beaten), *sequence.beaten][:num_rows]
-        sequence.runners_up = self._runners_up(sequence.beaten)
+        if salt is not None and Sources.ROWS in self._sources:
+            self.tables.open(salt)
+        self._sequences[seq_id] = sequence
 
-    def forget(self, seq_id: int) -> None:
-        """Drop a sequence; its text goes to the store, if it shares."""
+    def commit(self, frame: list[Committed]) -> None:
+        """Learn from the last trees, keep the rows' candidates, and append the tokens."""
+        for committed in frame:
+            sequence, tokens = self._sequences[committed.seq_id], list(committed.tokens)
+            self._learn(sequence, tokens)
+            if Sources.ROWS in self._sources:
+                self._keep_rows(sequence, committed)
+            sequence.text.extend(tokens)
+            self._follow_prediction(sequence, tokens)
+
+    def forget(self, seq_id: int, *, store: bool = True) -> None:
+        """Drop a sequence; its text goes to the store, if it shares and `store`."""
         sequence = self._sequences.pop(seq_id, None)
-        if sequence is not None:
-            self.store.add(sequence.salt, sequence.text.tokens)
+        if sequence is not None and store and Sources.SUFFIXES in self._sources:
+            self.store.add(sequence.salt, sequence.text.tokens[sequence.start :])
+
+    def recover(self) -> None:
+        """Drop all sequences."""
+        self._sequences = {}
 
     def clear(self) -> None:
-        """Forget rows and stored texts: the weights were replaced. Sequences and estimates stay."""
-        self.table.clear()
+        """Drop tables, stored texts and rows: the weights were replaced. Texts and estimates stay."""
+        self.tables.clear()
         self.store.clear()
         for sequence in self._sequences.values():
-            sequence.beaten, sequence.recycled, sequence.runners_up = [], {}, []
-            sequence.tree, sequence.ends = DraftTree(), {}
+            sequence.beaten, sequence.recycled, sequence.tree = [], {}, None
+            if sequence.salt is not None and Sources.ROWS in self._sources:
+                self.tables.open(sequence.salt)
 
-    def grow(self, seq_id: int, max_nodes: int, min_prob: float = 0.0) -> DraftTree:
-        """A tree of up to `max_nodes` nodes after the sequence's end, each of at least `min_prob`."""
-        sequence = self._sequences[seq_id]
-        text, tries = sequence.text, self.store.tries(sequence.salt)
-        last = text.tokens[-self._tuning.suffixes.max_context :]
+    def memory(self) -> Memory:
+        """Bytes taken now; those of tries as found on recorded text, 82 per entry."""
+        sequences = self._sequences.values()
+        own = sum(82 * s.text.num_entries + 4 * WIDTH * len(s.recycled) for s in sequences)
+        return Memory(self.tables.nbytes, 82 * self.store.num_entries, own)
 
-        def siblings(end: _End, token: int) -> Siblings:
-            self._name(sequence, tries, token, end)
-            return self.estimates.rank(end.context, end.named, text.seen)
+    def grow(
+        self, limits: list[Limit], prices: RowPrices, min_prob: float = 0.0
+    ) -> tuple[list[DraftTree], float]:
+        """A tree for each limit, of the nodes that bring most tokens per second, and what they bring."""
+        sequences = [self._sequences[limit.seq_id] for limit in limits]
+        tries = [self._tries(sequence) for sequence in sequences]
 
-        def expand(before: _End, token: int) -> tuple[_End, Siblings]:
-            own = text.follow(before.own, token)
-            stored = [trie.follow(match, token) for trie, match in zip(tries, before.stored, strict=True)]
-            end = _End(own, stored, before.depth + 1)
-            return end, siblings(end, token)
+        def expand(i: int, before: _End, token: int) -> tuple[_End, Siblings]:
+            end = _follow(sequences[i], tries[i], before, token)
+            return end, self._siblings(sequences[i], tries[i], token, end)
 
-        root = _End(text.match(), [trie.find(last) for trie in tries], 0)
-        sequence.tree, sequence.ends = grow(root, siblings(root, last[-1]), expand, max_nodes, min_prob)
-        return sequence.tree
+        roots = []
+        for limit, sequence, stored in zip(limits, sequences, tries, strict=True):
+            root = self._root(sequence, stored)
+            siblings = self._siblings(sequence, stored, sequence.text.tokens[-1], root)
+            roots.append(Root(limit, root, siblings))
+        trees = grow(roots, expand, prices, min_prob, self._tuning.patience)
+        for sequence, tree in zip(sequences, trees, strict=True):
+            sequence.tree = tree
+        return cut(trees, prices)
 
-    def _name(self, sequence: _Sequence, tries: list[SuffixTrie], token: int, end: _End) -> None:
-        """Set what the sources name after a path that ends with `token`."""
-        depth, named = end.depth, end.named
+    # ---- what is named after a path
+
+    def _tries(self, sequence: _Sequence) -> list[SuffixTrie]:
+        return self.store.tries(sequence.salt) if Sources.SUFFIXES in self._sources else []
+
+    def _root(self, sequence: _Sequence, tries: list[SuffixTrie]) -> _End:
+        text, num = sequence.text, self._tuning.suffixes.max_context
+        last = text.tokens[max(sequence.start, len(text.tokens) - num) :]
+        matches = [trie.find(last) for trie in tries]
+        return _End(text.match(), matches, 0, sequence.cursor, sequence.agreed)
+
+    def _siblings(self, sequence: _Sequence, tries: list[SuffixTrie], token: int, end: _End) -> Siblings:
+        """Set what the sources name after a path that ends with `token`, and rank it."""
+        own_length = stored_length = 0
+        recycled: list[int] = []
+        if Sources.SUFFIXES in self._sources:
+            own_length = end.own[2]
+            stored_length = self._name_texts(sequence, tries, end)
+        if Sources.ROWS in self._sources:
+            recycled = self._name_rows(sequence, token, end)
+        end.context = context_class(own_length, stored_length, recycled=bool(recycled))
+        return self.estimates.rank(end.context, end.named, sequence.text.seen)
+
+    def _name_texts(self, sequence: _Sequence, tries: list[SuffixTrie], end: _End) -> int:
+        """The prediction, the own text and stored ones; the length of the longest match in the latter."""
+        named, cursor = end.named, end.cursor
+        if 0 <= cursor < len(sequence.prediction):
+            named.append((PREDICTED, (sequence.prediction[cursor],), (min(end.agreed, MAX_LENGTH),)))
         sequence.text.name(end.own, OWN, named)
         stored_length = 0
         for trie, match in zip(tries, end.stored, strict=True):
             if match[2] > stored_length:  # of two tries with matches of one length the newer
                 stored_length = match[2]
                 trie.name(match, STORED, named)
-        ids, classes = sequence.recycled.get(token) or self.table.candidates(token)
-        recycled = ids[0] >= 0
-        if recycled:
-            named.append((RECYCLED, ids[: self._tuning.deep_ranks] if depth else ids, classes))
-        if depth < len(sequence.runners_up):
-            named += sequence.runners_up[depth]
-        end.context = context_class(end.own[2], stored_length, recycled=recycled)
+        return stored_length
 
-    def _runners_up(self, beaten: list[Candidates]) -> list[list[Named]]:
-        """By depth below the sequence's end: the candidates of the last rows that were not chosen."""
-        most = self._tuning.deep_ranks
-        return [
-            [
-                (RUNNERS_UP[lag + depth], ids[:most] if depth else ids, classes)
-                for lag, (ids, classes) in enumerate(beaten)
-                if lag + depth < MAX_DISTANCE
-            ]
-            for depth in range(MAX_DISTANCE)
-        ]
+    def _name_rows(self, sequence: _Sequence, token: int, end: _End) -> list[int]:
+        """The candidates of the row that last followed the token, which are returned, and runners-up."""
+        depth, named = end.depth, end.named
+        most = self._tuning.deep_ranks if depth else WIDTH
+        table = self.tables.get(sequence.salt)
+        recycled = sequence.recycled.get(token, []) if table is None else table.candidates(token)
+        if recycled:
+            named.append((RECYCLED, recycled[:most], range(WIDTH)))
+        for lag, (ids, ranks) in enumerate(sequence.beaten):
+            if lag + depth < MAX_DISTANCE:
+                named.append((RUNNERS_UP[lag + depth], ids[:most], ranks))
+        return recycled
+
+    # ---- what a frame tells
 
     def _learn(self, sequence: _Sequence, truth: list[int]) -> None:
         """The root and each right node tell which of their candidates came."""
-        nodes = [-1, *sequence.tree.path(truth)]
-        for node, token in zip(nodes, truth, strict=False):
-            end = sequence.ends.get(node)
+        tree, sequence.tree = sequence.tree, None
+        if tree is None:
+            return
+        node, grown = ROOT, DraftTree(tuple(tree.tokens), tuple(tree.parents))
+        for node, token in zip([ROOT, *grown.path(truth)], truth, strict=False):
+            end = tree.states.get(node)
             if end is not None:
                 self.estimates.learn(end.context, end.named, sequence.text.seen, token)
-        sequence.tree, sequence.ends = DraftTree(), {}
+
+    def _keep_rows(self, sequence: _Sequence, committed: Committed) -> None:
+        """Recycle all rows, those of committed tokens last; of the latest, keep what was not chosen."""
+        _, tokens, rows, inputs, ids = committed
+        if ids is None:
+            sequence.beaten = []
+            return
+        kept = set(rows)
+        order = [row for row in range(len(inputs)) if row not in kept] + list(rows)
+        if sequence.salt is None:
+            for row in order:
+                sequence.recycled[inputs[row]] = ids[row].tolist() if ids[row, 0] >= 0 else []
+        elif (table := self.tables.get(sequence.salt)) is not None:
+            table.remember([inputs[row] for row in order], ids[order])
+        num = self._tuning.num_rows
+        beaten = [
+            _without(ids[row].tolist(), token) for row, token in zip(rows[-num:], tokens[-num:], strict=True)
+        ]
+        sequence.beaten = [*reversed(beaten), *sequence.beaten][:num]
+
+    def _follow_prediction(self, sequence: _Sequence, tokens: list[int]) -> None:
+        """Move the place in the prediction; where the text left it, look for the text's last tokens in it."""
+        predicted = sequence.prediction
+        if not predicted:
+            return
+        for token in tokens:
+            cursor = sequence.cursor
+            if 0 <= cursor < len(predicted) and predicted[cursor] == token:
+                sequence.cursor, sequence.agreed = cursor + 1, sequence.agreed + 1
+                sequence.lost_at = cursor + 1
+            else:
+                sequence.cursor, sequence.agreed = -1, 0
+        if sequence.cursor < 0:
+            text = sequence.text.tokens
+            last = text[max(sequence.start, len(text) - MAX_LENGTH) :]
+            least = self._tuning.suffixes.min_resync
+            sequence.cursor, sequence.agreed = _resync(predicted, last, sequence.lost_at, least)
 
 
-def _candidates(top_ids: Rows, top_probs: Probs) -> list[Candidates]:
-    """(ids, classes) of each row."""
-    classes = row_classes(top_probs, len(top_ids)).tolist()
-    return [(list(ids), of_row) for ids, of_row in zip(top_ids, classes, strict=True)]
+def _follow(sequence: _Sequence, tries: list[SuffixTrie], before: _End, token: int) -> _End:
+    """The end of a path that is one token longer."""
+    own = sequence.text.follow(before.own, token)
+    stored = [trie.follow(match, token) for trie, match in zip(tries, before.stored, strict=True)]
+    cursor, agreed, predicted = before.cursor, before.agreed, sequence.prediction
+    if 0 <= cursor < len(predicted) and predicted[cursor] == token:
+        cursor, agreed = cursor + 1, agreed + 1
+    else:
+        cursor, agreed = -1, 0
+    return _End(own, stored, before.depth + 1, cursor, agreed)
 
 
-def _without(row: Candidates, token: int) -> Candidates:
-    """The row but for one candidate, which it need not have."""
-    ids, classes = row
-    if token not in ids:
-        return row
-    place = ids.index(token)
-    return ids[:place] + ids[place + 1 :], classes[:place] + classes[place + 1 :]
+def _resync(predicted: list[int], last: list[int], lost_at: int, least: int) -> tuple[int, int]:
+    """Where the prediction goes on after the `last` tokens of the text, and how many tokens agree there.
+
+    The most agreeing tokens win, at least `least`; of equals the first place after `lost_at`, then the first
+    before it. (-1, 0): nowhere.
+    """
+    best = (0, 0, 0)  # agreeing tokens, whether after `lost_at`, minus the place
+    for end in range(1, len(predicted)):
+        if predicted[end - 1] != last[-1]:
+            continue
+        num, most = 1, min(end, len(last))
+        while num < most and predicted[end - 1 - num] == last[-1 - num]:
+            num += 1
+        best = max(best, (num, int(end > lost_at), -end))
+    return (-best[2], best[0]) if best[0] >= least else (-1, 0)
 
 
-__all__ = ["TreeDrafter", "TreeTuning"]
+def _without(ids: list[int], token: int) -> Ranked:
+    """The candidates but for one, which need not be among them, and the rank of each."""
+    ranks = [rank for rank, candidate in enumerate(ids) if candidate != token]
+    return [ids[rank] for rank in ranks], ranks
+
+
+__all__ = ["Committed", "GrowsTrees", "Memory", "Sources", "TreeDrafter"]

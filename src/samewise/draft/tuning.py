@@ -42,6 +42,63 @@ class CostModelTuning:
 
 
 @dataclass(frozen=True, slots=True)
+class SuffixTuning:
+    """Suffix tries (suffix_counts.py). Values were compared with bench/drafts.py."""
+
+    # Longest context with counts, in tokens. 4, 6, 8 and 16 bring the same tokens per frame within 0.3 %; a
+    # match that goes on in one place only is followed further without cost.
+    max_context: int = 4
+    # Next tokens of a context that are kept in order. 2 to 8 bring the same tokens per frame within 0.2 %.
+    max_successors: int = 3
+    # Entries of all stored texts together: tokens, and their counts after contexts. On recorded text a token
+    # makes 2.8 entries and an entry takes 31 bytes of host memory (82 without a compiler): 180 thousand
+    # tokens in 16 MB.
+    store_entries: int = 500_000
+    # Pools (cache salts) kept at once; the least recently used is dropped first.
+    max_pools: int = 64
+    # Last tokens of a request that are stored: storing takes 0.3 µs per token while a request ends.
+    stored_tokens: int = 4096
+    # Last tokens of a prompt that are indexed: bounds the memory of a sequence to 3 MB.
+    indexed_tokens: int = 32_768
+    # Last tokens of an answer that must occur in the caller's prediction to find the place in it again.
+    min_resync: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateTuning:
+    """Learning how likely candidates are (estimates.py). Values were compared with bench/drafts.py."""
+
+    # Step of Adagrad, in log-odds. 0.3 to 0.8 bring the same tokens per frame within 0.3 %; 0.1 loses 1 %.
+    step: float = 0.5
+    # Squared gradients to begin with, in units of one certain mistake ...
+    first_squares: float = 1.0
+    # ... and at most: the steps stay large enough to follow another kind of text.
+    max_squares: float = 400.0
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTuning:
+    """Growing trees (tree.py, tree_drafter.py). Values were compared with bench/drafts.py."""
+
+    # A node is expanded once nothing in the heap exceeds this share of its probability. About what the best
+    # child of a node has on average. At 1.0 half of the nodes are expanded for nothing: a tree of 16 costs
+    # 1.7 times as much and brings no more.
+    patience: float = 0.4
+    # Candidates of a row used below the root; all 8 bring no more.
+    deep_ranks: int = 3
+    # Committed rows whose runners-up are candidates. One row brings 1 % less, three bring no more.
+    num_rows: int = 2
+    # Tables of recycled candidates (cache salts) kept at once, each of 32 bytes per token of the vocabulary
+    # (5 MB for 152 thousand tokens); the least recently used is dropped first.
+    max_tables: int = 4
+    # Without `auto`: the least probability of a drafted node, and the most nodes.
+    min_prob: float = 0.03
+    max_nodes: int = 16
+    suffixes: SuffixTuning = field(default_factory=SuffixTuning)
+    estimates: EstimateTuning = field(default_factory=EstimateTuning)
+
+
+@dataclass(frozen=True, slots=True)
 class NgramTuning:
     """Suffix matching (ngram.py)."""
 
@@ -294,6 +351,7 @@ class Tuning:
 
     cost_model: CostModelTuning = field(default_factory=CostModelTuning)
     ngram: NgramTuning = field(default_factory=NgramTuning)
+    trees: TreeTuning = field(default_factory=TreeTuning)
     model: ModelTuning = field(default_factory=ModelTuning)
     auto: AutoTuning = field(default_factory=AutoTuning)
     search: SearchTuning = field(default_factory=SearchTuning)
@@ -309,9 +367,12 @@ __all__ = [
     "DEFAULTS",
     "AutoTuning",
     "CostModelTuning",
+    "EstimateTuning",
     "ModelTuning",
     "NgramTuning",
     "SearchTuning",
     "SkipTuning",
+    "SuffixTuning",
+    "TreeTuning",
     "Tuning",
 ]

@@ -1,0 +1,167 @@
+"""Proposers of draft trees, which run no model: `ngram`, `recycle`, and the merged trees that `auto` uses.
+
+A `TreeProposer` follows the text of every sequence and passes on what frames tell to a tree drafter. Host
+only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from samewise.draft.base import Proposer
+from samewise.draft.tree import DraftTree, Limit, RowPrices
+from samewise.draft.tree_drafter import Committed, GrowsTrees, Sources
+from samewise.draft.tuning import DEFAULTS, TreeTuning
+from samewise.types import Ask, Proposal, Verdict
+
+NAMES = {Sources.SUFFIXES: "ngram", Sources.ROWS: "recycle", Sources.ALL: "tree"}
+
+
+class _Known(NamedTuple):
+    """How much of a sequence the drafter knows: its length in tokens, and the last one."""
+
+    length: int
+    last: int
+
+
+class TreeProposer(Proposer):
+    """Proposes trees of candidates from texts (`ngram`), from rows (`recycle`), or from both (`tree`)."""
+
+    def __init__(
+        self, drafter: GrowsTrees, sources: Sources = Sources.ALL, tuning: TreeTuning = DEFAULTS.trees
+    ) -> None:
+        self._drafter, self._tuning = drafter, tuning
+        self.name = NAMES[sources]
+        self.wants_candidates = Sources.ROWS in sources
+        self._known: dict[int, _Known] = {}
+        self._contract_id = ""
+        self._num_trees = self._num_nodes = self._num_accepted = 0
+
+    # ---- the proposer interface
+
+    def meet(self, asks: list[Ask]) -> None:
+        """Index the prompts."""
+        for ask in asks:
+            self._follow(ask)
+
+    def propose(self, asks: list[Ask]) -> list[Proposal]:
+        """A tree of the likeliest nodes for each sequence; a draft under way is not extended."""
+        fresh = [ask for ask in asks if not ask.draft]
+        if not fresh:
+            return []
+        tuning = self._tuning
+        prices = RowPrices.free(len(fresh), tuning.max_nodes * len(fresh))
+        trees, _ = self.grow(fresh, prices, tuning.max_nodes, tuning.min_prob)
+        return self.proposals(fresh, trees)
+
+    def observe(self, verdicts: list[Verdict]) -> None:
+        """Append the committed tokens to the texts, keep their rows' candidates, and learn."""
+        frame = []
+        for verdict in verdicts:
+            if not verdict.tokens:
+                continue
+            seq_id, tokens = verdict.seq_id, verdict.tokens
+            known = self._known.get(seq_id)
+            if known is None:
+                continue
+            if known.length + len(tokens) != verdict.kv_len + 1:  # some tokens were missed
+                self._drop(seq_id)
+                continue
+            frame.append(_committed(verdict, known.last))
+            self._known[seq_id] = _Known(known.length + len(tokens), tokens[-1])
+            if verdict.guessed and verdict.drafter == self.name:
+                self._num_accepted += verdict.accepted
+        if frame:
+            self._drafter.commit(frame)
+
+    def forget(self, seq_id: int) -> None:
+        """Drop a sequence; its text goes to the store, if it shares."""
+        if self._known.pop(seq_id, None) is not None:
+            self._drafter.forget(seq_id)
+
+    def recover(self) -> None:
+        """Drop all sequences."""
+        self._known = {}
+        self._drafter.recover()
+
+    def renew(self, contract_id: str) -> None:
+        """Drop rows and stored texts where another model made them."""
+        if self._contract_id not in {"", contract_id}:
+            self._drafter.clear()
+        self._contract_id = contract_id
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Trees, nodes and accepted nodes so far, and the memory of tables, store and sequences in bytes."""
+        memory = self._drafter.memory()
+        report = {
+            "trees": self._num_trees,
+            "nodes": self._num_nodes,
+            "accepted": self._num_accepted,
+            "table_bytes": memory.tables,
+            "store_bytes": memory.store,
+            "sequence_bytes": memory.sequences,
+        }
+        return {self.name: report}
+
+    # ---- for `auto`
+
+    def grow(
+        self, asks: list[Ask], prices: RowPrices, max_nodes: int, min_prob: float = 0.0
+    ) -> tuple[list[DraftTree], float]:
+        """Trees for sequences without a draft, and the accepted tokens to expect from all of them."""
+        limits = []
+        for ask in asks:
+            self._follow(ask)
+            limits.append(Limit(ask.seq_id, min(max_nodes, ask.max_nodes), ask.room))
+        return self._drafter.grow(limits, prices, min_prob)
+
+    def expect(self, seq_ids: list[int], prices: RowPrices, max_nodes: int) -> float:
+        """The accepted tokens that trees would bring now to those of the sequences that are known."""
+        limits = [Limit(seq_id, max_nodes, max_nodes) for seq_id in seq_ids if seq_id in self._known]
+        return self._drafter.grow(limits, prices)[1] if limits else 0.0
+
+    def proposals(self, asks: list[Ask], trees: list[DraftTree]) -> list[Proposal]:
+        """The trees that are not empty, as proposals."""
+        drafted = [
+            Proposal(ask.seq_id, tree.tokens, drafter=self.name, parents=tree.parents)
+            for ask, tree in zip(asks, trees, strict=True)
+            if tree.tokens
+        ]
+        self._num_trees += len(drafted)
+        self._num_nodes += sum(len(proposal.tokens) for proposal in drafted)
+        return drafted
+
+    # ---- texts
+
+    def _follow(self, ask: Ask) -> None:
+        """Bring the drafter to the end of the ask's tokens; index them anew where it knows others."""
+        tokens, known = ask.tokens, self._known.get(ask.seq_id)
+        if known is not None and known.length == len(tokens) and known.last == tokens[-1]:
+            return
+        if known is not None and (known.length > len(tokens) or tokens[known.length - 1] != known.last):
+            self._drop(ask.seq_id)
+            known = None
+        if known is None:
+            start = max(0, ask.prompt_len - self._tuning.suffixes.indexed_tokens)
+            self._drafter.begin(ask.seq_id, tokens[start : ask.prompt_len], ask.share_salt, ask.prediction)
+            known = _Known(ask.prompt_len, tokens[ask.prompt_len - 1])
+        if known.length < len(tokens):
+            self._drafter.commit([Committed(ask.seq_id, tuple(tokens[known.length :]))])
+        self._known[ask.seq_id] = _Known(len(tokens), tokens[-1])
+
+    def _drop(self, seq_id: int) -> None:
+        """Forget a sequence whose text is not the one that is known, without storing it."""
+        self._known.pop(seq_id, None)
+        self._drafter.forget(seq_id, store=False)
+
+
+def _committed(verdict: Verdict, last: int) -> Committed:
+    """What a verdict tells. `last`: the token before its tokens, which the first row's input may not name."""
+    tokens, candidates = verdict.tokens, verdict.candidates
+    if candidates is None:
+        return Committed(verdict.seq_id, tokens)
+    rows = (0, *[node + 1 for node in verdict.path]) if verdict.path else tuple(range(len(tokens)))
+    return Committed(verdict.seq_id, tokens, rows, (last, *candidates.inputs[1:]), candidates.ids)
+
+
+__all__ = ["NAMES", "TreeProposer"]
