@@ -28,6 +28,7 @@ import triton  # noqa: E402
 import samewise.kernels.attention.triton as kernels  # noqa: E402
 from samewise.kernels.attention.base import PAGE, Heads, LayerKV, Rows  # noqa: E402
 from shapes import commit, copy_bandwidth, timed  # noqa: E402
+from tree_shapes import best_first_tree, depths  # noqa: E402
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
 FLOPS = 800e12  # per second: what large bf16 products reach on an H200
@@ -47,17 +48,51 @@ CONSTANTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """`sequences` spans of `rows` rows each that end at `context`."""
+    """`sequences` spans of `rows` rows each that end at `context`.
+
+    With `tree` all rows but the first of a span are nodes of a draft tree, the slots are those of a chain.
+    """
 
     name: str
     sequences: int
     rows: int
     context: int
     window: int | None = None
+    tree: bool = False
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        return best_first_tree(self.rows - 1, seed=0)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Of the rows' slots."""
+        return np.tile(np.arange(self.context - self.rows, self.context), self.sequences)
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.tile(np.arange(self.context - self.rows, self.context) + 1, self.sequences).astype(np.int32)
+        if not self.tree:
+            return (self.positions + 1).astype(np.int32)
+        root = self.context - self.rows + 1
+        return np.tile(root + np.array([0, *depths(self.parents)]), self.sequences).astype(np.int32)
+
+    def tails(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where the tail of each row starts, the index of its list, and the lists one after the other."""
+        start, tail, lists = self.lengths.copy(), 0 * self.lengths, list[int]()
+        for sequence in range(self.sequences if self.tree else 0):
+            first = sequence * self.rows + 1
+            for node, parent in enumerate(self.parents):
+                start[first + node] = self.lengths[first - 1]
+                tail[first + node] = tail[first + node - 1]
+                if node == 0 or parent != node - 1:
+                    tail[first + node] = len(lists)
+                    path = [node]
+                    while (above := self.parents[path[0]]) >= 0:
+                        path.insert(0, above)
+                    lists += [int(slots[first + at]) for at in path]
+                else:
+                    lists.append(int(slots[first + node]))
+        return start, tail, np.array(lists, np.int64)
 
     @property
     def pages(self) -> int:
@@ -78,6 +113,12 @@ CASES = [
     *(Case(f"decode-{n}-32k", n, 1, 32768 - 24) for n in (1, 8)),
     *(Case(f"prompt-{n}-{c // 1024}k", 1, n, c) for n in (512, 1024) for c in (1024, 8192)),
     Case("drafts-8x16-1k", 8, 16, 1024 - 24),
+    Case("trees-8x16-1k", 8, 16, 1024 - 24, tree=True),
+    *(
+        Case(f"{name}-{n}-1k", 1, n, 1024 - 24, tree=name == "tree")
+        for n in (8, 16, 32, 64)
+        for name in ("chain", "tree")
+    ),
     *(Case(f"window-{n}-32k", n, 1, 32768 - 24, 1024) for n in (1, 8, 128)),
     Case("window-prompt-512-32k", 1, 512, 32768, 1024),
 ]
@@ -114,16 +155,19 @@ def microseconds(case: Case, pool: Pool, share: float, repeats: int) -> float:
     # Scattered pages, as after many requests; page 0 is the trash page.
     tables = 1 + np.random.default_rng(0).permutation(used).reshape(case.sequences, -1)
     owner = np.repeat(np.arange(case.sequences), case.rows)
-    slots = tables[owner, (lengths - 1) // PAGE] * PAGE + (lengths - 1) % PAGE
+    slots = tables[owner, case.positions // PAGE] * PAGE + case.positions % PAGE
     starts = (owner * case.pages).astype(np.int32)
+    tail_start, tail, lists = case.tails(slots)
+    tail = (tail + tables.size).astype(np.int32)
     work = np.zeros(plan.work_list_len(num_rows), np.int32)
-    plan.write(lengths, starts, work)
+    plan.write(lengths, starts, tail_start, tail, work)
 
     def ints(x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(device)
 
     rows = Rows(
-        *(ints(x) for x in (lengths, slots, starts, tables.ravel(), work)),
+        *(ints(x) for x in (lengths, slots, starts, tail_start, tail)),
+        *(ints(x) for x in (np.concatenate([tables.ravel(), lists]), work)),
         torch.zeros(plan.workspace_len, device=device),
     )
     fused = torch.randn(num_rows, HEADS + 2 * KV_HEADS, DIM, device=device, dtype=torch.bfloat16)

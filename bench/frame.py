@@ -2,6 +2,7 @@
 
     python bench/frame.py                 # CPU, embedded model: frame time over the time of its linears
     python bench/frame.py --device cuda   # 8B shape, random weights made on the GPU: ms per frame
+    python bench/frame.py --device cuda --trees     # frames of one draft tree beside chains of as many rows
 
 The CPU ceiling is the time of the model's linears at the same number of rows. The CUDA ceiling is the time to
 read weights and KV once at the bandwidth of a copy.
@@ -35,6 +36,7 @@ from samewise.model.surgery import copy_modules  # noqa: E402
 from samewise.testing import submit  # noqa: E402
 from samewise.types import Sampling, Span  # noqa: E402
 from shapes import commit, copy_bandwidth, random_on_card, shape_8b, timed  # noqa: E402
+from tree_shapes import best_first_tree  # noqa: E402
 
 GREEDY = Sampling()
 
@@ -177,6 +179,51 @@ def cuda(args: argparse.Namespace) -> dict:
             "device": torch.cuda.get_device_name()}  # fmt: skip
 
 
+# ---- trees
+
+
+def trees(args: argparse.Namespace) -> dict:
+    """Frames of one sequence whose draft is a tree, in turns with frames whose draft is a chain."""
+    if args.device == "cuda":
+        engine = engine_8b(2048)
+    else:
+        config = EngineConfig(model=args.model, device="cpu", dtype=args.dtype)
+        engine = Engine(load(config), config)
+    engine.runner.store.fill(0.0)
+    results = []
+    for rows in [rows for rows in (1, 8, 16, 32, 64) if rows <= engine.runner.frame_rows]:
+        (plain,) = spans_of(1, rows, args.context, engine.loaded.arch.vocab)
+        chain = plain._replace(given=1)
+        times: dict[str, list[float]] = {"chain": [], "tree": []}
+        for seed in range(args.repeats):
+            tree = chain._replace(parents=best_first_tree(rows - 1, seed))
+            for name, span in (("chain", chain), ("tree", tree)):
+                times[name].append(frames_ms(engine, [span], 10))
+        ratio = statistics.median(a / b for a, b in zip(times["tree"], times["chain"], strict=True))
+        row = {
+            "rows": rows,
+            **{f"{name}_ms": statistics.median(ms) for name, ms in times.items()},
+            "ratio": ratio,
+        }
+        results.append(row)
+        print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+    return {"trees": results, "context": args.context}
+
+
+def frames_ms(engine: Engine, spans: list[Span], num_frames: int) -> float:
+    """Milliseconds of one of several frames that are launched back to back, after one that is not timed."""
+
+    def work() -> None:
+        for _ in range(num_frames):
+            engine.verifier.run(spans)
+
+    engine.verifier.run(spans)
+    return timed(work, 1, engine.device) / num_frames
+
+
+# ---- the host
+
+
 def host_time(engine: Engine, context: int, sequences: int = 128, steps: int = 64) -> dict:
     """The host's time per step with this many sequences decoding, at about this context."""
     began = time.perf_counter()
@@ -218,11 +265,13 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--trees", action="store_true", help="a draft tree's rows beside a chain's")
     parser.add_argument("--context", type=int)
     parser.add_argument("--max-model-len", type=int, nargs="+", default=[2048, 32768])
     args = parser.parse_args()
     args.context = args.context or (512 if args.device == "cpu" else 1024)
-    figures = cpu(args) if args.device == "cpu" else cuda(args)
+    measure = trees if args.trees else cpu if args.device == "cpu" else cuda
+    figures = measure(args)
     conditions = {
         "commit": commit(),
         "torch": torch.__version__,
