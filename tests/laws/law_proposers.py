@@ -15,12 +15,12 @@ import torch
 
 from samewise.draft.auto.auto import Auto
 from samewise.draft.base import Fallback, Proposer
-from samewise.draft.build import MAKERS, MakeProposer, ProposerParts, make_auto, make_skip
+from samewise.draft.build import MAKERS, MakeProposer, ProposerParts, make_auto, make_model, make_skip
 from samewise.draft.decode import Decode
 from samewise.draft.model import DraftModel
 from samewise.draft.skip.search import ATTENTION, MLP, Incumbent, Prices, Search
 from samewise.draft.skip.skip import Skip
-from samewise.draft.tuning import SearchTuning, Tuning
+from samewise.draft.tuning import ModelTuning, SearchTuning, Tuning
 from samewise.execute.load import Loaded
 from samewise.model import fp8
 from samewise.testing import Adversary, Bushy, Jitter
@@ -30,11 +30,11 @@ from samewise.types import Ask, LayerSet, Proposal
 class RandomClock:
     """Advances by a random step per call: pacing may read a clock, output must not depend on it."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._random, self._now = random.Random(seed), 0.0
+    def __init__(self, seed: int = 0, steps: tuple[float, ...] = (1e-4, 1e-3, 1e-2)) -> None:
+        self._random, self._now, self._steps = random.Random(seed), 0.0, steps
 
     def __call__(self) -> float:
-        self._now += self._random.choice((1e-4, 1e-3, 1e-2))
+        self._now += self._random.choice(self._steps)
         return self._now
 
 
@@ -111,8 +111,22 @@ def decode_int8(parts: ProposerParts) -> Decode:
         return MAKERS["decode"](with_settings(parts, proposer="decode", draft_weights=form))
 
 
-def draft_model(parts: ProposerParts) -> DraftModel:
-    return MAKERS["model"](with_draft_model(parts))
+def draft_model(parts: ProposerParts, *, standalone: bool = True) -> DraftModel:
+    """A draft model that never pauses; by the random clock its drafts have any length."""
+    tuning = Tuning(model=ModelTuning(min_steps=10**9))
+    clock = RandomClock(steps=(0.0, 0.0, 0.0, 1e-2))  # most passes cost nothing: drafts are long
+    return make_model(replace(with_draft_model(parts), clock=clock, tuning=tuning), standalone=standalone)
+
+
+def draft_model_ahead(parts: ProposerParts) -> DraftModel:
+    """The same, each pass launched before the tokens of the one before are known, as on CUDA."""
+    return draft_model(replace(parts, chain=4))
+
+
+def pausing_draft_model(parts: ProposerParts) -> DraftModel:
+    """A draft model that pauses often."""
+    tuning = Tuning(model=ModelTuning(min_steps=2, pause_frames=3, max_pause_frames=5))
+    return make_model(replace(with_draft_model(parts), clock=RandomClock(), tuning=tuning))
 
 
 # -- skip ---------------------------------------------------------------------------------------------
@@ -125,31 +139,37 @@ class EndlessSearch(Search):
         every_sublayer = [(i, kind) for i in range(layers) for kind in (ATTENTION, MLP)]
         super().__init__(layers, free=every_sublayer, tuning=SearchTuning(prior_loss=1.0, prior_loss_std=1.0))
 
-    def score(
-        self, candidate: LayerSet, rate: float, incumbent_rate: float, trials: int, prices: Prices
+    def score_several(
+        self, scores: list[tuple[LayerSet, float]], incumbent_rate: float, trials: int, prices: Prices
     ) -> bool:
-        super().score(candidate, rate, incumbent_rate, trials, prices)
-        self.open, self.best = True, Incumbent(candidate, rate, 1.0)
+        super().score_several(scores, incumbent_rate, trials, prices)
+        self.open, self.best = True, Incumbent(*scores[-1], 1.0)
         return True
 
 
 class FruitlessSearch(EndlessSearch):
     """A search that never ends and takes no candidate."""
 
-    def score(
-        self, candidate: LayerSet, rate: float, incumbent_rate: float, trials: int, prices: Prices
+    def score_several(
+        self, scores: list[tuple[LayerSet, float]], incumbent_rate: float, trials: int, prices: Prices
     ) -> bool:
-        super().score(candidate, rate, incumbent_rate, trials, prices)
+        super().score_several(scores, incumbent_rate, trials, prices)
         self.best = Incumbent(LayerSet())
         return False
 
 
 def skip(
-    parts: ProposerParts, search: type[Search] = EndlessSearch, *, every: int = 1, standalone: bool = True
+    parts: ProposerParts,
+    search: type[Search] = EndlessSearch,
+    *,
+    every: int = 1,
+    window: int = 64,
+    standalone: bool = True,
 ) -> Skip:
     """Skipped layers, another set every few tokens, with no limit on the search's time."""
     parts = with_settings(parts, proposer="skip", draft_model=None, draft_weights="auto")
-    parts = replace(parts, clock=RandomClock(), tuning=Tuning(search=SearchTuning(every=every)))
+    tuning = Tuning(search=SearchTuning(every=every, window=window))
+    parts = replace(parts, clock=RandomClock(), tuning=tuning)
     proposer = make_skip(parts, search=search(len(parts.runner.arch.layers)), standalone=standalone)
     proposer.optimiser.budget.saved = 1e9
     return proposer
@@ -158,6 +178,11 @@ def skip(
 def fruitless_skip(parts: ProposerParts) -> Skip:
     """A search step every five tokens and never a draft."""
     return skip(parts, FruitlessSearch, every=5)
+
+
+def gated_skip(parts: ProposerParts) -> Skip:
+    """Skipped layers; the search's pages hold two windows, so one pass with gates scores two sets."""
+    return skip(parts, window=32)
 
 
 def chained_skip(parts: ProposerParts) -> Skip:
@@ -170,7 +195,7 @@ def chained_skip(parts: ProposerParts) -> Skip:
 
 def auto(parts: ProposerParts) -> Auto:
     """All drafters at once; by the random clock each of them pays now and then."""
-    drafters = [draft_model(parts), decode_int4(parts), skip(parts, standalone=False)]
+    drafters = [draft_model(parts, standalone=False), decode_int4(parts), skip(parts, standalone=False)]
     return make_auto(replace(with_settings(parts, proposer="auto"), clock=RandomClock()), drafters)
 
 
@@ -183,9 +208,12 @@ PROPOSERS: dict[str, MakeProposer | None] = {
     "decode-int8": decode_int8,
     "ngram": MAKERS["ngram"],
     "model": draft_model,
+    "model-ahead": draft_model_ahead,
+    "model-pausing": pausing_draft_model,
     "ngram+model": lambda parts: Fallback([MAKERS["ngram"](parts), draft_model(parts)]),
     "skip": skip,
     "skip-chain4": chained_skip,
+    "skip-gated": gated_skip,
     "skip-fruitless": fruitless_skip,
     "ngram+skip": lambda parts: Fallback([MAKERS["ngram"](parts), skip(parts)]),
     "bushy": bushy,

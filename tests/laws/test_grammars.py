@@ -95,7 +95,11 @@ class FrameCheck:
                 output = span.tokens[span.prompt_len :]
                 guide = self._grammars.guide(grammar, span.sampling.stop_ids)
                 assert [guide.take(token) for token in output] == [None] * len(output)
-                assert guide.fits([], draft) == len(draft)
+                paths = [()]  # the guesses up to each node of a tree, or of a chain
+                for node, token in enumerate(draft):
+                    parent = span.parents[node] if span.parents else node - 1
+                    paths.append((*paths[parent + 1], token))
+                    assert guide.fits([], paths[-1]) == len(paths[-1])
                 self.num_drafted += len(draft)
 
 

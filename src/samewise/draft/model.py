@@ -28,8 +28,8 @@ from samewise.types import Ask, Proposal, Span, Verdict
 class DraftModel(Drafter):
     """Drafts by regular decoding of the draft model. Owns the draft model's pages.
 
-    `ahead`: a pass is launched before the choices of the one before it are known. `standalone`: not used by
-    `auto`, so it pauses by itself where drafts do not pay.
+    `max_rows`: of a pass. `ahead`: a pass is launched before the choices of the one before it are known.
+    `standalone`: not used by `auto`, so it pauses by itself where drafts do not pay.
     """
 
     name = "model"
@@ -43,20 +43,20 @@ class DraftModel(Drafter):
         frames: FrameCosts,
         clock: Callable[[], float],
         *,
-        max_num_seqs: int,
+        max_rows: int,
         ahead: bool = False,
         standalone: bool = True,
         tuning: Tuning = DEFAULTS,
     ) -> None:
         cuda, model = runner.device.type == "cuda", tuning.model
         self._read_rows = model.cuda_read_rows if cuda else model.cpu_read_rows
-        self._pass_rows = max(model.cuda_pass_rows if cuda else model.cpu_pass_rows, max_num_seqs)
-        self._runner, self._passes = runner, RankedPasses(runner, sampler, self._pass_rows, model)
+        self._pass_rows = max_rows
+        self._runner, self._passes = runner, RankedPasses(runner, sampler, max_rows, model)
         self._max_ahead = int(ahead)
         self._reader = Reader(num_pages, max_len)
         self._pacing = ModelPacing(frames, clock, tuning)
         self._pauses = Pauses(frames, clock, tuning) if standalone else None
-        self._num_read_passes = self._num_renewals = 0
+        self._num_read_passes = self._num_renewals = self._last_passes = 0
 
     @property
     def quiet(self) -> bool:
@@ -80,13 +80,20 @@ class DraftModel(Drafter):
             if self._pauses.pausing:
                 return []
         self._pacing.begin(len(asks))
+        self._last_passes = 0
         plan = self._reader.plan(asks, self._read_rows, self._pass_rows)
         self._read(plan.early)
         if not plan.ended:
             return []
         drafts = [self._new_draft(ask) for ask in plan.ended]
         self._chain(plan.last, drafts)
+        if not plan.early:
+            self._last_passes = max(len(draft.choices) for draft in drafts)
         return self._pacing.proposals(drafts, self.name)
+
+    def passes_of(self, proposals: list[Proposal]) -> int:  # noqa: ARG002 - some drafts were cut
+        """Passes of the last chain; 0 where prompts were read before it."""
+        return self._last_passes
 
     def _new_draft(self, ask: Ask) -> Draft:
         wanted = min(ask.room, ask.max_nodes) if ask.max_nodes else ask.room

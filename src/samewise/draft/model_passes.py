@@ -22,6 +22,12 @@ from samewise.execute.staging import PassInputs
 from samewise.types import NUM_CANDIDATES
 
 
+def max_pass_rows(cuda: bool, max_num_seqs: int, tuning: ModelTuning = DEFAULTS.model) -> int:
+    """Rows of the widest pass. On CUDA one of the few sizes that are captured."""
+    rows = max(tuning.cuda_pass_rows if cuda else tuning.cpu_pass_rows, max_num_seqs)
+    return min(size for size in PASS_LIMITS.fast_rows if size >= rows) if cuda else rows
+
+
 class _Pending(NamedTuple):
     """A launched pass: the rows that are wanted of it, and where their results will be."""
 
@@ -43,9 +49,9 @@ class RankedPasses:
         if self.cuda:
             self._path.after = self._rank_greedy
             self._path.pool = torch.cuda.graph_pool_handle()
-        self._max_rows = self._pass_size(max_rows)
+        self.max_rows = max_rows
         # By row of the last pass: its token, the bits of its confidence, and its candidates.
-        shape = (self._max_rows, 2 + NUM_CANDIDATES)
+        shape = (max_rows, 2 + NUM_CANDIDATES)
         self._outputs = torch.zeros(shape, dtype=torch.int32, device=runner.device)
         self._hosts = [torch.zeros(shape, dtype=torch.int32, pin_memory=self.cuda) for _ in range(2)]
         self._pending: deque[_Pending] = deque()
@@ -57,7 +63,7 @@ class RankedPasses:
     @torch.inference_mode()
     def warm(self) -> None:
         """On CUDA: compile and capture the passes of every size."""
-        for size in [size for size in PASS_LIMITS.fast_rows if size <= self._max_rows] if self.cuda else ():
+        for size in [size for size in PASS_LIMITS.fast_rows if size <= self.max_rows] if self.cuda else ():
             self.runner.fast(pack_frame([], self.runner.staging(size)), self._path)
 
     @torch.inference_mode()
@@ -94,10 +100,6 @@ class RankedPasses:
             Choice(token, confidence, tuple(other for other in ids if other != token)[:num])
             for token, confidence, ids in zip(tokens, confidences, results[:, 2:].tolist(), strict=True)
         ]
-
-    def _pass_size(self, rows: int) -> int:
-        """The rows of the widest pass."""
-        return min(size for size in PASS_LIMITS.fast_rows if size >= rows) if self.cuda else rows
 
     def _rank_greedy(self, logits: torch.Tensor) -> None:
         """Choose the likeliest token of every row. Captured with the pass."""
@@ -141,4 +143,4 @@ class RankedPasses:
         self.runner.fast_tokens[rows] = outputs[:, 0]
 
 
-__all__ = ["RankedPasses"]
+__all__ = ["RankedPasses", "max_pass_rows"]
