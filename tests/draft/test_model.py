@@ -77,6 +77,12 @@ def test_a_draft_follows_a_grammar():
     assert engine.scheduler.counters.accepted > 0
 
 
+def test_on_a_cpu_the_draft_model_runs_by_the_target_models_kernels():
+    engine = engine_of()
+    runner = engine.proposer._runner
+    assert (runner.native, runner.fused) == (engine.runner.native, engine.runner.fused)
+
+
 def test_chains_for_all_sequences_share_their_passes():
     engine = engine_of(seed=0)
     outputs(engine, GREEDY)
