@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from samewise.types import MAX_TREE_DEPTH
+
 
 @dataclass(slots=True)
 class DrafterCounters:
-    """What became of one proposer's drafts."""
+    """What became of one proposer's drafts: trees, of which one path is accepted, or nothing."""
 
     drafts: int = 0
-    guessed: int = 0
-    accepted: int = 0
+    guessed: int = 0  # nodes of all trees
+    accepted: int = 0  # nodes of all accepted paths
+    depths: list[int] = field(default_factory=list)
+    """Drafts by the length of their accepted path: how many had none, one, … `MAX_TREE_DEPTH` or more."""
+
+    def add(self, nodes: int, depth: int) -> None:
+        """Count a verified draft of `nodes` guesses, of which a path of `depth` was accepted."""
+        self.drafts += 1
+        self.guessed += nodes
+        self.accepted += depth
+        depth = min(depth, MAX_TREE_DEPTH)
+        if depth >= len(self.depths):
+            self.depths.extend([0] * (depth + 1 - len(self.depths)))
+        self.depths[depth] += 1
 
 
 @dataclass(slots=True)
@@ -31,20 +45,22 @@ class Counters:
     frames: int = 0
     rows: int = 0
     padded_rows: int = 0
-    guessed: int = 0
+    drafts: int = 0  # draft trees verified
+    guessed: int = 0  # their nodes
     accepted: int = 0
     rolled_back: int = 0
     drafters: dict[str, DrafterCounters] = field(default_factory=dict)
 
-    def add_draft(self, drafter: str, guessed: int, accepted: int) -> None:
-        """Count a verified draft of one proposer."""
-        self.guessed += guessed
+    def add_draft(self, drafter: str, nodes: int, accepted: int) -> None:
+        """Count a verified draft of one proposer: its guesses, and how many of them were accepted."""
+        self.drafts += 1
+        self.guessed += nodes
         self.accepted += accepted
-        self.rolled_back += guessed - accepted
-        of_drafter = self.drafters.setdefault(drafter, DrafterCounters())
-        of_drafter.drafts += 1
-        of_drafter.guessed += guessed
-        of_drafter.accepted += accepted
+        self.rolled_back += nodes - accepted
+        counters = self.drafters.get(drafter)
+        if counters is None:
+            counters = self.drafters[drafter] = DrafterCounters()
+        counters.add(nodes, accepted)
 
 
 __all__ = ["Counters", "DrafterCounters"]

@@ -28,9 +28,9 @@ def span(start: int, inputs: int, given: int, prompt_len: int) -> Span:
 )
 def test_every_row_of_a_frame_is_accounted_for(spans: list[Span], size: int, wanted: tuple[int, ...]) -> None:
     frame_log = FrameLog()
-    frame_log.landed(spans, size, 3, 1.5)
+    frame_log.landed(spans, size, 3, 1.5, [(5, 2)])
     (record,) = frame_log.since(0)
-    assert record == FrameRecord(1, *wanted, 3, 1.5)
+    assert record == FrameRecord(1, *wanted, 3, 1.5, ((5, 2),))
     assert sum(wanted) == size
 
 
@@ -60,6 +60,10 @@ def test_the_log_of_an_engine_adds_up_to_its_counters(ahead: bool) -> None:
     assert len(frames) == stats["frames"]
     assert sum(record.prompt for record in frames) == stats["prompt_tokens"]
     assert sum(record.guess for record in frames) == stats["guessed"] == (0 if ahead else stats["guessed"])
+    drafts = [draft for record in frames for draft in record.drafts]
+    assert sum(nodes for nodes, _ in drafts) == stats["guessed"]
+    assert sum(depth for _, depth in drafts) == stats["accepted"]
+    assert len(drafts) == stats["drafts"]
     assert sum(record.committed for record in frames) == stats["output_tokens"] == 36
     assert sum(record.padding for record in frames) == stats["padded_rows"]
     assert sum(record.prompt + record.known + record.guess for record in frames) == stats["rows"]

@@ -1,6 +1,7 @@
 """The page's appearance: the engine panel, colour schemes, narrow windows, accessible names, pictures."""
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -67,6 +68,12 @@ const { data } = c.getContext("2d").getImageData(0, 0, c.width, c.height);
 return new Set(new Uint32Array(data.buffer)).size;
 """
 
+PROPOSER = {
+    "drafts": 2, "guessed": 4, "accepted": 3, "rate": 0.75, "nodes": 2.0, "depth": 1.5, "depths": [0, 1, 1],
+    "tokens_per_second": 5,
+}  # fmt: skip
+"""A proposer's numbers in the live feed."""
+
 COUNT_ANNOUNCEMENTS = """
 window.announced = 0;
 new MutationObserver(() => { window.announced++; })
@@ -100,6 +107,15 @@ def test_frames_and_speed_are_shown_live(page: Driver) -> None:
     assert page.execute_script(COLOURS) > 3, "something is drawn"
 
 
+def test_draft_trees_are_shown_with_their_size_and_accepted_depth(page: Driver) -> None:
+    ask(page)
+    wait_until(all_of(page, "#trees-card")[0].is_displayed)
+    assert re.fullmatch(r"[\d.]+ guesses → [\d.]+ deep", text(page, "#trees-readout"))
+    assert "an accepted depth of" in all_of(page, "#trees")[0].accessible_name
+    assert len(all_of(page, "#proposers .histogram")[0].find_elements("css selector", "i")) == 9
+    assert page.execute_script(COLOURS.replace("strip", "trees")) > 3, "something is drawn"
+
+
 def test_the_timeline_is_shown_if_the_feed_has_one(page: Driver) -> None:
     assert not all_of(page, "#timeline-card")[0].is_displayed()
     empty, sets = {"attention": [], "mlp": []}, {"attention": [3], "mlp": [4]}
@@ -108,7 +124,7 @@ def test_the_timeline_is_shown_if_the_feed_has_one(page: Driver) -> None:
         "import('/samewise/page/engine-panel.js').then((panel) => { panel.show(one); done(); })",
         {
             "running": 1, "waiting": 0, "frames": [], "tokens_per_second": 5, "contract": "sw-0",
-            "proposers": {"skip": {"guessed": 4, "accepted": 3, "rate": 0.75, "tokens_per_second": 5}},
+            "proposers": {"skip": PROPOSER},
             "timeline": [
                 {"event": "accumulate", "tokens": 0, "score": 0.0, "rate": 0.0, "set": empty},
                 {"event": "optimise", "tokens": 32, "score": 9.5, "rate": 0.5, "set": sets},

@@ -30,19 +30,23 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 def test_rates_are_taken_over_a_window_and_add_up() -> None:
     meter = RateMeter(window=2.0)
-    counts = {"drafts": 0, "guessed": 0, "accepted": 0}
+    counts = {"drafts": 0, "guessed": 0, "accepted": 0, "depths": []}
     assert meter.read(STATS, 10.0)["tokens_per_second"] == 0
     now = STATS | {
         "output_tokens": 50,
-        "drafters": {"ngram": counts | {"drafts": 10, "guessed": 40, "accepted": 30}},
+        "drafters": {
+            "ngram": counts | {"drafts": 10, "guessed": 40, "accepted": 30, "depths": [0, 0, 0, 10]}
+        },
     }
     snapshot = meter.read(now, 11.0)
     assert snapshot["tokens_per_second"] == 50
     assert snapshot["proposers"]["ngram"] == {
-        "guessed": 40, "accepted": 30, "rate": 0.75, "tokens_per_second": 40.0
+        "drafts": 10, "guessed": 40, "accepted": 30, "rate": 0.75, "nodes": 4.0, "depth": 3.0,
+        "depths": [0, 0, 0, 10], "tokens_per_second": 40.0,
     }  # fmt: skip
     assert snapshot["proposers"]["none"] == {
-        "guessed": 0, "accepted": 0, "rate": None, "tokens_per_second": 10.0
+        "drafts": 0, "guessed": 0, "accepted": 0, "rate": None, "nodes": None, "depth": None,
+        "depths": [], "tokens_per_second": 10.0,
     }  # fmt: skip
     assert meter.read(now, 12.0)["tokens_per_second"] == 25
     assert meter.read(now, 20.0)["tokens_per_second"] < 6
@@ -80,7 +84,7 @@ class FakeEngine:
 
     def land(self, num: int = 1) -> None:
         for _ in range(num):
-            self.frames.append(FrameRecord(len(self.frames) + 1, 0, 1, 2, 1, 3, 0.0))
+            self.frames.append(FrameRecord(len(self.frames) + 1, 0, 1, 2, 1, 3, 0.0, ((2, 1),)))
         self.stats["output_tokens"] += 3 * num
 
     async def live(self, since: int) -> dict[str, Any]:
@@ -159,8 +163,11 @@ def test_long_parts_are_sent_once_and_nothing_without_changes() -> None:
             second = await next_of(snapshots)
             assert not {"facts", "timeline"} & second.keys()
             assert second["frames"] == [
-                {"number": 1, "prompt": 0, "known": 1, "guess": 2, "padding": 1, "committed": 3}
-            ]
+                {
+                    "number": 1, "prompt": 0, "known": 1, "guess": 2, "padding": 1, "committed": 3,
+                    "drafts": ((2, 1),),
+                }
+            ]  # fmt: skip
             engine.stats["skip"] = {"timeline": [{"event": "accelerate", "tokens": 9}]}
             snapshot = await next_of(snapshots)
             while "timeline" not in snapshot:

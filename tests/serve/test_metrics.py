@@ -60,6 +60,12 @@ def test_metrics_count_requests_tokens_and_frames() -> None:
             guessed = after["samewise:spec_decode_num_draft_tokens_total"]["tiny-llama", "ngram"]
             accepted = after["samewise:spec_decode_num_accepted_tokens_total"]["tiny-llama", "ngram"]
             assert one("rolled_back_tokens_total") == guessed - accepted
+            depths = after["samewise:spec_decode_num_accepted_tokens_per_pos_total"]
+            assert sum(depths.values()) == accepted
+            drafts = after["samewise:spec_decode_num_drafts_total"]["tiny-llama", "ngram"]
+            assert one("nodes_per_draft") == guessed / drafts
+            assert one("accepted_depth") == accepted / drafts
+            assert depths["tiny-llama", "0", "ngram"] <= drafts
             assert one("probe_passed") == 1
             ((labels, value),) = after["samewise:contract_info"].items()
             assert served.llm.contract.id in labels

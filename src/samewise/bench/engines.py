@@ -28,7 +28,9 @@ from samewise.params import SamplingParams
 
 SLICE_SECONDS = 0.25
 """Length of a turn: many steps of a small model, and short beside the disturbances of a shared machine."""
-COUNTERS = ("frames", "rows", "padded_rows", "guessed", "accepted", "rolled_back", "output_tokens")
+COUNTERS = (
+    "frames", "rows", "padded_rows", "drafts", "guessed", "accepted", "rolled_back", "output_tokens",
+)  # fmt: skip
 UNVERIFIED = "unverified"
 """Name of the engine whose requests are not verified: the fast path alone."""
 

@@ -35,14 +35,16 @@ class Cell:
 
     def as_json(self) -> dict[str, Any]:
         """As the last line of `samewise bench` holds it."""
-        guessed, frames = self.total("guessed"), self.total("frames")
+        guessed, frames, drafts = self.total("guessed"), self.total("frames"), self.total("drafts")
         return {
             "contender": self.backend, "task": self.task, "batch": self.batch, "tokens_per_s": self.rate,
             "runs": [round(run.rate, 2) for run in self.runs],
             "tokens": sum(run.tokens for run in self.runs),
             "tokens_per_frame": self.total("output_tokens") / frames if frames else None,
             "acceptance": self.total("accepted") / guessed if guessed else None,
-            "guessed": guessed, "accepted": self.total("accepted"),
+            "drafts": drafts, "guessed": guessed, "accepted": self.total("accepted"),
+            "nodes_per_draft": guessed / drafts if drafts else None,
+            "accepted_depth": self.total("accepted") / drafts if drafts else None,
             "time_to_first_token": median(run.first_token for run in self.runs),
             "time_per_output_token": median(run.per_token for run in self.runs),
         }  # fmt: skip
@@ -115,20 +117,20 @@ def auto_table(cells: Sequence[Cell]) -> Table:
 
 
 def speculation_table(cells: Iterable[Cell]) -> Table:
-    """Acceptance and tokens per frame, over all tasks."""
+    """The mean draft tree (its nodes, the depth accepted) and tokens per frame, over all tasks."""
     view = Table(title="speculation")
-    for heading in ("proposer", "batch", "guessed", "accepted", "tokens per frame", "rows padded"):
+    for heading in ("proposer", "batch", "drafts", "nodes", "depth", "tokens per frame", "rows padded"):
         view.add_column(heading, justify="left" if heading == "proposer" else "right")
     of_engines = [cell for cell in cells if cell.total("frames")]
     for name, batch in dict.fromkeys((cell.backend, cell.batch) for cell in of_engines):
         group = [cell for cell in of_engines if (cell.backend, cell.batch) == (name, batch)]
-        guessed, accepted, frames, tokens, rows, padded = (
+        drafts, nodes, accepted, frames, tokens, rows, padded = (
             sum(cell.total(counter) for cell in group)
-            for counter in ("guessed", "accepted", "frames", "output_tokens", "rows", "padded_rows")
+            for counter in ("drafts", "guessed", "accepted", "frames", "output_tokens", "rows", "padded_rows")
         )
         view.add_row(
-            name, str(batch), f"{guessed:.0f}",
-            f"{accepted / guessed:.1%}" if guessed else "–",
+            name, str(batch), f"{drafts:.0f}",
+            f"{nodes / drafts:.1f}" if drafts else "–", f"{accepted / drafts:.2f}" if drafts else "–",
             f"{tokens / frames:.2f}", f"{padded / max(1.0, rows + padded):.0%}",
         )  # fmt: skip
     return view

@@ -147,7 +147,8 @@ class Engine:
         if moves:
             self.runner.store.move(moves)
         committed = sum(len(delta.tokens) for delta in deltas)
-        self.frame_log.landed(flight.spans, self.frame_costs.size(rows), committed, self._landed)
+        drafts = [(v.guessed, v.accepted) for v in verdicts if v.guessed]
+        self.frame_log.landed(flight.spans, self.frame_costs.size(rows), committed, self._landed, drafts)
         return self._forget_finished(deltas)
 
     def _decode_unverified(self, asks: list[Ask], in_frame: set[int]) -> list[Delta]:

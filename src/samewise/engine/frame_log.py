@@ -17,7 +17,10 @@ KEPT = 256
 
 
 class FrameRecord(NamedTuple):
-    """How a frame's rows were used, how many tokens it committed, and when it landed (engine's clock)."""
+    """How a frame's rows were used, how many tokens it committed, and when it landed (engine's clock).
+
+    `drafts` are the draft trees it verified: (nodes, length of the accepted path) each.
+    """
 
     number: int
     prompt: int
@@ -26,6 +29,7 @@ class FrameRecord(NamedTuple):
     padding: int
     committed: int
     when: float
+    drafts: tuple[tuple[int, int], ...] = ()
 
 
 class FrameLog:
@@ -36,7 +40,14 @@ class FrameLog:
         self.number = 0
         """Frames that landed so far: the number of the last one."""
 
-    def landed(self, spans: Sequence[Span], size: int, committed: int, when: float) -> None:
+    def landed(
+        self,
+        spans: Sequence[Span],
+        size: int,
+        committed: int,
+        when: float,
+        drafts: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Record a frame of `size` rows that ran these spans and committed `committed` tokens."""
         rows = prompt = guess = 0
         for span in spans:
@@ -47,8 +58,9 @@ class FrameLog:
             if span.start < span.prompt_len:
                 prompt += min(num, span.prompt_len - span.start)
         self.number += 1
+        known = rows - prompt - guess
         self._records.append(
-            FrameRecord(self.number, prompt, rows - prompt - guess, guess, size - rows, committed, when)
+            FrameRecord(self.number, prompt, known, guess, size - rows, committed, when, tuple(drafts))
         )
 
     def since(self, number: int) -> list[FrameRecord]:

@@ -29,6 +29,8 @@ def stats_of(
     counters["tokens_per_frame"] = counters["output_tokens"] / max(1, counters["frames"])
     counters["acceptance"] = counters["accepted"] / max(1, counters["guessed"])
     counters["recomputed_share"] = counters["rolled_back"] / max(1, counters["guessed"])
+    for counts in (counters, *counters["drafters"].values()):
+        _add_means(counts)
     return (
         counters
         | {"auto": {}}
@@ -47,6 +49,13 @@ def stats_of(
             "uptime": time.monotonic() - times.began,
         }
     )
+
+
+def _add_means(counts: dict[str, Any]) -> None:
+    """Add the mean draft tree: its nodes, and the length of the path that was accepted."""
+    drafts = max(1, counts["drafts"])
+    counts["nodes_per_draft"] = counts["guessed"] / drafts
+    counts["accepted_depth"] = counts["accepted"] / drafts
 
 
 __all__ = ["Times", "stats_of"]

@@ -89,10 +89,15 @@ def _tokens_by_proposer(drafters: dict[str, Json], num_tokens: int) -> dict[str,
 
 def _proposer(counts: Json, rate: float) -> Json:
     guessed, accepted = counts.get("guessed", 0), counts.get("accepted", 0)
+    drafts = counts.get("drafts", 0)
     return {
+        "drafts": drafts,
         "guessed": guessed,
         "accepted": accepted,
         "rate": round(accepted / guessed, 4) if guessed else None,
+        "nodes": round(guessed / drafts, 2) if drafts else None,
+        "depth": round(accepted / drafts, 2) if drafts else None,
+        "depths": counts.get("depths", []),
         "tokens_per_second": round(rate, 1),
     }
 
@@ -109,6 +114,7 @@ def _frame(record: FrameRecord) -> Json:
         "guess": record.guess,
         "padding": record.padding,
         "committed": record.committed,
+        "drafts": record.drafts,
     }
 
 

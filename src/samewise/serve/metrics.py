@@ -42,6 +42,8 @@ GAUGES = {  # name: (statistic, description)
     "num_requests_waiting": ("waiting", "Sequences that wait to be admitted."),
     "recomputed_share": ("recomputed_share", "Share of drafted tokens that were rejected."),
     "tokens_per_frame": ("tokens_per_frame", "Tokens committed per frame, on average."),
+    "nodes_per_draft": ("nodes_per_draft", "Guesses of a draft tree, on average."),
+    "accepted_depth": ("accepted_depth", "Length of a draft tree's accepted path, on average."),
 }
 COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests."),
@@ -60,8 +62,8 @@ COUNTERS = {
     "wait_seconds": ("wait_seconds", "Seconds of steps spent waiting for the device."),
 }
 DRAFTERS = {
-    "spec_decode_num_drafts": ("drafts", "Drafts verified."),
-    "spec_decode_num_draft_tokens": ("guessed", "Tokens drafted."),
+    "spec_decode_num_drafts": ("drafts", "Draft trees verified."),
+    "spec_decode_num_draft_tokens": ("guessed", "Tokens drafted: nodes of draft trees."),
     "spec_decode_num_accepted_tokens": ("accepted", "Drafted tokens that were accepted."),
 }
 
@@ -147,7 +149,21 @@ class Metrics:
             for drafter, counts in sorted(stats["drafters"].items()):
                 counter.add_metric([self.model, drafter], counts[key])
             yield counter
+        yield self._accepted_per_pos(stats)
         yield from self._contract()
+
+    def _accepted_per_pos(self, stats: dict[str, Any]) -> Metric:
+        """Accepted tokens by their place in the accepted path, 0 first: how deep drafts are right."""
+        counter = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts whose accepted path reached this position.",
+            labels=["model_name", "proposer", "position"],
+        )
+        for drafter, counts in sorted(stats["drafters"].items()):
+            depths = counts["depths"]
+            for position in range(len(depths) - 1):
+                counter.add_metric([self.model, drafter, str(position)], sum(depths[position + 1 :]))
+        return counter
 
     def _contract(self) -> Iterator[Metric]:
         try:

@@ -2,9 +2,11 @@
 
 import { $, announce, make, number, plural } from "./dom.js";
 import { describe, Strip } from "./frame-strip.js";
+import { TreeStrip } from "./tree-strip.js";
 
 const rates = [];
 let strip;
+let trees;
 let contract = null;
 
 export function begin() {
@@ -12,6 +14,7 @@ export function begin() {
     $("frame-readout").textContent = describe(frame);
     if (announced) $("frame-announcement").textContent = `Frame ${frame.number}: ${describe(frame)}`;
   });
+  trees = new TreeStrip($("trees"));
   new ResizeObserver(showRowShares).observe($("strip"));
   $("copy-contract").hidden = !navigator.clipboard;
   $("copy-contract").addEventListener("click", async () => {
@@ -24,6 +27,7 @@ export function show(snapshot) {
   showStatus(snapshot.running ? "busy" : "idle", loadText(snapshot));
   strip.add(snapshot.frames ?? []);
   showRowShares();
+  showTrees((snapshot.frames ?? []).flatMap((frame) => frame.drafts ?? []));
   showSpeed(snapshot.tokens_per_second ?? 0);
   showProposers(snapshot.proposers ?? {});
   if (snapshot.timeline) showTimeline(snapshot.timeline);
@@ -60,6 +64,15 @@ function showRowShares() {
     : "No frames yet");
 }
 
+function showTrees(drafts) {
+  if (!drafts.length) return;
+  $("trees-card").hidden = false;
+  trees.add(drafts);
+  const { nodes, depth } = trees.means();
+  $("trees-readout").textContent = `${number(nodes, 1)} guesses → ${number(depth, 1)} deep`;
+  $("trees").setAttribute("aria-label", `The last ${plural(trees.drafts.length, "draft")}: ${number(nodes, 1)} guesses and an accepted depth of ${number(depth, 1)} on average`);
+}
+
 function showSpeed(rate) {
   rates.push(rate);
   rates.splice(0, rates.length - 120);
@@ -94,15 +107,25 @@ function showProposers(proposers) {
   if (!rows.length) return;
   $("proposers").replaceChildren(...rows.map(([name, one]) => make("tr", {},
     make("th", { scope: "row" }, name === "none" ? "no guess" : name),
-    make("td", {}, one.rate === null ? "–" : make("span", { class: "meter" }, bar(one.rate),
-      make("b", {}, `${Math.round(100 * one.rate)}%`), make("small", {}, `${number(one.accepted)} of ${number(one.guessed)}`))),
+    make("td", { class: "num" }, one.nodes === null ? "–" : number(one.nodes, 1)),
+    make("td", {}, one.depth === null ? "–" : make("span", { class: "meter", title: `${number(one.accepted)} of ${number(one.guessed)} guesses accepted` },
+      make("b", {}, number(one.depth, 2)), histogram(one.depths))),
     make("td", { class: "num" }, number(one.tokens_per_second ?? 0, 1)))));
 }
 
-function bar(rate) {
-  const element = make("span", { class: "bar", "aria-hidden": "true" }, make("i"));
-  element.firstChild.style.width = `${Math.round(100 * rate)}%`;
-  return element;
+const DEPTHS = 9; // bars of a histogram: depths 0 to 7, and 8 or more
+
+// How many drafts were accepted to which depth, the most frequent as high as the line.
+function histogram(depths) {
+  const counts = depths.slice(0, DEPTHS - 1);
+  while (counts.length < DEPTHS - 1) counts.push(0);
+  counts.push(depths.slice(DEPTHS - 1).reduce((a, b) => a + b, 0));
+  const most = Math.max(1, ...counts);
+  return make("span", { class: "histogram", "aria-hidden": "true" }, ...counts.map((count) => {
+    const element = make("i");
+    element.style.height = `${Math.round(100 * count / most)}%`;
+    return element;
+  }));
 }
 
 const WORDS = { accumulate: "gathering context", optimise: "searching layers", accelerate: "accelerating" };
