@@ -128,7 +128,7 @@ class TilePlan:
         if not num_tiles:
             work_list[:HEADER_LEN] = 0
             return
-        shortest, longest = _length_range(row, count, rows)
+        shortest, longest, shared = _extremes(row, count, rows)
         first_split: Ints | int = 0
         if self.window is not None:
             first_split = np.maximum(shortest - self.window, 0) // self.split
@@ -136,7 +136,7 @@ class TilePlan:
         if splits.min() < splits.max():
             order = np.argsort(-splits, kind="stable")  # longest first: the last programs to start end soon
             row, count, splits = row[order], count[order], splits[order]
-            shortest, longest = shortest[order], longest[order]
+            shortest, longest, shared = shortest[order], longest[order], shared[order]
             first_split = first_split if isinstance(first_split, int) else first_split[order]
         columns[0, :num_tiles] = row
         columns[1:3, :num_tiles] = count
@@ -146,6 +146,7 @@ class TilePlan:
         columns[9, :num_tiles] = first_split
         columns[12, :num_tiles] = 1
         if rows.continues is not None:
+            columns[4, :num_tiles] = shared
             _write_chains(row, count, rows, rows.continues, columns)
         cut = None if uncut else self.cut(splits, len(rows.lengths))
         if cut is None:
@@ -209,24 +210,26 @@ def _continues_chain(rows: _PassRows) -> Bools:
     return np.asarray(one_longer & same_slots)
 
 
-def _length_range(row: Ints, count: Ints, rows: _PassRows) -> tuple[Ints, Ints]:
-    """The smallest and the largest length of each tile's rows."""
+def _extremes(row: Ints, count: Ints, rows: _PassRows) -> tuple[Ints, Ints, Ints]:
+    """Of each tile's rows: the smallest and the largest length, and the smallest start of a tail."""
+    lengths = rows.lengths
     if rows.continues is None:
-        return rows.lengths[row], rows.lengths[row + (count - 1)]
-    of_tiles = rows.lengths[_tile_members(row, count)]
-    return of_tiles.min(axis=1), of_tiles.max(axis=1)
-
-
-def _tile_members(row: Ints, count: Ints) -> Ints:
-    """[tiles, rows of the largest] the rows of each tile; a smaller one's last row is repeated."""
-    return np.asarray(row[:, None] + np.minimum(np.arange(count.max()), count[:, None] - 1))
+        shortest = lengths[row]
+        return shortest, lengths[row + (count - 1)], shortest
+    edges = np.empty(2 * len(row), np.intp)  # of tiles in order, with gaps between them where some are wide
+    edges[::2] = row
+    np.add(row, count, out=edges[1::2])
+    if edges[-1] == len(lengths):
+        edges = edges[:-1]
+    shortest, shared = (np.minimum.reduceat(x, edges)[::2] for x in (lengths, rows.tail_start))
+    return shortest, np.maximum.reduceat(lengths, edges)[::2], shared
 
 
 def _write_chains(row: Ints, count: Ints, rows: _PassRows, continues: Bools, columns: Ints) -> None:
-    """Write what differs from tiles without tails: the shared keys and the chains of each tile."""
+    """Write the chains of the tiles."""
     num_rows, num_tiles = len(rows.lengths), len(row)
     begins = np.ones(num_rows + 1, np.bool_)
-    begins[1:-1] = ~continues
+    np.logical_not(continues, out=begins[1:-1])
     begins[row] = True
     begins[row + count] = True
     borders = begins.nonzero()[0]
@@ -236,10 +239,9 @@ def _write_chains(row: Ints, count: Ints, rows: _PassRows, continues: Bools, col
     columns[16, start] = rows.tail[last]
     chains_before = begins.cumsum()
     columns[2, :num_tiles] = columns[14, row]
-    columns[4, :num_tiles] = rows.tail_start[_tile_members(row, count)].min(axis=1)
     columns[5, :num_tiles] = rows.lengths[row]
     columns[7, :num_tiles] = columns[15, row]
-    columns[12, :num_tiles] = chains_before[row + (count - 1)] - chains_before[row] + 1
+    columns[12, :num_tiles] += chains_before[row + (count - 1)] - chains_before[row]
     columns[13, :num_tiles] = columns[16, row]
 
 
