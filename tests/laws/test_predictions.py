@@ -5,6 +5,9 @@ import random
 import pytest
 
 from samewise import LLM, SamplingParams
+from samewise.draft.build import make_tree_drafter
+from samewise.draft.tree import Limit, RowPrices
+from samewise.draft.tree_drafter import Committed, Sources, TreeDrafter
 from samewise.testing import tiny_engine
 
 PROMPTS = ("The quick brown fox jumps over the lazy dog", "abababab", "x")
@@ -59,3 +62,24 @@ def test_usage_of_a_prediction_does_not_depend_on_proposer_or_load():
             for o in outputs
         ]
     assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("make", [make_tree_drafter, TreeDrafter])
+def test_a_prediction_serves_no_other_request(make):
+    """Texts are kept for later requests of the same salt; predictions are not."""
+    drafter = make(1000, Sources.SUFFIXES)
+    prices = RowPrices.free(1, 16)
+    prediction, answer = list(range(500, 540)), list(range(600, 640))
+    drafter.begin(1, [1, 2, 3], b"", prediction)
+    (own,), _ = drafter.grow([Limit(1, 16, 16)], prices)
+    assert set(own.tokens) & set(prediction), "it serves its own request"
+    drafter.commit([Committed(1, tuple(answer))])
+    drafter.begin(2, [1, 2, 3, *prediction[:5]], b"")
+    drafter.forget(1)
+    drafter.begin(3, [1, 2, 3, *prediction[:5]], b"")
+    for seq_id in (2, 3):
+        (tree,), _ = drafter.grow([Limit(seq_id, 16, 16)], prices)
+        assert not set(tree.tokens) & set(prediction[5:])
+    drafter.begin(4, [1, 2, 3, *answer[:5]], b"")
+    (tree,), _ = drafter.grow([Limit(4, 16, 16)], prices)
+    assert answer[5] in tree.tokens, "the answer itself is kept"
