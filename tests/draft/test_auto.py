@@ -10,6 +10,7 @@ from auto_cases import (
     REPEATING,
     SHORT_MATCH,
     Clock,
+    SimulatedDevice,
     TimedDrafter,
     ask,
     auto_of,
@@ -19,8 +20,8 @@ from auto_cases import (
 
 from samewise.draft.auto.explain import DecisionLog
 from samewise.draft.cost_model import FrameCosts
+from samewise.draft.tree import DraftTree
 from samewise.draft.tuning import DEFAULTS
-from samewise.types import Proposal
 
 RETRY_STEPS = DEFAULTS.auto.retry_steps
 
@@ -39,72 +40,72 @@ def draft_lengths(auto, num_steps, accepted, drafter="timed"):
     return lengths
 
 
-# ---- suffix matches
+# ---- trees
+
+
+def num_nodes(auto, *texts):
+    proposals = auto.propose([ask(i, text) for i, text in enumerate(texts)])
+    return sum(len(proposal.tokens) for proposal in proposals)
 
 
 def test_repeating_text_is_drafted_and_other_text_is_not():
     proposals = auto_of().propose([ask(0, REPEATING), ask(1, NO_MATCH)])
     assert [p.seq_id for p in proposals] == [0]
-    assert proposals[0].tokens == ((1, 2, 3, 4) * 4)[: len(proposals[0].tokens)]
-    assert proposals[0].drafter == "ngram"
+    assert DraftTree(proposals[0].tokens, proposals[0].parents).path([1, 2, 3, 4] * 4)
+    assert proposals[0].drafter == "tree"
 
 
-def test_fewer_tokens_are_drafted_the_more_a_row_costs():
-    def num_drafted(per_row):
-        auto = auto_of(frame_costs(per_row=per_row))
-        (proposal,) = auto.propose([ask(0, SHORT_MATCH)]) or [Proposal(0, ())]
-        return len(proposal.tokens)
-
-    assert num_drafted(0.0) > num_drafted(0.004) > 0
-    assert num_drafted(0.5) == 0
+def test_fewer_nodes_are_drafted_the_more_a_row_costs():
+    nodes = [num_nodes(auto_of(frame_costs(per_row=per_row)), SHORT_MATCH) for per_row in (0.0, 0.003, 0.5)]
+    assert nodes[0] > nodes[1] > nodes[2] == 0
 
 
-def test_matches_that_are_always_wrong_are_not_drafted_any_more():
+def test_trees_that_are_always_wrong_are_not_drafted_any_more():
+    device = SimulatedDevice([1, 2, 3, 4] * 200, right=False, row=1e-4)
+    device.run(300)
+    before = device.num_nodes
+    device.run(400)
+    assert device.num_nodes - before < 20
+
+
+def test_estimates_that_promise_too_much_are_corrected():
     auto = auto_of(frame_costs(per_row=0.006))
+    first = num_nodes(auto, REPEATING)
     for _ in range(30):
-        for proposal in auto.propose([ask(0, REPEATING)]):
-            auto.observe([verdict(0, len(proposal.tokens), 0, "ngram")])
-    assert auto.propose([ask(0, REPEATING)]) == []
-
-
-def test_drafts_from_matches_that_are_right_grow():
-    auto = auto_of(frame_costs(per_row=0.006))
-    first = len(auto.propose([ask(0, SHORT_MATCH)])[0].tokens)
-    for _ in range(10):
-        (proposal,) = auto.propose([ask(0, SHORT_MATCH)])
-        auto.observe([verdict(0, len(proposal.tokens), len(proposal.tokens), "ngram")])
-    assert len(auto.propose([ask(0, SHORT_MATCH)])[0].tokens) > first
-
-
-def test_a_long_match_is_drafted_further_than_a_short_one():
-    auto = auto_of(frame_costs(per_row=0.006))
-    (short,), (long,) = (auto.propose([ask(i, text)]) for i, text in enumerate((SHORT_MATCH, REPEATING)))
-    assert len(long.tokens) > 2 * len(short.tokens)
-
-
-def test_a_sequence_whose_matches_miss_is_drafted_less_than_others():
-    auto = auto_of(frame_costs(per_row=0.002))
-    for _ in range(4):
-        (proposal,) = auto.propose([ask(0, SHORT_MATCH)]) or [Proposal(0, (1,))]
-        auto.observe([verdict(0, len(proposal.tokens), 0, "ngram")])
-    missed, fresh = (sum(len(p.tokens) for p in auto.propose([ask(i, SHORT_MATCH)])) for i in (0, 1))
-    assert missed < fresh
+        auto.propose([ask(0, REPEATING)])
+        auto.observe([verdict(0, 8, 0, "tree")])
+    assert num_nodes(auto, REPEATING) < first
+    assert auto.stats()["auto"]["brought"] < 0.5
 
 
 def test_padding_rows_are_filled():
     frames = FrameCosts((128,))
     frames.observe(1, 0.006)
     proposals = auto_of(frames).propose([ask(i, REPEATING) for i in range(4)])
-    assert all(len(proposal.tokens) >= 3 for proposal in proposals)
+    assert all(len(proposal.tokens) >= 16 for proposal in proposals)
 
 
 def test_a_larger_frame_is_filled_or_not_begun():
-    """Eight sequences fill a frame of 8: the first drafted token costs a frame of 32, the next nothing."""
+    """Eight sequences fill a frame of 8: the first node costs a frame of 32, the next ones nothing."""
     frames = frame_costs(base=0.001, per_row=0.000_02, sizes=(8, 32))
-    proposals = auto_of(frames).propose([ask(i, REPEATING) for i in range(8)])
-    assert (8 + sum(len(proposal.tokens) for proposal in proposals)) % 32 == 0
-    one_match = [ask(0, SHORT_MATCH), *(ask(i, NO_MATCH) for i in range(1, 8))]
-    assert auto_of(frame_costs(base=0.001, per_row=0.000_02, sizes=(8, 32))).propose(one_match) == []
+    assert num_nodes(auto_of(frames), *[REPEATING] * 8) == 24
+    frames = frame_costs(base=0.001, per_row=0.000_2, sizes=(8, 32))
+    assert num_nodes(auto_of(frames), SHORT_MATCH, *[NO_MATCH] * 7) == 0
+
+
+def test_no_frame_is_made_larger_than_the_largest():
+    assert num_nodes(auto_of(frame_costs(sizes=(4, 8))), *[REPEATING] * 8) == 0
+    assert num_nodes(auto_of(frame_costs(sizes=(4, 8))), *[REPEATING] * 9) == 0
+
+
+def test_before_a_frame_was_timed_few_nodes_are_drafted():
+    untimed = DEFAULTS.auto.untimed_nodes
+    assert num_nodes(auto_of(FrameCosts((64,))), REPEATING, REPEATING) == 2 * untimed
+
+
+def test_a_prediction_is_drafted():
+    (proposal,) = auto_of().propose([ask(0, NO_MATCH[:4], prediction=tuple(range(200, 230)))])
+    assert proposal.tokens[:8] == tuple(range(200, 208))
 
 
 # ---- drafters
@@ -139,6 +140,25 @@ def test_a_drafter_that_becomes_right_is_used_again():
     assert drafter.num_passes > before + 50
 
 
+def test_a_sequence_with_a_better_tree_is_not_given_to_a_drafter():
+    clock = Clock()
+    drafter = TimedDrafter(clock, 0.004)
+    auto = auto_of(drafters=[drafter], clock=clock)
+    draft_lengths(auto, 300, accepted=1)
+    predicted = ask(5, NO_MATCH[:4], prediction=tuple(range(200, 240)))
+    drafters = {p.seq_id: p.drafter for p in auto.propose([predicted])}
+    assert drafters == {5: "tree"}
+
+
+def test_a_drafter_that_is_worse_than_trees_is_not_used():
+    clock = Clock()
+    auto = auto_of(drafters=[TimedDrafter(clock, 0.02)], clock=clock)
+    draft_lengths(auto, 300, accepted=2)
+    for _ in range(30):
+        proposals = auto.propose([ask(9, REPEATING)])
+        assert [p.drafter for p in proposals] == ["tree"]
+
+
 def test_a_slow_first_pass_does_not_count():
     clock = Clock()
     drafter = TimedDrafter(clock, 0.001)
@@ -164,12 +184,11 @@ def test_decisions_are_counted_and_explained(caplog):
     with caplog.at_level("INFO", "samewise.auto"):
         auto.propose([ask(0, REPEATING)])
         auto.propose([ask(1, NO_MATCH)])
-    assert "tokens drafted" in caplog.text
-    assert "no suffix match in" in caplog.text
-    report = auto.stats()["auto"]
-    assert report["decisions"] == {"ngram": 1, "none": 1}
-    assert len(report["match_acceptance"]) == 13
-    assert report["rest"] is None
+    assert "0 nodes for 1 sequences" in caplog.text
+    stats = auto.stats()
+    assert stats["auto"]["decisions"] == {"tree": 1, "none": 1}
+    assert stats["auto"]["rest"] is None
+    assert stats["tree"]["trees"] == 1
 
 
 def test_trials_of_drafters_are_explained(caplog):
@@ -199,13 +218,12 @@ def test_without_a_log_handler_explanations_go_to_stderr():
 def test_forgetting_a_sequence_leaves_no_state():
     auto = auto_of(drafters=[TimedDrafter(Clock(), 0.001)])
     auto.propose([ask(5, REPEATING), ask(6, NEW_TOKENS[:9])])
-    auto.observe([verdict(5, 2, 1, "ngram"), verdict(6, 2, 1, "timed")])
+    auto.observe([verdict(5, 2, 1, "tree"), verdict(6, 2, 1, "timed")])
     auto.propose([ask(6, NEW_TOKENS[:9])])
     for seq_id in (5, 6):
         auto.forget(seq_id)
-    owners = (auto, auto._matches, auto._drafters, auto._ngram)
-    by_sequence = ("_match_lengths", "_unverified", "_live", "_by_sequence", "_own_rates", "_targets",
-                   "_texts", "_requests", "_predicted")  # fmt: skip
+    owners = (auto, auto._drafters, auto._trees, auto._trees._drafter)
+    by_sequence = ("_expected", "_unverified", "_live", "_own_rates", "_targets", "_known", "_sequences")
     states = {name: vars(owner)[name] for owner in owners for name in by_sequence if name in vars(owner)}
     assert set(states) == set(by_sequence)
     assert not any(states.values()), states

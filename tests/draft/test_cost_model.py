@@ -4,10 +4,10 @@ import pytest
 
 from samewise.draft.cost_model import (
     AcceptanceRate,
+    BroughtRatio,
     Calibration,
     CostCurve,
     FrameCosts,
-    MissRatio,
     expected_tokens,
 )
 
@@ -128,13 +128,31 @@ def test_a_rate_known_beforehand_raises_the_chance_of_every_confidence():
     assert Calibration(0.95).chance(0.3) > Calibration().chance(0.3)
 
 
-def test_a_miss_ratio_scales_how_often_a_sequence_misses():
-    ratio = MissRatio()
-    assert ratio.chance(0.7) == pytest.approx(0.7)
-    for _ in range(20):
-        ratio.observe(0.5, right=True)
-    assert 0.5 < ratio.chance(0.5) < 1.0
-    for _ in range(40):
-        ratio.observe(0.5, right=False)
-    assert ratio.chance(0.5) < 0.2
-    assert ratio.chance(0.0) == 0.0
+def test_a_brought_ratio_follows_what_trees_bring():
+    ratio = BroughtRatio()
+    assert ratio.value == 1.0
+    for _ in range(400):
+        ratio.observe(2.0, 1)
+    assert ratio.value == pytest.approx(0.5, abs=0.05)
+    for _ in range(4000):
+        ratio.observe(2.0, 0)
+    assert 0.0 < ratio.value < 0.05
+
+
+def test_a_size_measured_often_counts_more_than_the_line():
+    frames = frames_of(1, 8, 64, base=0.002, per_row=0.000_01)
+    assert frames.cost(32) == pytest.approx(0.002_32, rel=0.01)
+    for _ in range(200):
+        frames.observe(32, 0.003)
+    assert frames.cost(32) == pytest.approx(0.003, rel=0.02)
+    assert frames.last_seconds == 0.003
+
+
+def test_steps_are_the_costs_of_frames_of_rising_size():
+    frames = FrameCosts((4, 8, 16))
+    for rows in frames.sizes:
+        frames.observe(rows, 0.001 * rows)
+    steps = frames.steps(3, 12)
+    assert [num for _, num in steps] == [2, 4, 4]
+    costs = [cost for cost, num in steps for _ in range(num)]
+    assert costs == [frames.cost(rows) for rows in range(3, 13)]

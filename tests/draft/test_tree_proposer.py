@@ -106,12 +106,11 @@ def test_a_prediction_is_drafted_and_found_again_after_recovery(make):
 
 
 @BOTH
-def test_another_contract_clears_what_other_weights_made(make):
+def test_new_weights_clear_what_other_weights_made(make):
     made = proposer(make)
     made.renew("first")
     made.meet([ask(0, REPEATING, room=0)])
     made.forget(0)
-    made.renew("first")
     assert made.propose([ask(1, [9, 8, 1, 2])])
     made.forget(1)
     made.renew("second")

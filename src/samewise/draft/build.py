@@ -17,7 +17,6 @@ from samewise.draft.fast_passes import FastPasses
 from samewise.draft.model import DraftModel
 from samewise.draft.model_passes import max_pass_rows
 from samewise.draft.native.drafter import NativeDrafter
-from samewise.draft.ngram import Ngram
 from samewise.draft.quantized import fp8_copy, packed_copy
 from samewise.draft.skip.active_set import ActiveSet
 from samewise.draft.skip.confidence import ConfidenceSampler
@@ -80,7 +79,7 @@ def make_tree_drafter(
 def make_trees(parts: ProposerParts, sources: Sources) -> TreeProposer:
     """`ngram`, `recycle`, or the trees of `auto`, by what they are made from."""
     tuning = parts.tuning.trees
-    return TreeProposer(make_tree_drafter(parts.vocab, sources, tuning), sources, tuning)
+    return TreeProposer(make_tree_drafter(parts.vocab, sources, tuning), sources, tuning, parts.frame_costs)
 
 
 def make_decode(parts: ProposerParts) -> Decode:
@@ -156,8 +155,8 @@ def make_auto(parts: ProposerParts, drafters: list[Drafter] | None = None) -> Au
     config, tuning = parts.config, parts.tuning
     drafters = _auto_drafters(parts) if drafters is None else drafters
     return Auto(
-        Ngram(tuning.ngram), drafters, parts.frame_costs, parts.clock, max_tokens=config.draft_tokens,
-        ahead=parts.ahead, explain=config.explain, tuning=tuning,
+        make_trees(parts, Sources.ALL), drafters, parts.frame_costs, parts.clock,
+        max_tokens=config.draft_tokens, ahead=parts.ahead, explain=config.explain, tuning=tuning,
     )  # fmt: skip
 
 

@@ -59,6 +59,10 @@ class CostCurve:
         share = (size - low) / (high - low)
         return seconds[low] + share * (seconds[high] - seconds[low])
 
+    def measured(self, size: int) -> tuple[float, int]:
+        """The average of this very size, and the number of measurements; (0.0, 0) if there is none."""
+        return self._seconds.get(size, 0.0), self._num_samples.get(size, 0)
+
     def table(self) -> dict[int, float]:
         """Size → seconds, for the sizes seen."""
         return {size: self._seconds[size] for size in self._sizes}
@@ -68,15 +72,16 @@ class CostCurve:
 class FrameCosts:
     """Seconds of a frame by its used rows: a line fitted to all measurements, base + seconds per row.
 
-    A fitted line keeps one disturbed measurement from making a row look expensive. Frames that read prompts
-    skip the head for most rows, which makes a row look too cheap: they only count until enough frames of
-    other sizes were measured.
+    The line keeps one disturbed measurement from making a row look expensive; the more often a size was
+    measured, the more its own average counts. Frames that read prompts skip the head for most rows, which
+    makes a row look too cheap: they only count until enough frames of other sizes were measured.
     """
 
     sizes: tuple[int, ...]
     tuning: CostModelTuning = DEFAULTS.cost_model
     curve: CostCurve = field(init=False)
     _prefill: CostCurve = field(init=False)
+    last_seconds: float = 0.0  # of the latest frame
     _line: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -89,17 +94,34 @@ class FrameCosts:
     def observe(self, rows: int, seconds: float, *, prefill: bool = False) -> None:
         """Add one measurement. `prefill`: some of the rows only read a prompt."""
         (self._prefill if prefill else self.curve).observe(self.size(rows), seconds)
+        self.last_seconds = seconds
         self._line = None
 
     def cost(self, rows: int) -> float:
         """Seconds for this many used rows, in several frames if one does not hold them; 0.0 if unknown."""
+        if not self.known:
+            return 0.0
+        num_full, left = divmod(rows, self.sizes[-1])
+        seconds = num_full * self._cost_of(self.sizes[-1]) if num_full else 0.0
+        return max(seconds + (self._cost_of(self.size(left)) if left else 0.0), 1e-9)
+
+    def steps(self, rows: int, max_rows: int) -> list[tuple[float, int]]:
+        """(seconds, how many) of frames of `rows` to `max_rows` used rows, equal ones together."""
+        steps: list[tuple[float, int]] = []
+        while rows <= max_rows:
+            num = min(self.padding(rows), max_rows - rows) + 1
+            steps.append((self.cost(rows), num))
+            rows += num
+        return steps
+
+    def _cost_of(self, size: int) -> float:
+        """Of one frame of this size: the line, drawn towards the size's own average."""
         if self._line is None:
             self._line = self._fit()
         base, per_row = self._line
-        largest = self.sizes[-1]
-        num_full, left = divmod(rows, largest)
-        seconds = num_full * (base + per_row * largest) + (base + per_row * self.size(left) if left else 0.0)
-        return max(seconds, 1e-9) if self.known else 0.0
+        fitted, (average, num) = base + per_row * size, self.curve.measured(size)
+        num = max(0, num - self.tuning.num_first_samples)
+        return fitted + (average - fitted) * num / (num + self.tuning.line_samples)
 
     @property
     def known(self) -> bool:
@@ -163,24 +185,25 @@ class AcceptanceRate:
 
 
 @dataclass(slots=True)
-class MissRatio:
-    """How many times as often one sequence's drafts miss as those of all sequences. Old misses fade."""
+class BroughtRatio:
+    """Accepted nodes of trees over the number that was expected. Old ones fade."""
 
-    missed: float = DEFAULTS.cost_model.miss_prior
-    expected: float = DEFAULTS.cost_model.miss_prior
-    memory: float = DEFAULTS.cost_model.miss_memory
+    brought: float = DEFAULTS.auto.brought_prior
+    expected: float = DEFAULTS.auto.brought_prior
+    memory: float = DEFAULTS.auto.brought_memory
 
-    def observe(self, chance: float, *, right: bool) -> None:
-        """Add a token that is right with this chance over all sequences."""
-        self.missed += not right
-        self.expected += 1.0 - chance
+    def observe(self, expected: float, accepted: int) -> None:
+        """Add a tree."""
+        self.brought += accepted
+        self.expected += expected
         if self.expected > self.memory:
-            self.missed *= self.memory / self.expected
+            self.brought *= self.memory / self.expected
             self.expected = self.memory
 
-    def chance(self, overall: float) -> float:
-        """The chance in this sequence of a token whose chance over all sequences is `overall`."""
-        return max(0.0, 1.0 - (1.0 - overall) * self.missed / self.expected)
+    @property
+    def value(self) -> float:
+        """Above 0, also where nothing was accepted for long."""
+        return max(self.brought / self.expected, 0.01)
 
 
 class Calibration:
@@ -228,4 +251,4 @@ def expected_tokens(rate: float, drafted: int) -> float:
     return float((1.0 - rate ** (drafted + 1)) / (1.0 - rate))
 
 
-__all__ = ["AcceptanceRate", "Calibration", "CostCurve", "FrameCosts", "MissRatio", "expected_tokens"]
+__all__ = ["AcceptanceRate", "BroughtRatio", "Calibration", "CostCurve", "FrameCosts", "expected_tokens"]

@@ -63,16 +63,17 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowPrices:
-    """What nodes cost: `seconds[n]` of a frame of `live` sequences with n nodes in all, at most the last n.
+    """What nodes cost: `seconds[n]` of a frame with n nodes of all sequences, at most the last n.
 
-    A frame commits one token per sequence without any node.
+    `live`: tokens that a frame commits without any node, one for each sequence; as a multiple of what a node
+    with probability 1 brings, where estimates are known to be off.
     """
 
-    live: int
+    live: float
     seconds: Sequence[float]
 
     @classmethod
-    def free(cls, live: int, max_nodes: int) -> RowPrices:
+    def free(cls, live: float, max_nodes: int) -> RowPrices:
         """Nodes cost nothing."""
         return cls(live, [1.0] * (max_nodes + 1))
 

@@ -9,12 +9,28 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from samewise.draft.base import Proposer
+from samewise.draft.cost_model import FrameCosts
 from samewise.draft.tree import DraftTree, Limit, RowPrices
 from samewise.draft.tree_drafter import Committed, GrowsTrees, Sources
 from samewise.draft.tuning import DEFAULTS, TreeTuning
 from samewise.types import Ask, Proposal, Verdict
 
 NAMES = {Sources.SUFFIXES: "ngram", Sources.ROWS: "recycle", Sources.ALL: "tree"}
+
+
+def row_prices(
+    frames: FrameCosts, live: int, max_nodes: int, factor: float, asking: float = 0.0, brought: float = 1.0
+) -> RowPrices:
+    """What up to `max_nodes` nodes cost beside `live` sequences, by measured frames.
+
+    `factor`: times the price of its row that a node must be worth. `asking`: seconds that any node costs.
+    `brought`: accepted nodes for each expected one.
+    """
+    plain, seconds = frames.cost(live), []
+    for cost, num in frames.steps(live, max(live, min(live + max_nodes, frames.sizes[-1]))):
+        seconds += [plain + asking + factor * (cost - plain)] * num
+    seconds[0] = plain
+    return RowPrices(live / brought, seconds)
 
 
 class _Known(NamedTuple):
@@ -25,16 +41,22 @@ class _Known(NamedTuple):
 
 
 class TreeProposer(Proposer):
-    """Proposes trees of candidates from texts (`ngram`), from rows (`recycle`), or from both (`tree`)."""
+    """Proposes trees of candidates from texts (`ngram`), from rows (`recycle`), or from both (`tree`).
+
+    With `frames`, nodes that do not pay for their rows are left out.
+    """
 
     def __init__(
-        self, drafter: GrowsTrees, sources: Sources = Sources.ALL, tuning: TreeTuning = DEFAULTS.trees
+        self,
+        drafter: GrowsTrees,
+        sources: Sources = Sources.ALL,
+        tuning: TreeTuning = DEFAULTS.trees,
+        frames: FrameCosts | None = None,
     ) -> None:
-        self._drafter, self._tuning = drafter, tuning
+        self._drafter, self._tuning, self._frames = drafter, tuning, frames
         self.name = NAMES[sources]
         self.wants_candidates = Sources.ROWS in sources
         self._known: dict[int, _Known] = {}
-        self._contract_id = ""
         self._num_trees = self._num_nodes = self._num_accepted = 0
 
     # ---- the proposer interface
@@ -49,8 +71,10 @@ class TreeProposer(Proposer):
         fresh = [ask for ask in asks if not ask.draft]
         if not fresh:
             return []
-        tuning = self._tuning
+        tuning, frames = self._tuning, self._frames
         prices = RowPrices.free(len(fresh), tuning.max_nodes * len(fresh))
+        if frames is not None and frames.known:
+            prices = row_prices(frames, len(asks), tuning.max_nodes * len(fresh), 1.0)
         trees, _ = self.grow(fresh, prices, tuning.max_nodes, tuning.min_prob)
         return self.proposals(fresh, trees)
 
@@ -64,9 +88,8 @@ class TreeProposer(Proposer):
             known = self._known.get(seq_id)
             if known is None:
                 continue
-            if known.length + len(tokens) != verdict.kv_len + 1:  # some tokens were missed
-                self._drop(seq_id)
-                continue
+            if known.length + len(tokens) != verdict.kv_len + 1:
+                continue  # some tokens were missed; the next ask has them
             frame.append(_committed(verdict, known.last))
             self._known[seq_id] = _Known(known.length + len(tokens), tokens[-1])
             if verdict.guessed and verdict.drafter == self.name:
@@ -84,11 +107,9 @@ class TreeProposer(Proposer):
         self._known = {}
         self._drafter.recover()
 
-    def renew(self, contract_id: str) -> None:
-        """Drop rows and stored texts where another model made them."""
-        if self._contract_id not in {"", contract_id}:
-            self._drafter.clear()
-        self._contract_id = contract_id
+    def renew(self, contract_id: str) -> None:  # noqa: ARG002 - weights were replaced, whichever they are
+        """Drop rows and stored texts: the model that made them is gone."""
+        self._drafter.clear()
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Trees, nodes and accepted nodes so far, and the memory of tables, store and sequences in bytes."""
@@ -164,4 +185,4 @@ def _committed(verdict: Verdict, last: int) -> Committed:
     return Committed(verdict.seq_id, tokens, rows, (last, *candidates.inputs[1:]), candidates.ids)
 
 
-__all__ = ["NAMES", "TreeProposer"]
+__all__ = ["NAMES", "TreeProposer", "row_prices"]

@@ -26,15 +26,14 @@ class CostModelTuning:
     num_first_samples: int = 4
     # Frame sizes with decode rows that are enough to fit a line without frames that read prompts.
     min_sizes_for_fit: int = 3
+    # Measurements at which a size's own average weighs as much as the fitted line. On an H200 frames of 32
+    # rows take 8 % more than a line through 1 and 128 rows says.
+    line_samples: float = 8.0
 
     # Trials over which an acceptance rate fades. About twelve drafts of sixteen tokens.
     rate_memory: float = 200.0
     # The same for the rates of one sequence, which is shorter than a workload.
     sequence_rate_memory: float = 40.0
-    # Prior misses of MissRatio, observed and expected alike: fewer misses than these change little.
-    miss_prior: float = 2.0
-    # Expected misses over which MissRatio fades: one sequence's text changes quickly.
-    miss_memory: float = 12.0
     # Bins of confidence in a Calibration, and the trials that a rate known beforehand counts for.
     confidence_bins: int = 12
     # Trials over which each bin of a Calibration fades.
@@ -99,28 +98,6 @@ class TreeTuning:
 
 
 @dataclass(frozen=True, slots=True)
-class NgramTuning:
-    """Suffix matching (ngram.py)."""
-
-    # Most recent occurrences of a token pair that are compared. Bounds a lookup to about 4 µs.
-    max_places: int = 8
-    # Tokens to which a match is followed back; longer matches are believed alike.
-    max_match: int = 24
-    # Shortest match that is used, in the sequence's own text ...
-    min_own_match: int = 2
-    # ... and in answers of other requests, which are less likely to repeat.
-    min_shared_match: int = 3
-    # Last tokens by which an index is recognised as that of its sequence; else it is built again.
-    compared_tokens: int = 8
-    # Drafted tokens per matched token, where `ngram` is used without `auto`.
-    draft_per_match: int = 2
-    # Tokens of earlier answers kept in all pools together: bounds host memory.
-    store_tokens: int = 200_000
-    # Pools (cache salts) kept at once; the least recently used is dropped first.
-    max_pools: int = 64
-
-
-@dataclass(frozen=True, slots=True)
 class ModelTuning:
     """The draft model (model.py)."""
 
@@ -171,19 +148,14 @@ class AutoTuning:
     min_speedup: float = 1.05
     # Chance of being reached and right below which no row is worth verifying, even a padding row.
     min_chance: float = 0.05
-    # Multiple of its row's price that a match must bring: the matches that look best are overestimated most.
+    # Multiple of its row's price that a node must bring: the nodes that look best are overestimated most.
     price_factor: float = 1.15
-    # Factor on the chance of each token further ahead than `far_per_match` times the match's length.
-    far_factor: float = 0.75
-    far_per_match: int = 2
-    # Acceptance of the next token after a match of 0, 1, 2, ... tokens, before anything was measured; longer
-    # matches count as the last entry. Matches of 2 to 4 tokens were right in 13 to 25 % of cases in chat,
-    # code and maths, in 86 % in retrieval; the values lie between.
-    match_prior: tuple[float, ...] = (
-        0.2, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9,
-    )  # fmt: skip
-    # Trials that each entry of `match_prior` counts for.
-    match_prior_trials: float = 10.0
+    # Nodes per sequence while no frame was timed.
+    untimed_nodes: int = 4
+    # Accepted nodes, expected and found alike, that what trees bring is taken to have begun with ...
+    brought_prior: float = 20.0
+    # ... and expected nodes over which it fades.
+    brought_memory: float = 400.0
     # Acceptance of a drafter before anything was measured, and the trials it counts for: optimistic, so that
     # it is tried, and soon outweighed.
     drafter_prior: float = 0.85
@@ -200,13 +172,17 @@ class AutoTuning:
     own_rate_trials: float = 12.0
 
     # Frames for which `auto` is not asked after it had nothing to propose, where the device runs beside the
-    # host. A match ends the pause earlier; so does a new sequence with a drafter ready.
+    # host. Trees that would pay end the pause earlier; so does a new sequence with a drafter ready.
     pause_frames: int = 96
-    # Multiple of the measured price of asking that expected tokens must be worth to end a pause: the frame
-    # waits for the drafts, and the next frame waits for their verdict.
+    # Frames of a pause after which trees are grown to see whether they would pay.
+    probe_frames: int = 4
+    # Nodes of each of these trees, at most.
+    probe_nodes: int = 16
+    # Multiple of the measured price of asking that such trees must be worth.
     wake_factor: float = 2.0
-    # Worth of a token that one of several sequences gains: the others are no faster for it.
-    shared_token_worth: float = 0.5
+    # Sequences whose rows and text are followed during a pause, at most: 5 µs each, while the device
+    # computes. With more, their texts are read when the pause ends.
+    max_followed: int = 48
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
@@ -350,7 +326,6 @@ class Tuning:
     """All of them. The engine passes it to the proposers it builds."""
 
     cost_model: CostModelTuning = field(default_factory=CostModelTuning)
-    ngram: NgramTuning = field(default_factory=NgramTuning)
     trees: TreeTuning = field(default_factory=TreeTuning)
     model: ModelTuning = field(default_factory=ModelTuning)
     auto: AutoTuning = field(default_factory=AutoTuning)
@@ -369,7 +344,6 @@ __all__ = [
     "CostModelTuning",
     "EstimateTuning",
     "ModelTuning",
-    "NgramTuning",
     "SearchTuning",
     "SkipTuning",
     "SuffixTuning",

@@ -46,11 +46,12 @@ class MeasuredDrafter:
 
 
 class DrafterChoice(NamedTuple):
-    """A drafter for the next drafts, how far they go, and tokens per second over not drafting."""
+    """A drafter for the next drafts, how far they go, and the tokens that each is expected to commit."""
 
     measured: MeasuredDrafter
     num_tokens: int
-    gain: float  # 0.0: a trial
+    gain: float  # tokens per second over what is had without; 0.0: a trial
+    expected: float
 
 
 class DrafterSelector:
@@ -88,21 +89,18 @@ class DrafterSelector:
             measured.drafter.on_step(asks)
             measured.refresh()
 
-    def assign(self, asks: list[Ask], live: int) -> None:
-        """Decide which drafter, if any, makes the next drafts of sequences that have none."""
-        if not asks:
-            return
-        choice = self._choose(live) if self._frames.known else None
-        if choice is None:
-            self._log.counts["none"] += len(asks)
-            return
+    def assign(self, choice: DrafterChoice, asks: list[Ask], live: int) -> None:
+        """Let the chosen drafter make the next drafts of these sequences, which have none."""
         measured = choice.measured
         measured.last_trial = self._log.step
-        name = measured.drafter.name
+        name, lengths = measured.drafter.name, dict[float, int]()
         for ask in asks:
             num_tokens = choice.num_tokens
             if choice.gain:
-                num_tokens, _ = self._best_length(measured, live, self._rate_of(ask.seq_id, measured))
+                rate = round(self._rate_of(ask.seq_id, measured), 2)
+                if rate not in lengths:
+                    lengths[rate] = self._best_length(measured, live, rate)[0]
+                num_tokens = lengths[rate]
             self._targets[ask.seq_id] = (name, min(num_tokens, ask.room))
         self._log.counts[name] += len(asks)
 
@@ -119,8 +117,7 @@ class DrafterSelector:
                 continue
             began = self._clock()
             drafted = measured.drafter.propose(assigned)
-            num_passes = max((len(p.tokens) for p in drafted), default=0)
-            if num_passes:
+            if num_passes := measured.drafter.passes_of(drafted):
                 measured.observe_pass(len(assigned), (self._clock() - began) / num_passes)
             room = {ask.seq_id: ask.room for ask in assigned}
             proposals += [p._replace(more=p.more and len(p.tokens) < room[p.seq_id]) for p in drafted]
@@ -128,22 +125,29 @@ class DrafterSelector:
 
     # ---- the choice
 
-    def _choose(self, live: int) -> DrafterChoice | None:
-        """The drafter that brings most tokens per second, or one that is due for a trial."""
-        plain, tuning = live / self._frames.cost(live), self._tuning.auto
+    def choose(self, live: int, plain: float) -> DrafterChoice | None:
+        """The drafter that brings most tokens per second, or one that is due for a trial.
+
+        None where `plain`, what is had without a drafter, is as much.
+        """
+        tuning = self._tuning.auto
         best: DrafterChoice | None = None
+        if not self._frames.known:
+            return None
         for measured in self._drafters.values():
             if not measured.drafter.ready:
                 continue
             if self._due_for_trial(measured, live, plain):
                 self._log.explain("%s is tried for %d sequences", measured.drafter.name, live)
-                return DrafterChoice(measured, min(tuning.trial_tokens, self._max_tokens), 0.0)
+                num_tokens = min(tuning.trial_tokens, self._max_tokens)
+                return DrafterChoice(measured, num_tokens, 0.0, num_tokens)
             if not measured.cost.known:
                 continue
             num_tokens, throughput = self._best_length(measured, live, measured.rate.value)
             gain = throughput - plain
             if throughput > plain * tuning.min_speedup and (best is None or gain > best.gain):
-                best = DrafterChoice(measured, num_tokens, gain)
+                expected = expected_tokens(measured.rate.value, num_tokens)
+                best = DrafterChoice(measured, num_tokens, gain, expected)
         if self._drafters:
             name, num_tokens, gain = ("no drafter", 0, 0.0)
             if best is not None:
@@ -187,14 +191,15 @@ class DrafterSelector:
         for verdict in verdicts:
             if not verdict.guessed:
                 continue
-            self._targets.pop(verdict.seq_id, None)
+            _, num_tokens = self._targets.pop(verdict.seq_id, ("", verdict.guessed))
             measured = self._drafters.get(verdict.drafter)
             if measured is not None:
-                measured.rate.observe(verdict.guessed, verdict.accepted)
+                drafted = min(verdict.guessed, num_tokens)  # leaves beside the chain are no further levels
+                measured.rate.observe(drafted, verdict.accepted)
                 memory = self._tuning.cost_model.sequence_rate_memory
                 own = self._own_rates.setdefault(verdict.seq_id, {})
                 rate = own.setdefault(verdict.drafter, AcceptanceRate(0.0, 0.0, memory))
-                rate.observe(verdict.guessed, verdict.accepted)
+                rate.observe(drafted, verdict.accepted)
         for measured in self._drafters.values():
             measured.drafter.observe(verdicts)
 
@@ -215,6 +220,11 @@ class DrafterSelector:
         """Pass on to every drafter."""
         for measured in self._drafters.values():
             measured.drafter.renew(contract_id)
+
+    def warm(self, max_num_seqs: int) -> None:
+        """Pass on to every drafter."""
+        for measured in self._drafters.values():
+            measured.drafter.warm(max_num_seqs)
 
     def report(self) -> dict[str, Any]:
         """Seconds of a pass by number of sequences, and acceptance, of every drafter."""

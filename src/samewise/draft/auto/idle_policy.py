@@ -1,10 +1,10 @@
 """When to stop asking `auto` for drafts, where the device runs beside the host.
 
 A frame that may hold drafts can only be launched after the frame before it has landed; without drafts, frames
-follow one another on the device. So asking has a price, a large one where frames are short. It is measured as
-the difference between frames launched after `propose` and frames launched ahead. When there was nothing to
-propose, asking pauses. Meanwhile the committed text is still matched, and asking resumes as soon as a match
-promises more than the price.
+follow one another on the device. So asking has a price, a large one where frames are short: the time from a
+landing until the next frame is launched, during which the device waits. When there was nothing worth its
+price, asking pauses. Meanwhile trees are grown every few frames, while the device computes, and asking
+resumes as soon as they would pay.
 
 Numbers in, numbers out; the clock is an argument. Host only.
 """
@@ -19,16 +19,16 @@ from samewise.draft.tuning import DEFAULTS, Tuning
 
 
 class IdlePolicy:
-    """Measures frames with and without asking, and keeps the length of the current pause."""
+    """Measures the price of asking, and keeps the length of the current pause."""
 
     def __init__(self, clock: Callable[[], float], tuning: Tuning = DEFAULTS) -> None:
         self._clock, self._tuning = clock, tuning.auto
-        # Seconds from landing to landing, by number of sequences.
-        self._asked_frames, self._chained_frames = CostCurve(tuning.cost_model), CostCurve(tuning.cost_model)
+        self._gaps = CostCurve(tuning.cost_model)  # seconds from a landing to the launch, by sequences
         self._last_landing: tuple[float, int] | None = None  # time, number of sequences
-        self._asked = self._drafted = False  # for the frame in flight
+        self._asked = False  # for the frame in flight
         self._frames_left = 0  # of the pause
-        self._excluded = 0.0  # seconds since the last landing that were not spent on proposing
+        self._promised = False  # whether trees would have paid in the last frame of the pause
+        self._excluded = 0.0  # seconds since the last landing that are no part of the price of asking
         self._num_pauses = self._num_wakes = 0
 
     @property
@@ -36,52 +36,52 @@ class IdlePolicy:
         """Whether asking is off."""
         return self._frames_left > 0
 
+    @property
+    def due(self) -> bool:
+        """Whether trees should be grown in this frame of the pause."""
+        return self.pausing and (self._promised or self._frames_left % self._tuning.probe_frames == 0)
+
+    def probed(self, *, pays: bool) -> None:
+        """Trees were grown in a pause. Twice in a row they must pay: drafts come one token later."""
+        if pays and self._promised:
+            self.wake()
+        else:
+            self._promised = pays
+
     def asked(self, *, drafted: bool) -> None:
         """`propose` was called; without a draft a pause begins."""
-        self._asked, self._drafted = True, self._drafted or drafted
+        self._asked = True
         if not drafted:
             self._frames_left = self._tuning.pause_frames
             self._num_pauses += 1
 
     def exclude(self, seconds: float) -> None:
-        """Time that is no part of the price of asking: a drafter's own work."""
+        """Time that is no part of the price of asking: a drafter's own work and its passes."""
         self._excluded += seconds
 
-    def landed(self, live: int, *, prefill: bool = False) -> None:
-        """A frame of so many sequences landed. One that also read a prompt is not measured."""
+    def landed(self, live: int, seconds: float, *, prefill: bool = False) -> None:
+        """A frame of so many sequences landed, which took so long. With a prompt it is not measured."""
         now, last, asked = self._clock(), self._last_landing, self._asked
-        plain, self._asked, self._drafted = not self._drafted, False, False
-        excluded, self._excluded = self._excluded, 0.0
+        excluded, self._excluded, self._asked = self._excluded, 0.0, False
         self._last_landing, self._frames_left = (now, live), max(0, self._frames_left - 1)
-        if plain and live and last is not None and last[1] == live and not prefill:
-            curve = self._asked_frames if asked else self._chained_frames
-            curve.observe(live, now - last[0] - excluded)
+        if asked and live and last is not None and last[1] == live and not prefill:
+            self._gaps.observe(live, max(0.0, now - last[0] - excluded - seconds))
 
     def wake(self) -> None:
         """End the pause."""
-        self._frames_left = 0
+        self._num_wakes += self._frames_left > 0
+        self._frames_left, self._promised = 0, False
 
     def interrupted(self) -> None:
         """No sequence is left: the time until the next frame says nothing."""
         self._last_landing = None
 
     def price(self, live: int) -> float:
-        """Seconds that asking adds to a frame of so many sequences; 0.0 until both kinds were measured."""
-        if not (self._asked_frames.known and self._chained_frames.known):
-            return 0.0
-        return max(0.0, self._asked_frames.at(live) - self._chained_frames.at(live))
-
-    def wake_if_worth(self, live: int, expected: float) -> None:
-        """End the pause if so many accepted tokens are worth more than asking."""
-        tuning = self._tuning
-        share = tuning.shared_token_worth if live > 1 else 1.0
-        worth = expected * self._chained_frames.at(live) / max(live, 1) * share
-        if expected > 0.0 and worth >= tuning.wake_factor * self.price(live):
-            self._num_wakes += self._frames_left > 0
-            self._frames_left = 0
+        """Seconds that asking adds to a frame of so many sequences; 0.0 until it was measured."""
+        return self._gaps.at(live)
 
     def stats(self, live: int) -> dict[str, Any]:
-        """Pauses, how many a match ended, and the price of asking."""
+        """Pauses, how many were ended early, and the price of asking."""
         return {
             "resting": self.pausing,
             "rests": self._num_pauses,

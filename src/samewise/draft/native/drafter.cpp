@@ -669,7 +669,7 @@ struct Drafter {
 
     // ---- growing
 
-    int64_t grow(int64_t num, const int64_t* ids, const int64_t* max_nodes, const int64_t* max_depths, int64_t live,
+    int64_t grow(int64_t num, const int64_t* ids, const int64_t* max_nodes, const int64_t* max_depths, double live,
                  const double* seconds, int64_t budget, double min_prob, int64_t* counts, int32_t* tokens,
                  int32_t* parents, double* probs, double* brought) {
         growing.clear();
@@ -725,7 +725,7 @@ struct Drafter {
         return cut(live, seconds, counts, tokens, parents, probs, brought);
     }
 
-    static bool can_pay(int64_t live, const double* seconds, int64_t budget, int64_t num, double expected, double prob,
+    static bool can_pay(double live, const double* seconds, int64_t budget, int64_t num, double expected, double prob,
                         double best) {
         double reached = live + expected;
         for (int64_t i = num + 1; i <= budget; i++) {
@@ -870,7 +870,7 @@ struct Drafter {
 
     // ---- cutting
 
-    int64_t cut(int64_t live, const double* seconds, int64_t* counts, int32_t* tokens, int32_t* parents, double* probs,
+    int64_t cut(double live, const double* seconds, int64_t* counts, int32_t* tokens, int32_t* parents, double* probs,
                 double* brought) {
         order.clear();
         for (size_t i = 0; i < growing.size(); i++) {
@@ -1025,7 +1025,7 @@ int64_t drafter_commit(Drafter* drafter, int64_t num, const int64_t* ids, const 
 // The number of nodes of all trees, at most `budget`; `counts` by sequence, the other outputs one tree after
 // another; -2 for an unknown sequence, -1 where memory ran out. `seconds` has budget + 1 entries.
 int64_t drafter_grow(Drafter* drafter, int64_t num, const int64_t* ids, const int64_t* max_nodes,
-                     const int64_t* max_depths, int64_t live, const double* seconds, int64_t budget, double min_prob,
+                     const int64_t* max_depths, double live, const double* seconds, int64_t budget, double min_prob,
                      int64_t* counts, int32_t* tokens, int32_t* parents, double* probs, double* brought) {
     for (int64_t i = 0; i < num; i++)
         if (drafter->get(ids[i]) == nullptr) return -2;

@@ -65,7 +65,7 @@ def _library() -> ctypes.CDLL:
         "delete": (None, [address]),
         "begin": (whole, [address, whole, address, whole, ctypes.c_char_p, whole, address, whole]),
         "commit": (whole, [address, whole, *[address] * 7]),
-        "grow": (whole, [address, whole, *[address] * 3, whole, address, whole, real, *[address] * 5]),
+        "grow": (whole, [address, whole, *[address] * 3, real, address, whole, real, *[address] * 5]),
         "forget": (whole, [address, whole, whole]),
         "recover": (None, [address]),
         "clear": (whole, [address]),
