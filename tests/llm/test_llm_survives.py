@@ -132,8 +132,11 @@ def test_a_stream_left_open_goes_on_after_another_call_failed(survivor: LLM, num
     whole = list(survivor.stream(PROMPT, params))
     stream = survivor.stream(PROMPT, params)
     chunks = [next(stream) for _ in range(3)]
+    slow = [
+        one.clone(speculate=False) for one in PARAMS
+    ]  # as many frames as tokens, whatever was seen before
     with FailingFrame(survivor, number, fail_with(MemoryError())), pytest.raises(MemoryError):
-        generate(survivor, PROMPTS, PARAMS)
+        generate(survivor, PROMPTS, slow)
     chunks += stream
 
     def joined(chunks: list[Any]) -> tuple[Any, ...]:

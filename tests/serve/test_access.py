@@ -18,6 +18,20 @@ from starlette.routing import Mount
 from samewise.serve.logs import JsonLines, Lines
 from samewise.serve.settings import Keys, ServeSettings
 from samewise.serve.worker import salt_of
+from samewise.types import Ask
+
+
+def watched_salts(proposer: Any) -> set[bytes | None]:
+    """The salts of all texts that the proposer is told of from now on."""
+    salts: set[bytes | None] = set()
+    meet = proposer.meet
+
+    def watched(asks: list[Ask]) -> None:
+        salts.update(ask.share_salt for ask in asks)
+        meet(asks)
+
+    proposer.meet = watched
+    return salts
 
 
 def test_keys_give_access_and_separate_their_caches(caplog: pytest.LogCaptureFixture) -> None:
@@ -41,6 +55,7 @@ def test_keys_give_access_and_separate_their_caches(caplog: pytest.LogCaptureFix
                     assert (status, error["code"]) == (401, "invalid_api_key")
             for path in ("/health", "/ready", "/version", "/metrics", "/docs"):
                 assert (await served.client.get(path)).status_code == 200
+            salts = watched_salts(served.llm._engine.proposer)
             cached = []
             for key in ("alpha-key", "beta-key", "alpha-key", "beta-key"):
                 response = await ask(key)
@@ -48,9 +63,8 @@ def test_keys_give_access_and_separate_their_caches(caplog: pytest.LogCaptureFix
             assert cached == [False, False, True, True]
             salted = (await ask("alpha-key", cache_salt="mine")).json()
             assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-            pools = served.llm._engine.proposer._pools  # type: ignore[attr-defined]
-            assert len(pools) == 3
-            assert b"" not in pools
+            assert len(salts) == 3
+            assert not salts & {b"", None}
 
     run(work())
     assert "alpha-key" not in caplog.text
