@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from samewise.config import EngineConfig
 from samewise.contract import Contract
@@ -30,13 +30,22 @@ from samewise.engine.weights import CertifiedWeights, WeightUpdate, apply_update
 from samewise.errors import CallerError, EngineLost
 from samewise.execute.load import Loaded, fingerprint, load, model_facts
 from samewise.schedule.scheduler import Scheduler
-from samewise.types import Ask, Delta, Guide, Received, Request, Span
+from samewise.types import Ask, Delta, Guide, Received, Request, Span, Verdict
 from samewise.verify.frame_sizes import recheck_frame_sizes
 from samewise.verify.judge import trust
 from samewise.verify.verifier import FrameInFlight
 
 MEET_TOKENS = 4096
 """Tokens of new prompts that a proposer may index in one step (a prompt is never split): about 1 ms."""
+
+
+class LandedFrame(NamedTuple):
+    """A frame whose verdicts are known."""
+
+    flight: FrameInFlight
+    verdicts: list[Verdict]
+    deltas: list[Delta]
+    seconds: float  # on the device
 
 
 class Engine:
@@ -71,6 +80,7 @@ class Engine:
         self.scheduler = Scheduler(self.limits, counters)
         self._calls = Calls(self, self.scheduler.registry, self._repair)
         self._flight: FrameInFlight | None = None  # the frame in flight
+        self._landed_frame: LandedFrame | None = None  # the frame that landed in this step
         self._landed = 0.0  # when the last frame's verdicts arrived
         self._held: list[Delta] = []  # committed outside of step(), returned by the next one
         self._next_id = 0
@@ -102,11 +112,14 @@ class Engine:
                 self.scheduler.extend(proposals)
                 spans = self.scheduler.spans()
                 launched = self._launch(spans) if spans else None
-                deltas += self._decode_unverified(unverified, in_frame={span.seq_id for span in spans})
+                if unverified:
+                    deltas += self._decode_unverified(unverified, in_frame={span.seq_id for span in spans})
             self._flight = launched
+            # The device is busy from here on.
+            self._account(deltas)
             new_sequences = self.scheduler.new_sequences(MEET_TOKENS)
             if new_sequences:
-                self.proposer.meet(new_sequences)  # while the device is busy
+                self.proposer.meet(new_sequences)
             self._times.stepped += time.perf_counter() - began
             return deltas
 
@@ -121,9 +134,8 @@ class Engine:
         return self._launch(spans) if spans else None
 
     def _launch(self, spans: list[Span]) -> FrameInFlight:
-        launched = self._clock()
         flight = self.verifier.launch(spans)
-        flight.launched = launched
+        flight.launched = self._clock()  # the device has just begun
         return flight
 
     def _land(self) -> list[Delta]:
@@ -135,10 +147,6 @@ class Engine:
         began = max(flight.launched, self._landed) if self.verifier.ahead else self._clock()
         verdicts = flight.verdicts()
         self._landed = self._clock()
-        rows = sum(len(span.inputs) for span in flight.spans)
-        prefill = any(span.given > 1 for span in flight.spans)
-        self.frame_costs.observe(rows, self._landed - began, prefill=prefill)
-        self._times.waited += flight.waited
         self._flight = None
         # Verdicts of sequences that ended meanwhile are dropped.
         self.proposer.observe([v for v in verdicts if self.scheduler.is_running(v.seq_id)])
@@ -146,10 +154,30 @@ class Engine:
         moves = self.scheduler.take_moves()
         if moves:
             self.runner.store.move(moves)
-        committed = sum(len(delta.tokens) for delta in deltas)
-        drafts = [(v.guessed, v.accepted) for v in verdicts if v.guessed]
-        self.frame_log.landed(flight.spans, self.frame_costs.size(rows), committed, self._landed, drafts)
-        return self._forget_finished(deltas)
+        self._landed_frame = LandedFrame(flight, verdicts, deltas, self._landed - began)
+        return deltas
+
+    def _land_now(self) -> None:
+        """Land the frame in flight outside of a step; the next one returns its deltas."""
+        deltas = self._land()
+        self._account(deltas)
+        self._held += deltas
+
+    def _account(self, deltas: list[Delta]) -> None:
+        """Take note of the frame that landed, and forget sequences that finished."""
+        landed, self._landed_frame = self._landed_frame, None
+        if landed is not None:
+            spans, verdicts = landed.flight.spans, landed.verdicts
+            rows = sum(len(span.inputs) for span in spans)
+            prefill = any(span.given > 1 for span in spans)
+            self.frame_costs.observe(rows, landed.seconds, prefill=prefill)
+            self._times.waited += landed.flight.waited
+            committed = sum(len(delta.tokens) for delta in landed.deltas)
+            drafts = [(v.guessed, v.accepted) for v in verdicts if v.guessed]
+            self.frame_log.landed(spans, self.frame_costs.size(rows), committed, self._landed, drafts)
+        for delta in deltas:
+            if delta.finish is not None:
+                self.proposer.forget(delta.request_id)
 
     def _decode_unverified(self, asks: list[Ask], in_frame: set[int]) -> list[Delta]:
         """Fast-path tokens for unverified requests that have no row in the frame just launched."""
@@ -162,13 +190,7 @@ class Engine:
         if not asks:
             return []
         verdicts = [trust(proposal, kv_lens[proposal.seq_id]) for proposal in self.fast.propose(asks)]
-        return self._forget_finished(self.scheduler.commit(verdicts))
-
-    def _forget_finished(self, deltas: list[Delta]) -> list[Delta]:
-        for delta in deltas:
-            if delta.finish is not None:
-                self.proposer.forget(delta.request_id)
-        return deltas
+        return self.scheduler.commit(verdicts)
 
     # ---- requests
 
@@ -228,7 +250,7 @@ class Engine:
     def preempt(self, request_id: int) -> bool:
         """Free a running request's pages; it will prefill its tokens again, to the same bits."""
         with self._calls.change, self.parts.process.pinned():
-            self._held += self._land()  # the frame in flight writes to the pages the request has now
+            self._land_now()  # the frame in flight writes to the pages the request has now
             return self.scheduler.preempt(request_id)
 
     @property
@@ -264,7 +286,7 @@ class Engine:
     def _repair(self, received: Mapping[int, Received | None], blame: bool) -> None:
         """Drop everything but the requests and what was received of them. May be cut short and repeated."""
         wait_for_device(self.device)  # a frame in flight still writes to its pages
-        self._flight = None
+        self._flight, self._landed_frame = None, None
         self.proposer.recover()
         self.fast.recover()
         self._held = self.scheduler.recover(received, blame=blame)
@@ -282,7 +304,7 @@ class Engine:
             raise CallerError("update_weights while requests are running; finish or abort them first")
         tensors = read_update(update, self.runner.model)
         with self._calls.change, self.parts.process.pinned():
-            self._held += self._land()  # a frame whose requests were all aborted
+            self._land_now()  # a frame whose requests were all aborted
             self._weights.revoke()
             self.scheduler.index.clear()
             apply_update(tensors, self.runner.model, native=self.parts.linears == "native")
