@@ -168,7 +168,7 @@ def skip(
 ) -> Skip:
     """Skipped layers, another set every few tokens, with no limit on the search's time."""
     parts = with_settings(parts, proposer="skip", draft_model=None, draft_weights="auto")
-    tuning = Tuning(search=SearchTuning(every=every, window=window))
+    tuning = Tuning(search=SearchTuning(every=every, window=window, min_targets=8))
     parts = replace(parts, clock=RandomClock(), tuning=tuning)
     proposer = make_skip(parts, search=search(len(parts.runner.arch.layers)), standalone=standalone)
     proposer.optimiser.budget.saved = 1e9

@@ -43,7 +43,7 @@ class Skip(Drafter):
         self._passes, self._confidence, self._pricing, self._clock = passes, confidence, pricing, clock
         self.active, self.optimiser, self._pacing = active, optimiser, pacing
         self._standalone = standalone
-        self._num_passes = 0
+        self._num_passes = self._last_passes = 0  # of all calls, and of the last one
 
     @property
     def ready(self) -> bool:
@@ -71,6 +71,7 @@ class Skip(Drafter):
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
         """The next token of every ask, or the next few, as far as they pay."""
+        self._last_passes = 0
         if self._standalone:
             self.on_step(asks)
         if not asks or not self.ready:
@@ -81,11 +82,15 @@ class Skip(Drafter):
         self._confidence.clear()
         began = self._clock()
         proposals = self._passes.draft(asks, self.name, self.active.path, logprobs=False)
-        num_passes = max(len(proposal.tokens) for proposal in proposals)
-        self._num_passes += num_passes
-        seconds = (self._clock() - began) / num_passes
+        self._last_passes = max(len(proposal.tokens) for proposal in proposals)
+        self._num_passes += self._last_passes
+        seconds = (self._clock() - began) / self._last_passes
         self._pricing.observe_draft_pass(len(asks), self.active.skipped, seconds)
         return self._pacing.pace(asks, proposals, self._confidence.take())
+
+    def passes_of(self, proposals: list[Proposal]) -> int:  # noqa: ARG002 - cut, and with alternatives added
+        """Passes that the last call of `propose` took."""
+        return self._last_passes
 
     def observe(self, verdicts: list[Verdict]) -> None:
         """Learn from verdicts, and check whether the set still fits the text."""
