@@ -2,9 +2,16 @@
 
 A pass always has the buffer's `num_rows` rows. Rows left over are padding: they see no keys and write to the
 trash page. Bits do not depend on a row's index (the probe checks it), so spans are placed in the given order.
+
+Buffers are filled by `native.packer` in C++, or here in Python where no compiler is installed: the reference,
+which gives the same numbers.
 """
 
 from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -15,8 +22,71 @@ from samewise.kv.pages import TRASH
 from samewise.types import ROOT, Ask, Span
 
 
-def pack_frame(spans: list[Span], staging: StagingBuffer, keep: list[int] | None = None) -> PassInputs:
-    """Place spans in consecutive rows. With `keep`, logits are computed for these rows only."""
+def pack_frame(
+    spans: list[Span],
+    staging: StagingBuffer,
+    keep: list[int] | None = None,
+    moves: Sequence[tuple[int, int]] = (),
+) -> PassInputs:
+    """Place spans in consecutive rows. With `keep`, logits are computed for these rows only.
+
+    `moves`: slots (from, to) whose K and V the pass moves before anything else, at most `staging.max_moves`.
+    """
+    packer = staging.packer
+    if packer is None:
+        return _pack_frame(spans, staging, keep, moves)
+    numbers: list[int] = []
+    tokens: list[int] = []
+    parents: list[int] = []
+    tables: list[array[int]] = []
+    for span in spans:
+        inputs, pages, nodes = span.inputs, span.pages, span.parents
+        source = -1 if span.source is None else span.source
+        numbers += (len(inputs), span.given, span.start, source, len(pages), len(nodes))
+        tokens += inputs
+        parents += nodes
+        tables.append(pages)
+    numbers += tokens
+    numbers += parents
+    num_keep = -1
+    if keep is not None:
+        num_keep = len(keep)
+        numbers += keep
+    if moves:
+        numbers += chain.from_iterable(moves)
+    end = packer.pack(staging.address, len(spans), numbers, tables, num_keep, len(moves))
+    return staging.copy(end, with_keep=keep is not None)
+
+
+def pack_fast(
+    asks: list[Ask], staging: StagingBuffer, sources: list[int] | None = None, ahead: int = 0
+) -> PassInputs:
+    """One row per ask: its last known or drafted token.
+
+    With `sources` the token is the one sampled by that row of the previous pass, still on the device: it
+    stands `ahead` positions after the last token the host knows.
+    """
+    packer = staging.packer
+    if packer is None:
+        return _pack_fast(asks, staging, sources, ahead)
+    numbers: list[int] = []
+    tokens: list[int] = []
+    tables: list[array[int]] = []
+    for ask, source in zip(asks, sources or repeat(-1, len(asks)), strict=True):
+        known, draft, pages = ask.tokens, ask.draft, ask.pages
+        numbers += (1, 1, len(known) + len(draft) - 1 + ahead, source, len(pages), 0)
+        tokens.append(draft[-1] if draft else known[-1])
+        tables.append(pages)
+    end = packer.pack(staging.address, len(asks), numbers + tokens, tables)
+    return staging.copy(end, with_keep=False)
+
+
+# -- in Python -----------------------------------------------------------------------------------------
+
+
+def _pack_frame(
+    spans: list[Span], staging: StagingBuffer, keep: list[int] | None, moves: Sequence[tuple[int, int]]
+) -> PassInputs:
     tokens: list[int] = []
     sources: list[int] = []
     positions: list[int] = []
@@ -46,7 +116,7 @@ def pack_frame(spans: list[Span], staging: StagingBuffer, keep: list[int] | None
             starts += [start] * rows
         tables.append(pages)
         start += len(pages)
-    return _fill(staging, tokens, sources, positions, slots, starts, b"".join(tables), keep, tails)
+    return _fill(staging, tokens, sources, positions, slots, starts, b"".join(tables), keep, tails, moves)
 
 
 class _Tails:
@@ -93,14 +163,7 @@ def _path(parents: tuple[int, ...], slots: list[int], node: int) -> list[int]:
     return path[::-1]
 
 
-def pack_fast(
-    asks: list[Ask], staging: StagingBuffer, sources: list[int] | None = None, ahead: int = 0
-) -> PassInputs:
-    """One row per ask: its last known or drafted token.
-
-    With `sources` the token is the one sampled by that row of the previous pass, still on the device: it
-    stands `ahead` positions after the last token the host knows.
-    """
+def _pack_fast(asks: list[Ask], staging: StagingBuffer, sources: list[int] | None, ahead: int) -> PassInputs:
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -127,6 +190,7 @@ def _fill(
     pages: bytes,
     keep: list[int] | None = None,
     tails: _Tails | None = None,
+    moves: Sequence[tuple[int, int]] = (),
 ) -> PassInputs:
     used, rows = len(tokens), staging.num_rows
     if used > rows:
@@ -154,7 +218,7 @@ def _fill(
         table = np.concatenate((table, np.array(tails.slots, dtype=np.int32)))
     if staging.plan is not None:
         staging.plan.write(lengths, staging.field("page_start"), tail_start, tail, staging.work_list)
-    return staging.send(table, keep)
+    return staging.send(table, keep, moves)
 
 
 __all__ = ["pack_fast", "pack_frame"]

@@ -12,7 +12,8 @@ The work list is int32, of a fixed size for a number of rows: HEADER_LEN counts,
 other. In a pass of many rows a second list follows, of *wide* tiles for long runs of rows without tails;
 these are uncut.
 
-Host only: numpy, no torch.
+`TilePlan.write` is the reference, and used where no C++ compiler is installed; tiles.cpp writes the same
+numbers. Host only: numpy, no torch.
 """
 
 from __future__ import annotations
@@ -156,10 +157,13 @@ class TilePlan:
         else:
             self._write_pieces(cut & (splits > 0), num_tiles, columns, splits, work_list)
 
+    def num_concurrent(self, num_rows: int) -> int:
+        """Programs of a pass of `num_rows` rows that the device runs at the same time."""
+        return self.concurrent_programs * (2 if num_rows >= self.busy_rows else 1)
+
     def cut(self, splits: Ints, num_rows: int) -> Bools | None:
         """Which tiles to cut, given their numbers of splits, longest first; None: none of them."""
-        programs = self.concurrent_programs * (2 if num_rows >= self.busy_rows else 1)
-        mean_splits = int(splits.sum()) * self.kv_heads / programs
+        mean_splits = int(splits.sum()) * self.kv_heads / self.num_concurrent(num_rows)
         threshold = max(1.0, self.cut_threshold * mean_splits)
         return splits > threshold if splits[0] > threshold else None
 

@@ -209,12 +209,12 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def library_of(source: Path) -> ctypes.CDLL:
-    """The process's one library of another source file, which computes nothing that must be the same bits.
+def library_of(*sources: Path) -> ctypes.CDLL:
+    """The process's one library of other source files, which compute nothing that must be the same bits.
 
     MachineError where it cannot be built or loaded.
     """
-    return _library((source,))
+    return _library(sources)
 
 
 def _library(sources: tuple[Path, ...]) -> ctypes.CDLL:
