@@ -30,6 +30,8 @@ def test_auto_pauses_only_where_frames_are_launched_ahead():
 def test_auto_is_not_quiet_while_drafts_await_their_verdict():
     auto = auto_of(ahead=True)
     assert auto.propose([ask(0, REPEATING)])
+    for _ in range(200):  # of which each adds to the average that asking brings nothing
+        auto._idle.weigh(1.0, 1.1)
     assert auto.propose([ask(1, NO_MATCH)]) == []
     assert not auto.quiet
     auto.observe([verdict(0, 2, 1, "tree")])
@@ -65,7 +67,6 @@ def test_matches_that_bring_little_cost_little():
     """Two tokens that occurred before are always followed by a new one."""
     device = SimulatedDevice([n for i in range(600) for n in (5, 6, 1000 + i)])
     device.run(1500)
-    assert device.num_asked < 0.2 * device.num_frames
     assert device.tokens_per_frame_time > 0.97
 
 
@@ -138,7 +139,7 @@ def test_pauses_and_their_price_are_reported(caplog):
     with caplog.at_level("INFO", "samewise.auto"):
         device = SimulatedDevice(NEW_TOKENS[:60] + [7, 8, 9] * 30, explain=True)
         device.run(140)
-    for text in ("nothing to propose; pausing", "asking again; "):
+    for text in ("times the tokens per second; pausing", "asking again; "):
         assert text in caplog.text
     report = device.auto.stats()["auto"]["rest"]
     assert report["rests"] > 0

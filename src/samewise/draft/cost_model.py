@@ -191,6 +191,7 @@ class BroughtRatio:
     brought: float = DEFAULTS.auto.brought_prior
     expected: float = DEFAULTS.auto.brought_prior
     memory: float = DEFAULTS.auto.brought_memory
+    most: float = DEFAULTS.auto.max_brought
 
     def observe(self, expected: float, accepted: int) -> None:
         """Add a tree."""
@@ -202,8 +203,8 @@ class BroughtRatio:
 
     @property
     def value(self) -> float:
-        """Above 0, also where nothing was accepted for long."""
-        return max(self.brought / self.expected, 0.01)
+        """Above 0, also where nothing was accepted for long, and at most `most`."""
+        return min(max(self.brought / self.expected, 0.01), self.most)
 
 
 class Calibration:

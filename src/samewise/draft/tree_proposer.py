@@ -19,17 +19,16 @@ NAMES = {Sources.SUFFIXES: "ngram", Sources.ROWS: "recycle", Sources.ALL: "tree"
 
 
 def row_prices(
-    frames: FrameCosts, live: int, max_nodes: int, factor: float, asking: float = 0.0, brought: float = 1.0
+    frames: FrameCosts, live: int, max_nodes: int, factor: float = 1.0, brought: float = 1.0
 ) -> RowPrices:
     """What up to `max_nodes` nodes cost beside `live` sequences, by measured frames.
 
-    `factor`: times the price of its row that a node must be worth. `asking`: seconds that any node costs.
-    `brought`: accepted nodes for each expected one.
+    `factor`: times the price of its row that a node must be worth. `brought`: accepted nodes for each
+    expected one.
     """
     plain, seconds = frames.cost(live), []
     for cost, num in frames.steps(live, max(live, min(live + max_nodes, frames.sizes[-1]))):
-        seconds += [plain + asking + factor * (cost - plain)] * num
-    seconds[0] = plain
+        seconds += [plain + factor * (cost - plain)] * num
     return RowPrices(live / brought, seconds)
 
 
@@ -74,7 +73,7 @@ class TreeProposer(Proposer):
         tuning, frames = self._tuning, self._frames
         prices = RowPrices.free(len(fresh), tuning.max_nodes * len(fresh))
         if frames is not None and frames.known:
-            prices = row_prices(frames, len(asks), tuning.max_nodes * len(fresh), 1.0)
+            prices = row_prices(frames, len(asks), tuning.max_nodes * len(fresh))
         trees, _ = self.grow(fresh, prices, tuning.max_nodes, tuning.min_prob)
         return self.proposals(fresh, trees)
 
@@ -136,10 +135,11 @@ class TreeProposer(Proposer):
             limits.append(Limit(ask.seq_id, min(max_nodes, ask.max_nodes), ask.room))
         return self._drafter.grow(limits, prices, min_prob)
 
-    def expect(self, seq_ids: list[int], prices: RowPrices, max_nodes: int) -> float:
-        """The accepted tokens that trees would bring now to those of the sequences that are known."""
+    def expect(self, seq_ids: list[int], prices: RowPrices, max_nodes: int) -> tuple[int, float]:
+        """Nodes of trees for those of the sequences that are known, and the accepted ones to expect."""
         limits = [Limit(seq_id, max_nodes, max_nodes) for seq_id in seq_ids if seq_id in self._known]
-        return self._drafter.grow(limits, prices)[1] if limits else 0.0
+        trees, expected = self._drafter.grow(limits, prices)
+        return sum([len(tree.tokens) for tree in trees]), expected
 
     def proposals(self, asks: list[Ask], trees: list[DraftTree]) -> list[Proposal]:
         """The trees that are not empty, as proposals."""

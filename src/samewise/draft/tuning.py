@@ -156,6 +156,8 @@ class AutoTuning:
     brought_prior: float = 20.0
     # ... and expected nodes over which it fades.
     brought_memory: float = 400.0
+    # The most that a node is taken to bring beyond its estimate.
+    max_brought: float = 1.25
     # Acceptance of a drafter before anything was measured, and the trials it counts for: optimistic, so that
     # it is tried, and soon outweighed.
     drafter_prior: float = 0.85
@@ -178,8 +180,10 @@ class AutoTuning:
     probe_frames: int = 4
     # Nodes of each of these trees, at most.
     probe_nodes: int = 16
-    # Multiple of the measured price of asking that such trees must be worth.
-    wake_factor: float = 2.0
+    # Weight of a frame in the average of what asking brings. Follows a change of text in about ten frames.
+    advantage_weight: float = 0.1
+    # Tokens per second with asking over those without that end a pause; at 1 and below a pause begins.
+    wake_advantage: float = 1.03
     # Sequences whose rows and text are followed during a pause, at most: 5 µs each, while the device
     # computes. With more, their texts are read when the pause ends.
     max_followed: int = 48

@@ -8,7 +8,7 @@ its row's time; padding rows are free. Host only; the clock is an argument.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from samewise.draft.auto.drafters import DrafterSelector
 from samewise.draft.auto.explain import DecisionLog
@@ -19,6 +19,16 @@ from samewise.draft.tree import DraftTree, RowPrices
 from samewise.draft.tree_proposer import TreeProposer, row_prices
 from samewise.draft.tuning import DEFAULTS, Tuning
 from samewise.types import Ask, Proposal, Verdict
+
+
+class Brought(NamedTuple):
+    """Tokens and seconds of a frame with drafts, in those of a frame without."""
+
+    tokens: float
+    seconds: float
+
+
+NOTHING = Brought(1.0, 1.0)
 
 
 class Auto(Proposer):
@@ -47,7 +57,7 @@ class Auto(Proposer):
         self._log = DecisionLog(explain=explain)
         self._drafters = DrafterSelector(drafters, frames, clock, max_tokens, self._log, tuning)
         prior = self._tuning.brought_prior
-        self._brought = BroughtRatio(prior, prior, self._tuning.brought_memory)
+        self._ratio = BroughtRatio(prior, prior, self._tuning.brought_memory, self._tuning.max_brought)
         self._expected: dict[int, float] = {}  # accepted nodes expected of a sequence's tree in flight
         self._idle = IdlePolicy(clock, tuning) if ahead else None
         self._waited_steps = 0  # steps in a row in which an assigned drafter drafted nothing
@@ -65,16 +75,17 @@ class Auto(Proposer):
         began = self._clock()
         self._drafters.on_step(asks)
         self._exclude(began)
-        fresh = [ask for ask in asks if not ask.draft]
-        live = len(asks)
-        trees, throughput = self._grow(fresh, live)
-        self._assign(fresh, trees, live, throughput)
+        fresh, live = [ask for ask in asks if not ask.draft], len(asks)
+        trees, brought = self._grow(fresh, live)
+        by_drafter = self._assign(fresh, trees, live, brought)
         began = self._clock()
         proposals = self._drafters.draft(asks)
         if proposals:
             self._exclude(began)
+        if self._idle is not None and fresh:
+            self._idle.weigh(*(by_drafter if proposals else brought))
         proposals += self._propose_trees(fresh, trees, {proposal.seq_id for proposal in proposals})
-        self._unverified.update(proposal.seq_id for proposal in proposals)
+        self._unverified.update([proposal.seq_id for proposal in proposals])
         if self._idle is not None and asks:
             self._pause_if_idle(self._idle, asks, proposals)
         return proposals
@@ -85,32 +96,35 @@ class Auto(Proposer):
 
     # ---- trees
 
-    def _grow(self, asks: list[Ask], live: int) -> tuple[list[DraftTree], float]:
-        """Trees of the nodes that pay, and the tokens per second with them; 0.0: no frame was timed yet."""
+    def _grow(self, asks: list[Ask], live: int) -> tuple[list[DraftTree], Brought]:
+        """Trees of the nodes that pay for their rows, and what they bring."""
         if not asks:
-            return [], 0.0
+            return [], NOTHING
         budget = sum([ask.max_nodes for ask in asks])
-        prices = self._prices(live, budget, 1.0)
-        trees, expected = self._trees.grow(asks, prices, budget)
+        trees, expected = self._trees.grow(asks, self._prices(live, budget), budget)
         num_nodes = sum([len(tree.tokens) for tree in trees])
-        if not self._frames.known:
-            return trees, 0.0
-        seconds = self._frames.cost(live + num_nodes)
-        if num_nodes and self._idle is not None:
-            seconds += self._idle.price(live)
+        brought = self._brought_by(live, num_nodes, expected)
         self._log.explain(
-            "%d nodes for %d sequences, %.2f accepted expected; frame of %.2f ms, %.2f without",
-            num_nodes, live, expected, seconds * 1e3, self._frames.cost(live) * 1e3,
+            "%d nodes for %d sequences, %.2f accepted expected; %.2f times the tokens in %.2f times the time",
+            num_nodes, live, expected, brought.tokens, brought.seconds,
         )  # fmt: skip
-        return trees, (live + expected * self._brought.value) / seconds
+        return trees, brought
 
-    def _prices(self, live: int, max_nodes: int, asking: float) -> RowPrices:
-        """What nodes cost. `asking`: times the price of asking that they must be worth."""
-        frames, tuning, brought = self._frames, self._tuning, self._brought.value
+    def _prices(self, live: int, max_nodes: int) -> RowPrices:
+        """What nodes cost. The price of asking is paid already, or is not in question."""
+        frames, tuning, ratio = self._frames, self._tuning, self._ratio.value
         if not frames.known:
-            return RowPrices.free(live / brought, min(max_nodes, tuning.untimed_nodes * live))
-        price = 0.0 if self._idle is None else asking * self._idle.price(live)
-        return row_prices(frames, live, max_nodes, tuning.price_factor, price, brought)
+            return RowPrices.free(live / ratio, min(max_nodes, tuning.untimed_nodes * live))
+        return row_prices(frames, live, max_nodes, tuning.price_factor, ratio)
+
+    def _brought_by(self, live: int, num_nodes: int, expected: float) -> Brought:
+        """Tokens and seconds of a frame with these nodes, the price of asking among them."""
+        if not self._frames.known:
+            return NOTHING
+        plain = self._frames.cost(live)
+        price = 0.0 if self._idle is None else self._idle.price(live)
+        seconds = (self._frames.cost(live + num_nodes) + price) / plain
+        return Brought(1.0 + expected * self._ratio.value / live, seconds)
 
     def _propose_trees(self, asks: list[Ask], trees: list[DraftTree], drafted: set[int]) -> list[Proposal]:
         """Proposals for sequences that no drafter drafted for."""
@@ -126,18 +140,24 @@ class Auto(Proposer):
 
     # ---- drafters
 
-    def _assign(self, asks: list[Ask], trees: list[DraftTree], live: int, throughput: float) -> None:
-        """Give sequences to a drafter, where it brings more tokens per second than trees do."""
-        choice = self._drafters.choose(live, throughput) if asks else None
+    def _assign(self, asks: list[Ask], trees: list[DraftTree], live: int, brought: Brought) -> Brought:
+        """Give sequences to a drafter, where it brings more tokens per second than trees do.
+
+        Returns what is brought then; the same where no drafter is chosen.
+        """
+        plain = live / self._frames.cost(live) if asks and self._frames.known else 0.0
+        with_trees = plain * max(1.0, brought.tokens / brought.seconds)
+        choice = self._drafters.choose(live, with_trees) if plain else None
         if choice is None:
-            return
-        brought = self._brought.value
+            return brought
+        ratio = self._ratio.value
         assigned = [
             ask
             for ask, tree in zip(asks, trees, strict=True)
-            if 1.0 + brought * sum(tree.probs) < choice.expected
+            if 1.0 + ratio * sum(tree.probs) < choice.expected
         ]
         self._drafters.assign(choice, assigned, live)
+        return Brought((with_trees + choice.gain) / plain, 1.0) if assigned else brought
 
     def meet(self, asks: list[Ask]) -> None:
         """Index the prompts; a drafter that is ready may draft for them, so a pause ends."""
@@ -152,7 +172,7 @@ class Auto(Proposer):
         self._unverified.difference_update([verdict.seq_id for verdict in verdicts])
         for verdict in verdicts:
             if verdict.guessed and verdict.drafter == self._trees.name:
-                self._brought.observe(self._expected.pop(verdict.seq_id, 0.0), verdict.accepted)
+                self._ratio.observe(self._expected.pop(verdict.seq_id, 0.0), verdict.accepted)
         self._drafters.observe(verdicts)
         idle = self._idle
         if idle is None or not idle.pausing or len(verdicts) <= self._tuning.max_followed:
@@ -169,11 +189,11 @@ class Auto(Proposer):
 
     def _wake_if_worth(self, idle: IdlePolicy, verdicts: list[Verdict]) -> None:
         """Grow trees while the device computes; ask again where they would pay."""
-        live = len(verdicts)
-        max_nodes = self._tuning.probe_nodes
-        prices = self._prices(live, max_nodes * live, self._tuning.wake_factor)
-        expected = self._trees.expect([verdict.seq_id for verdict in verdicts], prices, max_nodes)
-        idle.probed(pays=expected > 0.0)
+        live, max_nodes = len(verdicts), self._tuning.probe_nodes
+        prices = self._prices(live, max_nodes * live)
+        num_nodes, expected = self._trees.expect([v.seq_id for v in verdicts], prices, max_nodes)
+        brought = self._brought_by(live, num_nodes, expected)
+        idle.weigh(brought.tokens, brought.seconds)
         if not idle.pausing:
             self._log.explain(
                 "asking again; %.2f accepted tokens expected, asking adds %.2f ms to a frame",
@@ -216,7 +236,7 @@ class Auto(Proposer):
             "decisions": dict(self._log.counts),
             "frame_seconds": self._frames.curve.table(),
             "drafters": self._drafters.report(),
-            "brought": self._brought.value,
+            "brought": self._ratio.value,
             "rest": None if idle is None else idle.stats(max(1, len(self._live))),
         }
         return {self.name: report} | self._trees.stats() | self._drafters.stats()
@@ -227,9 +247,9 @@ class Auto(Proposer):
         assigned = self._drafters.has_target(asks)
         self._waited_steps = 0 if proposals else self._waited_steps + assigned
         waiting = assigned and self._waited_steps <= self._tuning.max_wait_steps
-        idle.asked(drafted=bool(proposals) or any(ask.draft for ask in asks) or waiting)
+        idle.asked(busy=waiting or any(ask.draft for ask in asks) or any(p.more for p in proposals))
         if idle.pausing:
-            self._log.explain("nothing to propose; pausing")
+            self._log.explain("asking brings %.2f times the tokens per second; pausing", idle.advantage)
 
 
-__all__ = ["Auto"]
+__all__ = ["NOTHING", "Auto", "Brought"]

@@ -2,9 +2,9 @@
 
 A frame that may hold drafts can only be launched after the frame before it has landed; without drafts, frames
 follow one another on the device. So asking has a price, a large one where frames are short: the time from a
-landing until the next frame is launched, during which the device waits. When there was nothing worth its
-price, asking pauses. Meanwhile trees are grown every few frames, while the device computes, and asking
-resumes as soon as they would pay.
+landing until the next frame is launched, during which the device waits. Whether it is worth its price is an
+average over frames: one position has a good guess, the next has none. Where it is not, asking pauses.
+Meanwhile trees are grown every few frames, while the device computes, and asking resumes when they would pay.
 
 Numbers in, numbers out; the clock is an argument. Host only.
 """
@@ -19,7 +19,7 @@ from samewise.draft.tuning import DEFAULTS, Tuning
 
 
 class IdlePolicy:
-    """Measures the price of asking, and keeps the length of the current pause."""
+    """Measures the price of asking and what asking brings, and keeps the length of the current pause."""
 
     def __init__(self, clock: Callable[[], float], tuning: Tuning = DEFAULTS) -> None:
         self._clock, self._tuning = clock, tuning.auto
@@ -27,8 +27,9 @@ class IdlePolicy:
         self._last_landing: tuple[float, int] | None = None  # time, number of sequences
         self._asked = False  # for the frame in flight
         self._frames_left = 0  # of the pause
-        self._promised = False  # whether trees would have paid in the last frame of the pause
         self._excluded = 0.0  # seconds since the last landing that are no part of the price of asking
+        # Moving averages: tokens and seconds of a frame that was asked for, in those of a frame that was not.
+        self._tokens = self._seconds = 1.0
         self._num_pauses = self._num_wakes = 0
 
     @property
@@ -39,19 +40,25 @@ class IdlePolicy:
     @property
     def due(self) -> bool:
         """Whether trees should be grown in this frame of the pause."""
-        return self.pausing and (self._promised or self._frames_left % self._tuning.probe_frames == 0)
+        return self.pausing and self._frames_left % self._tuning.probe_frames == 0
 
-    def probed(self, *, pays: bool) -> None:
-        """Trees were grown in a pause. Twice in a row they must pay: drafts come one token later."""
-        if pays and self._promised:
+    @property
+    def advantage(self) -> float:
+        """Tokens per second with asking over those without, lately."""
+        return self._tokens / self._seconds
+
+    def weigh(self, tokens: float, seconds: float) -> None:
+        """Add what asking brings for a frame, in tokens and seconds of a frame without drafts."""
+        weight = self._tuning.advantage_weight
+        self._tokens += weight * (tokens - self._tokens)
+        self._seconds += weight * (seconds - self._seconds)
+        if self.pausing and self.advantage > self._tuning.wake_advantage:
             self.wake()
-        else:
-            self._promised = pays
 
-    def asked(self, *, drafted: bool) -> None:
-        """`propose` was called; without a draft a pause begins."""
+    def asked(self, *, busy: bool) -> None:
+        """`propose` was called. A pause begins where asking does not pay, unless a drafter is `busy`."""
         self._asked = True
-        if not drafted:
+        if not busy and self.advantage <= 1.0:
             self._frames_left = self._tuning.pause_frames
             self._num_pauses += 1
 
@@ -70,7 +77,7 @@ class IdlePolicy:
     def wake(self) -> None:
         """End the pause."""
         self._num_wakes += self._frames_left > 0
-        self._frames_left, self._promised = 0, False
+        self._frames_left = 0
 
     def interrupted(self) -> None:
         """No sequence is left: the time until the next frame says nothing."""
@@ -81,12 +88,13 @@ class IdlePolicy:
         return self._gaps.at(live)
 
     def stats(self, live: int) -> dict[str, Any]:
-        """Pauses, how many were ended early, and the price of asking."""
+        """Pauses, how many were ended early, the price of asking, and what it brings."""
         return {
             "resting": self.pausing,
             "rests": self._num_pauses,
             "calls": self._num_wakes,
             "price_seconds": self.price(live),
+            "advantage": self.advantage,
         }
 
 
