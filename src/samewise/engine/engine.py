@@ -45,7 +45,6 @@ class LandedFrame(NamedTuple):
     flight: FrameInFlight
     verdicts: list[Verdict]
     deltas: list[Delta]
-    seconds: float  # on the device
 
 
 class Engine:
@@ -148,13 +147,14 @@ class Engine:
         verdicts = flight.verdicts()
         self._landed = self._clock()
         self._flight = None
+        self.frame_costs.observe(flight.num_rows, self._landed - began, prefill=flight.prefill)
         # Verdicts of sequences that ended meanwhile are dropped.
         self.proposer.observe([v for v in verdicts if self.scheduler.is_running(v.seq_id)])
         deltas = self.scheduler.commit(verdicts)
         moves = self.scheduler.take_moves()
         if moves:
             self.runner.store.move(moves)
-        self._landed_frame = LandedFrame(flight, verdicts, deltas, self._landed - began)
+        self._landed_frame = LandedFrame(flight, verdicts, deltas)
         return deltas
 
     def _land_now(self) -> None:
@@ -167,14 +167,12 @@ class Engine:
         """Take note of the frame that landed, and forget sequences that finished."""
         landed, self._landed_frame = self._landed_frame, None
         if landed is not None:
-            spans, verdicts = landed.flight.spans, landed.verdicts
-            rows = sum(len(span.inputs) for span in spans)
-            prefill = any(span.given > 1 for span in spans)
-            self.frame_costs.observe(rows, landed.seconds, prefill=prefill)
-            self._times.waited += landed.flight.waited
+            flight, verdicts = landed.flight, landed.verdicts
+            self._times.waited += flight.waited
             committed = sum(len(delta.tokens) for delta in landed.deltas)
             drafts = [(v.guessed, v.accepted) for v in verdicts if v.guessed]
-            self.frame_log.landed(spans, self.frame_costs.size(rows), committed, self._landed, drafts)
+            size = self.frame_costs.size(flight.num_rows)
+            self.frame_log.landed(flight.spans, size, committed, self._landed, drafts)
         for delta in deltas:
             if delta.finish is not None:
                 self.proposer.forget(delta.request_id)

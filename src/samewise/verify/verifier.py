@@ -40,10 +40,12 @@ class FrameInFlight:
     def __init__(self, verifier: Verifier, spans: list[Span]) -> None:
         self.spans = spans
         self._verifier = verifier
-        self.launched = 0.0  # when, by the engine's clock
+        self.launched = 0.0  # when the device began, by the engine's clock
         self.waited = 0.0  # seconds the host waited for the device
         self._done: torch.cuda.Event | None = None
         self._result = self._run() if verifier.ahead else None
+        self.num_rows = sum([len(span.inputs) for span in spans])
+        self.prefill = any([span.given > 1 for span in spans])  # whether it reads a prompt
 
     def _run(self) -> FrameResult:
         result = self._verifier.run(self.spans)
