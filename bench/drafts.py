@@ -1,15 +1,16 @@
 """Tokens per frame of draft trees on recorded text, by kind of question and number of nodes. No model is run.
 
     python bench/drafts.py                                  # recorded text in ../shared/data
-    python bench/drafts.py --record traces.json.gz --limit 2   # records text of a model first
     python bench/drafts.py --traces traces.json.gz --fresh
+    python bench/drafts.py --record smollm2 --questions questions.jsonl --out traces.json.gz
 
-A trace is a greedy answer with the top 8 at every position: `kind`, `prompt` and `answer` as token ids,
-`prompt_tops[i]` and `tops[i]` the candidates for prompt token i and answer token i, most probable first, and
-where known their probabilities `prompt_probs` and `probs`. Each frame verifies one tree and commits its right
-path and one token more. The frame that reads the prompt commits the first token, drafts nothing and is not
-counted. Rows of rejected nodes, which a frame replays too, are not in a trace and are not recycled.
+A trace is a greedy answer with the top 8 of every position: `kind`, `prompt` and `answer` as token ids, and
+`tops[i]`, the candidates for answer token i, most probable first. The proposers are the engine's own, told
+what the engine tells them: each frame verifies one tree and commits its right path and one token more. The
+frame that reads the prompt commits the first token, drafts nothing and is not counted. Rows of rejected
+nodes, which a frame computes too, are not in a trace and are not recycled.
 
+`--record` lets a model answer questions in Spec-Bench's format, writes the traces and replays them.
 Answers come in the file's order. Kept: each starts with the table, the store and the estimates that earlier
 answers left, as on a server. `--fresh`: each starts with nothing. The last line is JSON.
 """
@@ -22,7 +23,6 @@ import time
 from array import array
 from collections import Counter
 from dataclasses import dataclass
-from math import exp
 from pathlib import Path
 
 import numpy as np
@@ -122,41 +122,32 @@ def replay(traces, make, *, fresh):
 
 
 def record(args):
-    """Write traces of a model's greedy answers to a workload's questions."""
+    """Write traces of a model's greedy answers to questions."""
     from samewise import LLM, SamplingParams
     from samewise.bench import workload
 
-    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, logprobs=WIDTH, prompt_logprobs=WIDTH)
-    questions = workload.read(args.workload, limit=args.limit)
-    with LLM(args.model, proposer="none", enable_prefix_caching=False) as llm:
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, logprobs=WIDTH)
+    questions = workload.read(args.questions, limit=args.limit)
+    with LLM(args.record, proposer="none", enable_prefix_caching=False) as llm:
         prompts = [llm.chat_prompt([{"role": "user", "content": question.text}]) for question in questions]
         kept = [(q, p) for q, p in zip(questions, prompts, strict=True) if len(p) <= args.max_prompt]
         outputs = llm.generate([prompt for _, prompt in kept], params)
     traces = []
     for (question, prompt), output in zip(kept, outputs, strict=True):
         answer = output.outputs[0]
-        prompt_tops, prompt_probs = rows_of(output.prompt_logprobs)
-        tops, probs = rows_of(answer.logprobs)
-        traces.append({"kind": question.task, "prompt": list(prompt), "answer": list(answer.token_ids),
-                       "prompt_tops": prompt_tops, "tops": tops,
-                       "prompt_probs": prompt_probs, "probs": probs})  # fmt: skip
-    text = json.dumps(traces, separators=(",", ":"))
-    args.record.write_bytes(gzip.compress(text.encode()) if args.record.suffix == ".gz" else text.encode())
+        tops = [top_ids(entries) for entries in answer.logprobs]
+        answer_ids = list(answer.token_ids)
+        traces.append({"kind": question.task, "prompt": list(prompt), "answer": answer_ids, "tops": tops})
+    text = json.dumps(traces, separators=(",", ":")).encode()
+    args.out.write_bytes(gzip.compress(text) if args.out.suffix == ".gz" else text)
     num_tokens = sum(len(trace["answer"]) for trace in traces)
-    print(f"{args.record}: {len(traces)} answers, {num_tokens} tokens; {len(questions) - len(kept)} too long")
+    print(f"{args.out}: {len(traces)} answers, {num_tokens} tokens; {len(questions) - len(kept)} too long")
 
 
-def rows_of(logprobs):
-    """The candidates of each position and their probabilities, most probable first."""
-    rows = []
-    for entries in logprobs:
-        ranked = sorted(
-            (entry.rank, token, entry.logprob)
-            for token, entry in (entries or {}).items()
-            if entry.rank is not None and entry.rank <= WIDTH
-        )
-        rows.append(([token for _, token, _ in ranked], [round(exp(value), 5) for *_, value in ranked]))
-    return [tokens for tokens, _ in rows], [probs for _, probs in rows]
+def top_ids(entries):
+    """The candidates of a position, most probable first."""
+    ranked = [(entry.rank, token) for token, entry in entries.items() if entry.rank is not None]
+    return [token for rank, token in sorted(ranked) if rank <= WIDTH]
 
 
 def make_replay(vocab, sources, nodes, *, python):
@@ -192,11 +183,9 @@ def show(figures, nodes):
         for kind in by_nodes[nodes[0]]["kinds"]:
             print(f"{kind:<{width}}" + "".join(f"{by_nodes[n]['kinds'][kind]:10.2f}" for n in nodes))
         print(f"{'all':<{width}}" + "".join(f"{by_nodes[n]['all']:10.3f}" for n in nodes))
-        print(
-            f"{'host us per frame':<{width}}"
-            + "".join(f"{by_nodes[n]['host_us']:10.0f}" for n in nodes)
-            + "\n"
-        )
+        print(f"{'host us per frame':<{width}}" + "".join(f"{by_nodes[n]['host_us']:10.0f}" for n in nodes))
+        table, store = (by_nodes[nodes[-1]][part] / 1e6 for part in ("table_bytes", "store_bytes"))
+        print(f"table {table:.1f} MB, store {store:.1f} MB at the end\n")
 
 
 def main():
@@ -207,9 +196,9 @@ def main():
     parser.add_argument("--nodes", default=",".join(map(str, NODES)), help="sizes of a tree")
     parser.add_argument("--fresh", action="store_true", help="keep nothing between answers")
     parser.add_argument("--python", action="store_true", help="grow trees in Python, not in C++")
-    parser.add_argument("--record", type=Path, metavar="OUT", help="record traces first, then replay them")
-    parser.add_argument("--model", default="smollm2", help="of --record")
-    parser.add_argument("--workload", type=Path, help="of --record; in Spec-Bench's format")
+    parser.add_argument("--record", metavar="MODEL", help="record its answers first, then replay them")
+    parser.add_argument("--questions", type=Path, help="of --record; without, the project's own")
+    parser.add_argument("--out", type=Path, default=Path("traces.json.gz"), help="of --record")
     parser.add_argument("--limit", type=int, default=2, help="of --record: questions of each kind")
     parser.add_argument("--tokens", type=int, default=128, help="of --record: of an answer, at most")
     parser.add_argument("--max-prompt", type=int, default=1024, help="of --record: leave out longer prompts")
@@ -217,7 +206,7 @@ def main():
     args.nodes = [int(number) for number in args.nodes.split(",")]
     if args.record:
         record(args)
-        args.traces = args.record
+        args.traces = args.out
     if not args.traces.exists():
         sys.exit(f"--traces {args.traces}: no such file; record one with --record")
     traces = read(args.traces)
@@ -225,8 +214,7 @@ def main():
     print(f"{len(traces)} answers, {sum(len(t.answer) for t in traces)} tokens, "
           f"{'fresh' if args.fresh else 'kept'}; tokens per frame\n")  # fmt: skip
     show(figures, args.nodes)
-    print(json.dumps({"traces": args.traces.name, "fresh": args.fresh}
-                     | figures))  # fmt: skip
+    print(json.dumps({"traces": args.traces.name, "fresh": args.fresh} | figures))
 
 
 if __name__ == "__main__":

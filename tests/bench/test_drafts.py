@@ -32,8 +32,7 @@ def made_trace(kind, seed, answer):
     def rows(tokens):
         return [[token, *(400 + (token + i) % 90 for i in range(7))] for token in tokens]
 
-    return {"kind": kind, "prompt": prompt, "answer": answer, "prompt_tops": [[], *rows(prompt[1:])],
-            "tops": rows(answer)}  # fmt: skip
+    return {"kind": kind, "prompt": prompt, "answer": answer, "tops": rows(answer)}
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_repeated_text_takes_fewer_frames_and_more_nodes_do_not_take_more(drafts
 
 def test_what_earlier_answers_left_is_used_unless_fresh(drafts, traces):
     kept = drafts("--traces", traces, "--nodes", "8")
-    fresh = drafts("--traces", traces, "--nodes", "8", "--fresh", "--no-prompt-rows")
+    fresh = drafts("--traces", traces, "--nodes", "8", "--fresh")
     assert fresh["tree"]["8"]["kinds"]["same"] == 1.0  # nothing in an answer repeats
     assert kept["tree"]["8"]["kinds"]["same"] > 1.5
     assert fresh["ngram"]["8"]["kinds"]["same"] == 1.0
@@ -72,4 +71,4 @@ def test_rows_are_ordered_by_rank(monkeypatch):
     from samewise.outputs import Logprob
 
     entries = {7: Logprob(-1.5, 2), 3: Logprob(-0.25, 1), 9: Logprob(-9.0, None)}
-    assert script.rows_of([None, entries]) == ([[], [3, 7]], [[], [0.7788, 0.22313]])
+    assert script.top_ids(entries) == [3, 7]
