@@ -238,7 +238,7 @@ def test_a_frame_writes_the_work_list_for_the_kernel(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("num_pairs", [1, 7, 20, 300])
+@pytest.mark.parametrize("num_pairs", [0, 1, 7, 20, 100, 256])
 def test_slots_are_moved_as_if_all_were_read_before_any_is_written(
     num_pairs: int, dtype: torch.dtype, device: str
 ) -> None:
@@ -248,6 +248,10 @@ def test_slots_are_moved_as_if_all_were_read_before_any_is_written(
     layers = [kernel.allocate(25, heads, dim, dtype, on) for heads, dim in ((2, 16), (3, 24), (2, 16))]
     slots = rng.integers(16, 400, size=num_pairs), 16 + rng.permutation(384)[:num_pairs]
     sources, targets = (torch.from_numpy(x).to(on) for x in slots)
+    mover = kernel.slot_mover(layers)
+    moves = torch.full((1 + 2 * mover.max_pairs,), 7, dtype=torch.int32, device=on)
+    moves[0] = num_pairs
+    moves[1 : 1 + 2 * num_pairs] = torch.stack((sources, targets), dim=1).flatten()
     expected = []
     for cache in (cache for layer in layers for cache in layer):
         cache.copy_(torch.randn(cache.shape))
@@ -255,6 +259,61 @@ def test_slots_are_moved_as_if_all_were_read_before_any_is_written(
         flat = cache.transpose(1, 2).flatten(0, 1).clone()
         flat[targets] = flat[sources]
         expected.append(flat)
-    kernel.move_slots(layers, sources, targets)
+    mover(moves)
     for cache, flat in zip((cache for layer in layers for cache in layer), expected, strict=True):
         assert torch.equal(bits(cache.transpose(1, 2).flatten(0, 1)), bits(flat))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_pairs", [3, 280])
+def test_the_store_moves_few_slots_through_the_kernel_and_many_without(num_pairs: int, device: str) -> None:
+    from samewise.kv.store import KVStore
+
+    store = KVStore(
+        triton_kernel(np.random.default_rng(0)), [(2, 16)], 40, torch.float32, torch.device(device)
+    )
+    store.fill(0.0)
+    flat = store.layers[0].k.transpose(1, 2)
+    flat.copy_(torch.arange(640.0, device=device).reshape(40, 16, 1, 1).expand_as(flat))
+    store.move([(slot + 300, slot) for slot in range(num_pairs)])
+    store.move([(num_pairs + 300, 0)])  # at once: the first one's pairs were copied before
+    expected = [num_pairs + 300, *(slot + 300 for slot in range(1, num_pairs))]
+    assert flat.flatten(0, 1)[:num_pairs, 1, 3].tolist() == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_extra", [0, 300] if CUDA else [0])
+def test_a_frame_moves_slots_before_it_runs(num_extra: int, device: str) -> None:
+    """A tree's second chain is accepted; the next frame with moves equals moves and then the frame.
+
+    On CUDA the frame is captured and begins with the moves, unless there are too many (`num_extra`).
+    """
+    from array import array
+
+    from samewise.execute.runner import Runner
+    from samewise.testing import tiny
+    from samewise.types import ROOT, Sampling, Span
+
+    def span(start: int, inputs: list[int], given: int, parents: tuple[int, ...] = ()) -> Span:
+        pages = array("i", range(2, 5))
+        return Span(0, start, tuple(inputs), given, pages, Sampling(), inputs, given, parents=parents)
+
+    tree = span(0, [*range(1, 19), 30, 31, 32, 40, 41, 42], 18, (ROOT, 0, 1, ROOT, 3, 4))
+    slots = [(32 + 18 + 3 + i, 32 + 18 + i) for i in range(3)]
+    moves = slots + [(200 + i, 600 + i) for i in range(num_extra)]
+    outcomes = []
+    for staged in (True, False):
+        loaded = tiny(num_hidden_layers=1)
+        runner = Runner(
+            loaded.model, loaded.arch, triton_kernel(np.random.default_rng(0)), num_pages=64, sizes=(4, 24),
+            max_rows=24, max_model_len=64, dtype=torch.float32, device=torch.device(device), compile=False,
+        )  # fmt: skip
+        runner.store.fill(0.0)
+        runner.frame(runner.stage_frame([tree])[0])
+        if not staged:
+            runner.store.move(moves)
+        inputs, _ = runner.stage_frame([span(21, [43, 44], 2)], moves=moves if staged else ())
+        logits = runner.frame(inputs)[:2].clone()
+        outcomes.append((logits, *(kv[2:4].clone() for layer in runner.store.layers for kv in layer)))
+    assert all(torch.equal(bits(ours), bits(theirs)) for ours, theirs in zip(*outcomes, strict=True))
+    assert not torch.equal(outcomes[0][0][0], outcomes[0][0][1])

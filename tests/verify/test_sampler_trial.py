@@ -118,9 +118,7 @@ def test_attention_that_differs_only_far_into_a_context_is_refused(engine, monke
         return logits
 
     monkeypatch.setattr(type(engine.runner), "frame", frame)
-    monkeypatch.setattr(
-        type(engine.runner), "stage_frame", lambda self, spans, _=None: _all_rows(self, spans)
-    )
+    monkeypatch.setattr(type(engine.runner), "stage_frame", lambda self, spans, *_: _all_rows(self, spans))
     with pytest.raises(GuaranteeLost, match="placed differently"):
         probe(engine.verifier, max_model_len=engine.max_model_len)
 

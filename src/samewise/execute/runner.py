@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -167,6 +167,7 @@ class Runner:
                 PASS_LIMITS.max_chain + 1,
                 self._plan,
                 self.frame_rows if wide else 0,
+                self.store.max_moves if self.device.type == "cuda" else 0,
             )
         return self._staging_by_rows[num_rows]
 
@@ -187,17 +188,23 @@ class Runner:
         return self.staging(num_rows)
 
     def stage_frame(
-        self, spans: list[Span], wanted: list[int] | None = None
+        self, spans: list[Span], wanted: list[int] | None = None, moves: Sequence[tuple[int, int]] = ()
     ) -> tuple[PassInputs, list[int] | None]:
         """A frame over these spans, being copied to the device, and the rows its logits are of (None: all).
 
-        With `wanted`, the head may run on these rows only, or on these and some others.
+        With `wanted`, the head may run on these rows only, or on these and some others. `moves`: slots (from,
+        to) whose K and V are moved first: by the frame itself where it is captured, and then each time it
+        runs; else now.
         """
         num_used = sum(len(span.inputs) for span in spans)
         staging = self.frame_staging(num_used)
         keep = None if wanted is None else self._rows_to_keep(wanted, num_used, staging)
+        captured = (staging.num_rows, keep is not None) in self._graphs
+        if moves and not (captured and len(moves) <= staging.max_moves):
+            self.store.move(moves)
+            moves = ()
         if keep is None or staging.num_kept:
-            return pack_frame(spans, staging, keep), keep
+            return pack_frame(spans, staging, keep, moves), keep
         return replace(
             pack_frame(spans, staging), keep=torch.tensor(keep, dtype=torch.int64, device="cpu")
         ), keep
@@ -388,7 +395,12 @@ class Runner:
                     self._graphs[size, True] = self._capture(keeping)
 
     def _capture(self, inputs: PassInputs) -> CapturedGraph[torch.Tensor]:
-        return CapturedGraph(lambda: self._pass(self._canonical, inputs), self.device, self._pool)
+        def frame() -> torch.Tensor:
+            if inputs.moves is not None:
+                self.store.move_staged(inputs.moves)
+            return self._pass(self._canonical, inputs)
+
+        return CapturedGraph(frame, self.device, self._pool)
 
 
 __all__ = [

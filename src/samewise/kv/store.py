@@ -5,17 +5,48 @@ Memory is not initialised: attention must never read a slot that was not written
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from samewise.errors import InvariantBroken, MachineError
 from samewise.kernels.attention.base import PAGE, AttentionKernel, LayerKV
+from samewise.kernels.graph import CapturedGraph
 
 
 def page_bytes(shapes: list[tuple[int, int]], dtype: torch.dtype) -> int:
     """Bytes of one page over all layers, given each layer's (KV heads, head size)."""
     return sum(2 * heads * dim * PAGE * dtype.itemsize for heads, dim in shapes)
+
+
+class _StagedMoves:
+    """Brings pairs of slots to the device and has them moved; captured on CUDA, where launches are slow."""
+
+    @torch.inference_mode(mode=False)  # written inside and outside of inference mode
+    def __init__(self, store: KVStore, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        size = 1 + 2 * store.max_moves
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
+        self._array = self._host.numpy()
+        self._device = torch.zeros(size, dtype=torch.int32, device=device) if cuda else self._host
+        self._move: Callable[[], None] = functools.partial(store.move_staged, self._device)
+        self._copied: torch.cuda.Event | None = None
+        if cuda:
+            self._move = CapturedGraph(self._move, device)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def __call__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Move up to `max_moves` pairs."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy: long done, but for moves without a frame between
+        self._array[0] = len(pairs)
+        self._array[1 : 1 + 2 * len(pairs)] = np.array(pairs, np.int32).reshape(-1)
+        if self._copied is not None:
+            self._device.copy_(self._host, non_blocking=True)
+            self._copied.record()
+        self._move()
 
 
 class KVStore:
@@ -39,6 +70,9 @@ class KVStore:
             raise MachineError(
                 f"no memory for {need / 2**30:.1f} GiB of KV cache; lower kv_memory ({error})"
             ) from error
+        self._mover = kernel.slot_mover(self.layers)
+        if device.type == "cuda" and self._mover is not None:
+            self._staged_moves  # noqa: B018 - compiled and captured now, not in the middle of a request
 
     @torch.inference_mode()
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -53,11 +87,29 @@ class KVStore:
             raise InvariantBroken(f"K and V cannot be moved: {pairs} leave the {self.num_pages} pages")
         if len(set(targets)) < len(targets):
             raise InvariantBroken(f"K and V cannot be moved: {pairs} have a target twice")
+        if len(pairs) <= self.max_moves:
+            self._staged_moves(pairs)
+            return
         device = self.layers[0].k.device
         slots = torch.tensor(
             [sources, targets], dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
         )
         self._kernel.move_slots(self.layers, *slots.to(device, non_blocking=True))
+
+    @property
+    def max_moves(self) -> int:
+        """Pairs that `move_staged` takes, at most."""
+        return 0 if self._mover is None else self._mover.max_pairs
+
+    def move_staged(self, moves: torch.Tensor) -> None:
+        """Move slots as a tensor on the device says, see `SlotMover`; a graph may begin with it."""
+        if self._mover is None:
+            raise InvariantBroken("the attention kernel moves no slots by a tensor on the device")
+        self._mover(moves)
+
+    @functools.cached_property
+    def _staged_moves(self) -> _StagedMoves:
+        return _StagedMoves(self, self.layers[0].k.device)
 
     def fill(self, value: float) -> None:
         """Overwrite every element, for tests that results do not depend on unwritten slots."""

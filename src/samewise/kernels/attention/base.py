@@ -78,6 +78,22 @@ class AttentionPlan(Protocol):
         ...
 
 
+class SlotMover(Protocol):
+    """Moves K and V of slots as a tensor on the device says, so that a captured graph can begin with it."""
+
+    @property
+    def max_pairs(self) -> int:
+        """Pairs of slots in one call, at most."""
+        ...
+
+    def __call__(self, moves: torch.Tensor) -> None:
+        """Move slots as `AttentionKernel.move_slots` does.
+
+        `moves` is int32 [1 + 2 * max_pairs] on the device: the number of pairs, then each pair (from, to).
+        """
+        ...
+
+
 class AttentionKernel(ABC):
     """One implementation of canonical attention."""
 
@@ -107,6 +123,10 @@ class AttentionKernel(ABC):
             for pages in layer:
                 pages[target[0], :, target[1]] = pages[source[0], :, source[1]]
 
+    def slot_mover(self, layers: Sequence[LayerKV]) -> SlotMover | None:  # noqa: ARG002 - see the docstring
+        """A mover over these layers; None: the kernel has none."""
+        return None
+
     @abstractmethod
     def plan(
         self, layers: Sequence[Heads], dtype: torch.dtype, max_rows: int, max_len: int
@@ -128,4 +148,13 @@ class AttentionKernel(ABC):
         """Write this pass's K and V, then attend."""
 
 
-__all__ = ["NUM_TABLES", "PAGE", "AttentionKernel", "AttentionPlan", "Heads", "LayerKV", "Rows"]
+__all__ = [
+    "NUM_TABLES",
+    "PAGE",
+    "AttentionKernel",
+    "AttentionPlan",
+    "Heads",
+    "LayerKV",
+    "Rows",
+    "SlotMover",
+]

@@ -24,6 +24,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -74,10 +75,10 @@ class TritonConstants:
     """Programs that run on a processor at the same time, approximately."""
     workspace_bytes: int = 128 * 2**20
     """For partial results, at most; tiles beyond it are walked by one program."""
-    move_pairs: tuple[int, ...] = (16, 256)
+    move_pairs: tuple[int, int, int] = (16, 64, 256)
     """Pairs of slots for which the moving of K and V is compiled; more are moved layer by layer."""
-    move_elements: int = 4096
-    """Elements that one program moves, over all pairs: 32 a thread."""
+    move_elements: int = 64
+    """Elements of a slot that one program moves: of up to 64 pairs at a time, 32 values a thread."""
     small_head_registers: int = 168
     """Registers per thread, at most, in programs of four warps whose heads take up to 128 bytes, so that
     three programs run on a processor at a time. Found by compiling for an H200: nothing or 8 bytes are
@@ -210,10 +211,9 @@ def _num_stages(tile: int, head_bytes: int, device: torch.device) -> int:
     return max(1, min(CONSTANTS.stages, fitting))
 
 
-@functools.lru_cache(maxsize=16)
-def _addresses(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Addresses of tensors, on the device."""
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
+def _addresses(caches: list[torch.Tensor]) -> torch.Tensor:
+    """Addresses of tensors, on their device."""
+    return torch.tensor([x.data_ptr() for x in caches], dtype=torch.int64, device=caches[0].device)
 
 
 @functools.cache
@@ -224,6 +224,41 @@ def _shared_memory(device: torch.device) -> tuple[int, bool]:
     index = device.index or 0
     max_bytes = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
     return int(max_bytes), torch.cuda.get_device_capability(index)[0] in {9, 10}
+
+
+class _Caches(NamedTuple):
+    """K and V pages of layers of one shape."""
+
+    tensors: list[torch.Tensor]
+    addresses: torch.Tensor  # of these, on the device
+    num_heads: int
+    head_dim: int
+
+
+class TritonMover:
+    """Moves K and V of slots, one launch for all layers of one shape."""
+
+    def __init__(self, shapes: list[_Caches]) -> None:
+        self._shapes = shapes
+        self.max_pairs = CONSTANTS.move_pairs[-1]
+
+    def __call__(self, moves: torch.Tensor) -> None:
+        """Move slots. A captured launch reads this object's addresses: it must outlive the graph."""
+        few, some, many = CONSTANTS.move_pairs
+        for caches in self._shapes:
+            num_elements = caches.num_heads * caches.head_dim
+            move_pairs[(len(caches.tensors), triton.cdiv(num_elements, CONSTANTS.move_elements))](
+                caches.addresses,
+                moves,
+                HEADS=caches.num_heads,
+                DIM=caches.head_dim,
+                PAGE=PAGE,
+                FEW=few,
+                SOME=some,
+                MANY=many,
+                SHARE=CONSTANTS.move_elements,
+                ELEMENT=_INTEGERS[caches.tensors[0].element_size()],
+            )
 
 
 @dataclass(frozen=True)
@@ -277,30 +312,17 @@ class TritonKernel(AttentionKernel):
             busy_rows=CONSTANTS.busy_rows,
         )
 
-    def move_slots(self, layers: Sequence[LayerKV], sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Move K and V of slots, one launch for all layers of one shape."""
-        pairs = next((size for size in CONSTANTS.move_pairs if size >= len(sources)), None)
-        if pairs is None:
-            return super().move_slots(layers, sources, targets)
+    def slot_mover(self, layers: Sequence[LayerKV]) -> TritonMover:
+        """A mover of one launch for all layers of one shape."""
         caches: dict[tuple[int, int], list[torch.Tensor]] = {}
         for layer in layers:
             caches.setdefault((layer.k.shape[1], layer.k.shape[3]), []).extend(layer)
-        share = CONSTANTS.move_elements // pairs
-        for (num_heads, head_dim), of_shape in caches.items():
-            addresses = _addresses(tuple(cache.data_ptr() for cache in of_shape), sources.device)
-            move_pairs[(len(of_shape), triton.cdiv(num_heads * head_dim, share))](
-                addresses,
-                sources,
-                targets,
-                len(sources),
-                HEADS=num_heads,
-                DIM=head_dim,
-                PAGE=PAGE,
-                PAIRS=pairs,
-                SHARE=share,
-                ELEMENT=_INTEGERS[of_shape[0].element_size()],
-            )
-        return None
+        return TritonMover(
+            [
+                _Caches(of_shape, _addresses(of_shape), num_heads, head_dim)
+                for (num_heads, head_dim), of_shape in caches.items()
+            ]
+        )
 
     def __call__(
         self,
@@ -332,4 +354,4 @@ class TritonKernel(AttentionKernel):
         return out
 
 
-__all__ = ["CONSTANTS", "TritonConstants", "TritonKernel", "attend_triton"]
+__all__ = ["CONSTANTS", "TritonConstants", "TritonKernel", "TritonMover", "attend_triton"]

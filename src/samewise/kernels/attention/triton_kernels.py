@@ -48,27 +48,24 @@ def paged_store(
     tl.store(v_cache + target, tl.load(v + row * v_row + head * v_head + dim, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["sources", "targets"])
-def move_pairs(
-    caches: tl.tensor,  # [N] int64, addresses of caches [P, HEADS, PAGE, DIM]
-    sources: tl.tensor,  # [num_pairs] int64
-    targets: tl.tensor,
+@triton.jit
+def _move_elements(
+    cache: tl.tensor,
+    pairs: tl.tensor,  # [2 * num_pairs]
     num_pairs: tl.tensor,
+    element: tl.tensor,  # [E] elements of a slot, over all heads
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     PAIRS: tl.constexpr,  # num_pairs at most
-    SHARE: tl.constexpr,
-    ELEMENT: tl.constexpr,  # an integer type as wide as the elements
 ) -> None:
-    """Move SHARE elements of every source slot of one cache to its target, all read before any is written."""
-    cache = tl.load(caches + tl.program_id(0)).to(tl.pointer_type(ELEMENT))
+    """Move some elements of all pairs of slots of one cache, all read before any is written."""
     pair = tl.arange(0, PAIRS)
-    element = tl.program_id(1) * SHARE + tl.arange(0, SHARE)
+    known = pair < num_pairs
+    source = tl.load(pairs + 2 * pair, mask=known, other=0).to(tl.int64)[:, None]
+    target = tl.load(pairs + 2 * pair + 1, mask=known, other=0).to(tl.int64)[:, None]
     offset = (element // DIM * (PAGE * DIM) + element % DIM)[None, :]
-    mask = (pair < num_pairs)[:, None] & (element < HEADS * DIM)[None, :]
-    source = tl.load(sources + pair, mask=pair < num_pairs, other=0)[:, None]
-    target = tl.load(targets + pair, mask=pair < num_pairs, other=0)[:, None]
+    mask = known[:, None] & (element < HEADS * DIM)[None, :]
     values = tl.load(
         cache + (source // PAGE * (HEADS * PAGE * DIM) + source % PAGE * DIM + offset), mask=mask, other=0
     )
@@ -76,6 +73,36 @@ def move_pairs(
     tl.store(
         cache + (target // PAGE * (HEADS * PAGE * DIM) + target % PAGE * DIM + offset), values, mask=mask
     )
+
+
+@triton.jit(do_not_specialize_on_alignment=["moves"])
+def move_pairs(
+    caches: tl.tensor,  # [N] int64, addresses of caches [P, HEADS, PAGE, DIM]
+    moves: tl.tensor,  # [1 + 2 * MANY] number of pairs, then slots (from, to)
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    FEW: tl.constexpr,  # numbers of pairs
+    SOME: tl.constexpr,
+    MANY: tl.constexpr,
+    SHARE: tl.constexpr,
+    ELEMENT: tl.constexpr,  # an integer type as wide as the elements
+) -> None:
+    """Move SHARE elements of every pair of slots of one cache. Ends at once where there are no pairs."""
+    num_pairs = tl.load(moves)
+    if num_pairs > 0:
+        cache = tl.load(caches + tl.program_id(0)).to(tl.pointer_type(ELEMENT))
+        first = tl.program_id(1) * SHARE
+        pairs = moves + 1
+        if num_pairs <= FEW:
+            _move_elements(cache, pairs, num_pairs, first + tl.arange(0, SHARE), HEADS, DIM, PAGE, FEW)
+        elif num_pairs <= SOME:
+            _move_elements(cache, pairs, num_pairs, first + tl.arange(0, SHARE), HEADS, DIM, PAGE, SOME)
+        else:
+            STEP: tl.constexpr = SHARE * SOME // MANY
+            for part in tl.range(0, SHARE, STEP):
+                element = first + part + tl.arange(0, STEP)
+                _move_elements(cache, pairs, num_pairs, element, HEADS, DIM, PAGE, MANY)
 
 
 @triton.jit
