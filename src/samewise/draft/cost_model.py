@@ -82,6 +82,9 @@ class FrameCosts:
     curve: CostCurve = field(init=False)
     _prefill: CostCurve = field(init=False)
     last_seconds: float = 0.0  # of the latest frame
+    version: int = 0  # rises when costs change
+    _num_observed: int = 0
+    _costs: dict[int, float] = field(default_factory=dict)  # by used rows, as asked for
     _line: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -95,15 +98,25 @@ class FrameCosts:
         """Add one measurement. `prefill`: some of the rows only read a prompt."""
         (self._prefill if prefill else self.curve).observe(self.size(rows), seconds)
         self.last_seconds = seconds
-        self._line = None
+        self._num_observed += 1
+        if (
+            self._num_observed <= self.tuning.quick_samples
+            or self._num_observed % self.tuning.refit_every == 0
+        ):
+            self._line, self._costs = None, {}
+            self.version += 1
 
     def cost(self, rows: int) -> float:
         """Seconds for this many used rows, in several frames if one does not hold them; 0.0 if unknown."""
-        if not self.known:
-            return 0.0
-        num_full, left = divmod(rows, self.sizes[-1])
-        seconds = num_full * self._cost_of(self.sizes[-1]) if num_full else 0.0
-        return max(seconds + (self._cost_of(self.size(left)) if left else 0.0), 1e-9)
+        seconds = self._costs.get(rows)
+        if seconds is None:
+            if not self.known:
+                return 0.0
+            num_full, left = divmod(rows, self.sizes[-1])
+            seconds = num_full * self._cost_of(self.sizes[-1]) if num_full else 0.0
+            seconds = max(seconds + (self._cost_of(self.size(left)) if left else 0.0), 1e-9)
+            self._costs[rows] = seconds
+        return seconds
 
     def steps(self, rows: int, max_rows: int) -> list[tuple[float, int]]:
         """(seconds, how many) of frames of `rows` to `max_rows` used rows, equal ones together."""

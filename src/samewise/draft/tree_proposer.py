@@ -6,6 +6,7 @@ only.
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, NamedTuple
 
 from samewise.draft.base import Proposer
@@ -18,18 +19,27 @@ from samewise.types import Ask, Proposal, Verdict
 NAMES = {Sources.SUFFIXES: "ngram", Sources.ROWS: "recycle", Sources.ALL: "tree"}
 
 
-def row_prices(
-    frames: FrameCosts, live: int, max_nodes: int, factor: float = 1.0, brought: float = 1.0
-) -> RowPrices:
-    """What up to `max_nodes` nodes cost beside `live` sequences, by measured frames.
+class RowPricing:
+    """What nodes cost, by measured frames. `factor`: times the price of its row that a node must be worth."""
 
-    `factor`: times the price of its row that a node must be worth. `brought`: accepted nodes for each
-    expected one.
-    """
-    plain, seconds = frames.cost(live), []
-    for cost, num in frames.steps(live, max(live, min(live + max_nodes, frames.sizes[-1]))):
-        seconds += [plain + factor * (cost - plain)] * num
-    return RowPrices(live / brought, seconds)
+    def __init__(self, frames: FrameCosts, factor: float = 1.0) -> None:
+        self._frames, self._factor = frames, factor
+        self._key: tuple[int, int, int] | None = None  # of the seconds below
+        self._seconds = array("d")
+
+    def prices(self, live: int, max_nodes: int, brought: float = 1.0) -> RowPrices:
+        """Of up to `max_nodes` nodes beside `live` sequences. `brought`: accepted nodes per expected one."""
+        key = (self._frames.version, live, max_nodes)
+        if key != self._key:
+            self._seconds, self._key = self._compute(live, max_nodes), key
+        return RowPrices(live / brought, self._seconds)
+
+    def _compute(self, live: int, max_nodes: int) -> array[float]:
+        frames, factor, seconds = self._frames, self._factor, array("d")
+        plain = frames.cost(live)
+        for cost, num in frames.steps(live, max(live, min(live + max_nodes, frames.sizes[-1]))):
+            seconds.extend([plain + factor * (cost - plain)] * num)
+        return seconds
 
 
 class _Known(NamedTuple):
@@ -53,6 +63,7 @@ class TreeProposer(Proposer):
         frames: FrameCosts | None = None,
     ) -> None:
         self._drafter, self._tuning, self._frames = drafter, tuning, frames
+        self._pricing = None if frames is None else RowPricing(frames)
         self.name = NAMES[sources]
         self.wants_candidates = Sources.ROWS in sources
         self._known: dict[int, _Known] = {}
@@ -70,10 +81,10 @@ class TreeProposer(Proposer):
         fresh = [ask for ask in asks if not ask.draft]
         if not fresh:
             return []
-        tuning, frames = self._tuning, self._frames
-        prices = RowPrices.free(len(fresh), tuning.max_nodes * len(fresh))
-        if frames is not None and frames.known:
-            prices = row_prices(frames, len(asks), tuning.max_nodes * len(fresh))
+        tuning, max_nodes = self._tuning, self._tuning.max_nodes * len(fresh)
+        prices = RowPrices.free(len(fresh), max_nodes)
+        if self._pricing is not None and self._frames is not None and self._frames.known:
+            prices = self._pricing.prices(len(asks), max_nodes)
         trees, _ = self.grow(fresh, prices, tuning.max_nodes, tuning.min_prob)
         return self.proposals(fresh, trees)
 
@@ -185,4 +196,4 @@ def _committed(verdict: Verdict, last: int) -> Committed:
     return Committed(verdict.seq_id, tokens, rows, (last, *candidates.inputs[1:]), candidates.ids)
 
 
-__all__ = ["NAMES", "TreeProposer", "row_prices"]
+__all__ = ["NAMES", "RowPricing", "TreeProposer"]

@@ -29,6 +29,9 @@ class CostModelTuning:
     # Measurements at which a size's own average weighs as much as the fitted line. On an H200 frames of 32
     # rows take 8 % more than a line through 1 and 128 rows says.
     line_samples: float = 8.0
+    # Frames after each of which costs are computed anew, and the interval afterwards: it takes 20 µs.
+    quick_samples: int = 64
+    refit_every: int = 16
 
     # Trials over which an acceptance rate fades. About twelve drafts of sixteen tokens.
     rate_memory: float = 200.0

@@ -16,7 +16,7 @@ from samewise.draft.auto.idle_policy import IdlePolicy
 from samewise.draft.base import Drafter, Proposer
 from samewise.draft.cost_model import BroughtRatio, FrameCosts
 from samewise.draft.tree import DraftTree, RowPrices
-from samewise.draft.tree_proposer import TreeProposer, row_prices
+from samewise.draft.tree_proposer import RowPricing, TreeProposer
 from samewise.draft.tuning import DEFAULTS, Tuning
 from samewise.types import Ask, Proposal, Verdict
 
@@ -53,6 +53,7 @@ class Auto(Proposer):
     ) -> None:
         self._trees, self._frames, self._clock = trees, frames, clock
         self._tuning = tuning.auto
+        self._pricing = RowPricing(frames, self._tuning.price_factor)
         self.wants_candidates = trees.wants_candidates
         self._log = DecisionLog(explain=explain)
         self._drafters = DrafterSelector(drafters, frames, clock, max_tokens, self._log, tuning)
@@ -115,7 +116,7 @@ class Auto(Proposer):
         frames, tuning, ratio = self._frames, self._tuning, self._ratio.value
         if not frames.known:
             return RowPrices.free(live / ratio, min(max_nodes, tuning.untimed_nodes * live))
-        return row_prices(frames, live, max_nodes, tuning.price_factor, ratio)
+        return self._pricing.prices(live, max_nodes, ratio)
 
     def _brought_by(self, live: int, num_nodes: int, expected: float) -> Brought:
         """Tokens and seconds of a frame with these nodes, the price of asking among them."""

@@ -683,7 +683,7 @@ struct Drafter {
             set_root(sequence);
             const End& root = sequence.ends[0];
             if (sequence.max_depth > 0 && root.num_siblings) {
-                const double prob = chance(sequence.siblings[0].odds);
+                const double prob = chance(sibling(sequence, root, 0).odds);
                 if (prob >= min_prob) push({-prob, serial, 1.0, static_cast<int32_t>(i), kRoot, 0, 0});
             }
             serial++;
@@ -717,7 +717,7 @@ struct Drafter {
             }
             const End& end = sequence.ends[entry.end];
             if (entry.place < end.num_siblings) {
-                const double prob = entry.above * chance(sequence.siblings[end.first_sibling + entry.place].odds);
+                const double prob = entry.above * chance(sibling(sequence, end, entry.place).odds);
                 if (prob >= min_prob)
                     push({-prob, serial, entry.above, entry.sequence, entry.node, entry.end, entry.place});
             }
@@ -861,11 +861,19 @@ struct Drafter {
         const double more = weights[tuning.occurred];
         for (size_t j = first; j < siblings.size(); j++)
             if (sequence.has_seen(siblings[j].token)) siblings[j].odds += more;
-        std::sort(siblings.begin() + first, siblings.end(), [](const Sibling& a, const Sibling& b) {
-            return a.odds != b.odds ? a.odds > b.odds : a.token > b.token;
-        });
         end.first_sibling = static_cast<int32_t>(first);
         end.num_siblings = static_cast<int32_t>(siblings.size() - first);
+    }
+
+    // The candidate of this place by falling log-odds, of equals the higher token. Places are asked for in
+    // turn, and few of them: each is found when it is asked for.
+    static const Sibling& sibling(Sequence& sequence, const End& end, int32_t place) {
+        Sibling* first = sequence.siblings.data() + end.first_sibling;
+        Sibling *last = first + end.num_siblings, *best = first + place;
+        for (Sibling* other = best + 1; other < last; other++)
+            if (other->odds > best->odds || (other->odds == best->odds && other->token > best->token)) best = other;
+        std::swap(first[place], *best);
+        return first[place];
     }
 
     // ---- cutting

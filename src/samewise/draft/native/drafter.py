@@ -157,7 +157,7 @@ class NativeDrafter:
         seq_ids, max_nodes, max_depths = (
             (array("q", column) for column in zip(*limits, strict=True)) if limits else [array("q")] * 3
         )
-        seconds = array("d", prices.seconds)
+        seconds = prices.seconds if isinstance(prices.seconds, array) else array("d", prices.seconds)
         written = self._library.drafter_grow(
             self._handle, num, _address(seq_ids), _address(max_nodes), _address(max_depths), prices.live,
             _address(seconds), budget, min_prob, *trees.addresses,
