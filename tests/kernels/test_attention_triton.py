@@ -310,9 +310,8 @@ def test_a_frame_moves_slots_before_it_runs(num_extra: int, device: str) -> None
         )  # fmt: skip
         runner.store.fill(0.0)
         runner.frame(runner.stage_frame([tree])[0])
-        if not staged:
-            runner.store.move(moves)
-        inputs, _ = runner.stage_frame([span(21, [43, 44], 2)], moves=moves if staged else ())
+        (runner.store.queue_moves if staged else runner.store.move)(moves)
+        inputs, _ = runner.stage_frame([span(21, [43, 44], 2)])
         logits = runner.frame(inputs)[:2].clone()
         outcomes.append((logits, *(kv[2:4].clone() for layer in runner.store.layers for kv in layer)))
     assert all(torch.equal(bits(ours), bits(theirs)) for ours, theirs in zip(*outcomes, strict=True))

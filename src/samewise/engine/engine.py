@@ -39,7 +39,7 @@ MEET_TOKENS = 4096
 """Tokens of new prompts that a proposer may index in one step (a prompt is never split): about 1 ms."""
 
 
-class LandedFrame(NamedTuple):
+class _LandedFrame(NamedTuple):
     """A frame whose verdicts are known."""
 
     flight: FrameInFlight
@@ -79,7 +79,7 @@ class Engine:
         self.scheduler = Scheduler(self.limits, counters)
         self._calls = Calls(self, self.scheduler.registry, self._repair)
         self._flight: FrameInFlight | None = None  # the frame in flight
-        self._landed_frame: LandedFrame | None = None  # the frame that landed in this step
+        self._landed_frame: _LandedFrame | None = None  # the frame that landed in this step
         self._landed = 0.0  # when the last frame's verdicts arrived
         self._held: list[Delta] = []  # committed outside of step(), returned by the next one
         self._next_id = 0
@@ -151,10 +151,8 @@ class Engine:
         # Verdicts of sequences that ended meanwhile are dropped.
         self.proposer.observe([v for v in verdicts if self.scheduler.is_running(v.seq_id)])
         deltas = self.scheduler.commit(verdicts)
-        moves = self.scheduler.take_moves()
-        if moves:
-            self.runner.store.move(moves)
-        self._landed_frame = LandedFrame(flight, verdicts, deltas)
+        self.runner.store.queue_moves(self.scheduler.take_moves())
+        self._landed_frame = _LandedFrame(flight, verdicts, deltas)
         return deltas
 
     def _land_now(self) -> None:
@@ -285,6 +283,7 @@ class Engine:
         """Drop everything but the requests and what was received of them. May be cut short and repeated."""
         wait_for_device(self.device)  # a frame in flight still writes to its pages
         self._flight, self._landed_frame = None, None
+        self.runner.store.take_moves()
         self.proposer.recover()
         self.fast.recover()
         self._held = self.scheduler.recover(received, blame=blame)

@@ -188,14 +188,14 @@ class Runner:
         return self.staging(num_rows)
 
     def stage_frame(
-        self, spans: list[Span], wanted: list[int] | None = None, moves: Sequence[tuple[int, int]] = ()
+        self, spans: list[Span], wanted: list[int] | None = None
     ) -> tuple[PassInputs, list[int] | None]:
         """A frame over these spans, being copied to the device, and the rows its logits are of (None: all).
 
-        With `wanted`, the head may run on these rows only, or on these and some others. `moves`: slots (from,
-        to) whose K and V are moved first: by the frame itself where it is captured, and then each time it
-        runs; else now.
+        With `wanted`, the head may run on these rows only, or on these and some others. Queued moves of K and
+        V are done first: by the frame itself where it is captured, and then each time it runs; else now.
         """
+        moves: Sequence[tuple[int, int]] = self.store.take_moves()
         num_used = sum(len(span.inputs) for span in spans)
         staging = self.frame_staging(num_used)
         keep = None if wanted is None else self._rows_to_keep(wanted, num_used, staging)
@@ -268,6 +268,7 @@ class Runner:
     @torch.inference_mode()
     def fast(self, inputs: PassInputs, path: FastPath | None = None) -> torch.Tensor:
         """Logits [R, V] at the number of rows that are live, through a path. Not canonical."""
+        self.store.flush_moves()
         path = path or self._get_default_path()
         size = inputs.num_rows
         if self.device.type == "cuda":
@@ -282,6 +283,7 @@ class Runner:
     @torch.inference_mode()
     def fast_eager(self, inputs: PassInputs, path: FastPath) -> torch.Tensor:
         """Logits of a fast pass that is neither compiled nor captured, for a path that is used once."""
+        self.store.flush_moves()
         return self._pass(path.model, inputs, self.fast_tokens)
 
     def fast_path(self, model: nn.Module) -> FastPath:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from samewise.errors import InvariantBroken, MachineError
-from samewise.kernels.attention.base import PAGE, AttentionKernel, LayerKV
+from samewise.kernels.attention.base import PAGE, AttentionKernel, LayerKV, SlotMover
 from samewise.kernels.graph import CapturedGraph
 
 
@@ -25,20 +25,20 @@ class _StagedMoves:
     """Brings pairs of slots to the device and has them moved; captured on CUDA, where launches are slow."""
 
     @torch.inference_mode(mode=False)  # written inside and outside of inference mode
-    def __init__(self, store: KVStore, device: torch.device) -> None:
+    def __init__(self, mover: SlotMover, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        size = 1 + 2 * store.max_moves
+        size = 1 + 2 * mover.max_pairs
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
         self._array = self._host.numpy()
         self._device = torch.zeros(size, dtype=torch.int32, device=device) if cuda else self._host
-        self._move: Callable[[], None] = functools.partial(store.move_staged, self._device)
+        self._move: Callable[[], None] = functools.partial(mover, self._device)
         self._copied: torch.cuda.Event | None = None
         if cuda:
             self._move = CapturedGraph(self._move, device)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def __call__(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Move up to `max_moves` pairs."""
+        """Move up to `max_pairs` pairs."""
         if self._copied is not None:
             self._copied.synchronize()  # the last copy: long done, but for moves without a frame between
         self._array[0] = len(pairs)
@@ -61,6 +61,7 @@ class KVStore:
         device: torch.device,
     ) -> None:
         self.num_pages, self._kernel = num_pages, kernel
+        self._queue: list[tuple[int, int]] = []  # moves to do before the next pass
         try:
             self.layers: list[LayerKV] = [
                 kernel.allocate(num_pages, heads, dim, dtype, device) for heads, dim in shapes
@@ -71,8 +72,7 @@ class KVStore:
                 f"no memory for {need / 2**30:.1f} GiB of KV cache; lower kv_memory ({error})"
             ) from error
         self._mover = kernel.slot_mover(self.layers)
-        if device.type == "cuda" and self._mover is not None:
-            self._staged_moves  # noqa: B018 - compiled and captured now, not in the middle of a request
+        self._staged_moves = None if self._mover is None else _StagedMoves(self._mover, device)
 
     @torch.inference_mode()
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -87,7 +87,7 @@ class KVStore:
             raise InvariantBroken(f"K and V cannot be moved: {pairs} leave the {self.num_pages} pages")
         if len(set(targets)) < len(targets):
             raise InvariantBroken(f"K and V cannot be moved: {pairs} have a target twice")
-        if len(pairs) <= self.max_moves:
+        if self._staged_moves is not None and len(pairs) <= self.max_moves:
             self._staged_moves(pairs)
             return
         device = self.layers[0].k.device
@@ -95,6 +95,20 @@ class KVStore:
             [sources, targets], dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
         )
         self._kernel.move_slots(self.layers, *slots.to(device, non_blocking=True))
+
+    def queue_moves(self, pairs: list[tuple[int, int]]) -> None:
+        """Have slots moved before the next pass of any kind: by the pass itself, or by `flush_moves`."""
+        self._queue += pairs
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """The queued moves, for a pass that does them first."""
+        pairs, self._queue = self._queue, []
+        return pairs
+
+    def flush_moves(self) -> None:
+        """Do the queued moves now: another kind of pass is about to read K and V."""
+        if self._queue:
+            self.move(self.take_moves())
 
     @property
     def max_moves(self) -> int:
@@ -106,10 +120,6 @@ class KVStore:
         if self._mover is None:
             raise InvariantBroken("the attention kernel moves no slots by a tensor on the device")
         self._mover(moves)
-
-    @functools.cached_property
-    def _staged_moves(self) -> _StagedMoves:
-        return _StagedMoves(self, self.layers[0].k.device)
 
     def fill(self, value: float) -> None:
         """Overwrite every element, for tests that results do not depend on unwritten slots."""

@@ -7,7 +7,7 @@ frame's tokens into text meanwhile; `verdicts` waits and judges.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,22 +37,18 @@ class FrameResult(NamedTuple):
 class FrameInFlight:
     """A launched frame. Nothing it holds is public before `verdicts`."""
 
-    def __init__(self, verifier: Verifier, spans: list[Span], moves: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, verifier: Verifier, spans: list[Span]) -> None:
         self.spans = spans
         self._verifier = verifier
         self.launched = 0.0  # when the device began, by the engine's clock
         self.waited = 0.0  # seconds the host waited for the device
         self._done: torch.cuda.Event | None = None
-        self._result: FrameResult | None = None
-        if verifier.ahead:
-            self._result = self._run(moves)
-        else:
-            verifier.runner.store.move(moves)  # now: other passes may run before this frame does
+        self._result = self._run() if verifier.ahead else None
         self.num_rows = sum([len(span.inputs) for span in spans])
-        self.prefill = any([span.given > 1 for span in spans])  # whether it reads a prompt
+        self.prefill = any(span.given > 1 for span in spans)  # whether it reads a prompt
 
-    def _run(self, moves: Sequence[tuple[int, int]] = ()) -> FrameResult:
-        result = self._verifier.run(self.spans, moves)
+    def _run(self) -> FrameResult:
+        result = self._verifier.run(self.spans)
         if self._verifier.cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
@@ -120,15 +116,15 @@ class Verifier:
         logits, keep = self.runner.frame(inputs), inputs.keep
         return CapturedGraph(lambda: self._sample(logits, [], keep), self.runner.device)
 
-    def launch(self, spans: list[Span], moves: Sequence[tuple[int, int]] = ()) -> FrameInFlight:
-        """A frame over these spans, after K and V of slots (from, to) have been moved."""
-        return FrameInFlight(self, spans, moves)
+    def launch(self, spans: list[Span]) -> FrameInFlight:
+        """A frame over these spans."""
+        return FrameInFlight(self, spans)
 
     @torch.inference_mode()
-    def run(self, spans: list[Span], moves: Sequence[tuple[int, int]] = ()) -> FrameResult:
+    def run(self, spans: list[Span]) -> FrameResult:
         """One frame: logits, sampled tokens, top log-probabilities and scores of targets."""
         sampler, runner = self.sampler, self.runner
-        inputs, keep = runner.stage_frame(spans, _rows_to_sample(spans) if runner.elastic else None, moves)
+        inputs, keep = runner.stage_frame(spans, _rows_to_sample(spans) if runner.elastic else None)
         raw = runner.frame(inputs)
         logit_rows: LogitRows = (
             range(raw.shape[0]) if keep is None else {row: i for i, row in enumerate(keep)}
