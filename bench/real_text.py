@@ -4,9 +4,10 @@
         [--proposers none auto model skip auto+model] [--per-kind 3] [--max-tokens 256] [--out FILE.json]
 
 A line of the questions' file has `category` and `turns`, as in Spec-Bench; the first turn is asked, greedily.
-For each load the proposers run one after the other, `none` first and last, each in a fresh engine without a
-prefix cache, so that no answer is seen twice. `auto+model` is `auto` with the draft model. Tokens and
-log-probabilities of every answer are compared with those of `none` at the first load. The last line is JSON.
+As many questions as the load says are under way at once. For each load the proposers run one after the other,
+`none` before and after them. All but `none` get a fresh engine for each load, without a prefix cache, so that
+no answer is seen twice. `auto+model` is `auto` with the draft model. Tokens and log-probabilities of every
+answer are compared with those of `none` at the first load. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -56,13 +57,19 @@ def read_questions(path: Path, per_kind: int) -> list[tuple[str, str]]:
     return [(kind, texts[i]) for i in range(per_kind) for kind, texts in by_kind.items() if i < len(texts)]
 
 
-def answer_all(engine: Engine, prompts: list[tuple[str, list[int]]], max_tokens: int) -> list[Answer]:
-    """Ask all questions at once; as many run at a time as the engine admits."""
+def answer_all(
+    engine: Engine, prompts: list[tuple[str, list[int]]], max_tokens: int, live: int
+) -> list[Answer]:
+    """Ask all questions, `live` at a time."""
     sampling = Sampling(stop_ids=engine.loaded.eos_ids)
     answers: dict[int, Answer] = {}
-    for kind, prompt in prompts:
-        answers[submit(engine, prompt, sampling, max_tokens=max_tokens)] = Answer(kind)
-    while not engine.idle:
+    waiting = list(reversed(prompts))
+    num_live = 0
+    while waiting or not engine.idle:
+        while waiting and num_live < live:
+            kind, prompt = waiting.pop()
+            answers[submit(engine, prompt, sampling, max_tokens=max_tokens)] = Answer(kind)
+            num_live += 1
         deltas, now = engine.step(), time.perf_counter()
         for delta in deltas:
             answer = answers[delta.request_id]
@@ -71,36 +78,36 @@ def answer_all(engine: Engine, prompts: list[tuple[str, list[int]]], max_tokens:
             answer.tokens += delta.tokens
             answer.logprobs += [value.hex() for value in delta.logprobs]
             answer.frames += delta.frames
+            num_live -= delta.finish is not None
     return list(answers.values())
 
 
-def run(
-    loaded: Loaded, settings: dict[str, Any], prompts: list[tuple[str, list[int]]], max_tokens: int
-) -> Any:
-    """A fresh engine, warmed up on text that is in no question, timed over all of them."""
-    config = EngineConfig.of(**settings)
+def start(loaded: Loaded, settings: dict[str, Any]) -> tuple[Engine, float]:
+    """A fresh engine, warmed up on text that is in no question, and the seconds this took."""
     began = time.perf_counter()
+    config = EngineConfig.of(**settings)
     engine = Engine(loaded, config)
     engine.proposer.warm(config.max_num_seqs)
     built = time.perf_counter() - began
     warm_up = [("", [1 + (7 * i + 13 * j) % 1000 for j in range(64)]) for i in range(config.max_num_seqs)]
-    answer_all(engine, warm_up, 48)
+    answer_all(engine, warm_up, 48, config.max_num_seqs)
     engine.proposer.renew("after warming up")  # drops what was learned of the text
+    return engine, built
+
+
+def run(engine: Engine, prompts: list[tuple[str, list[int]]], max_tokens: int, live: int) -> Any:
+    """Time one load."""
     frames = engine.stats()["frames"]
     began = time.perf_counter()
-    answers = answer_all(engine, prompts, max_tokens)
+    answers = answer_all(engine, prompts, max_tokens, live)
     seconds = time.perf_counter() - began
     stats = engine.stats()
     num = sum(len(answer.tokens) for answer in answers)
+    per_frame = num / sum(answer.frames for answer in answers)
     result = {
-        "tokens": num, "seconds": seconds, "rate": num / seconds, "built": built,
-        "tokens_per_frame": num / sum(answer.frames for answer in answers),
+        "tokens": num, "seconds": seconds, "rate": num / seconds, "tokens_per_frame": per_frame,
         "frames": stats["frames"] - frames, "kinds": by_kind(answers), "stats": stats,
     }  # fmt: skip
-    del engine
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     return result, answers
 
 
@@ -125,7 +132,7 @@ def settings_of(args: argparse.Namespace, proposer: str, live: int) -> dict[str,
     name, _, draft = proposer.partition("+")
     settings: dict[str, Any] = {
         "model": str(args.model), "proposer": name, "max_num_seqs": live, "enable_prefix_caching": False,
-        "max_model_len": args.max_model_len,
+        "max_model_len": args.max_model_len, "kv_memory": args.kv_memory,
     }  # fmt: skip
     if draft == "model" or name == "model":
         settings["draft_model"] = str(args.draft_model)
@@ -164,6 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--per-kind", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--kv-memory", default="4GiB")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if any("model" in name for name in args.proposers) and not args.draft_model:
@@ -181,16 +189,21 @@ def main() -> None:
     ]
     expected: list[Any] | None = None
     report: dict[str, Any] = {}
-    names = [name for name in args.proposers if name != "none"]
+    plain, plain_start = start(loaded, settings_of(args, "none", max(args.live)))
     for live in args.live:
         results: dict[str, Any] = {}
-        for name in ["none", *names, "none again"]:
-            settings = settings_of(args, name.split()[0], live)
+        for name in ["none", *(name for name in args.proposers if name != "none"), "none again"]:
             print(f"{live} live, {name} ...", flush=True)
-            results[name], answers = run(loaded, settings, prompts, args.max_tokens)
+            engine, built = plain, plain_start
+            if not name.startswith("none"):
+                engine, built = start(loaded, settings_of(args, name, live))
+            results[name], answers = run(engine, prompts, args.max_tokens, live)
+            results[name]["built"] = built
             bits = [answer.bits for answer in answers]
             expected = expected or bits
             results[name]["differ"] = sum(a != b for a, b in zip(bits, expected, strict=True))
+            del engine
+            free_memory()
         print_load(live, results)
         report[str(live)] = results
     if args.out:
@@ -200,6 +213,13 @@ def main() -> None:
         for live, results in report.items()
     }
     print(json.dumps({"real_text": short}))
+
+
+def free_memory() -> None:
+    """Give the memory of engines that are gone back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def encode(loaded: Loaded, text: str, max_len: int) -> list[int]:
