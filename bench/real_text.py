@@ -206,8 +206,8 @@ def main() -> None:
             free_memory()
         print_load(live, results)
         report[str(live)] = results
-    if args.out:
-        args.out.write_text(json.dumps(report, default=str))
+        if args.out:
+            args.out.write_text(json.dumps(report, default=str))
     short = {
         live: {name: {k: r[k] for k in ("rate", "tokens_per_frame", "differ")} for name, r in results.items()}
         for live, results in report.items()
