@@ -1,7 +1,6 @@
 """Tokens per frame of draft trees on recorded text, by kind of question and number of nodes. No model is run.
 
-    python bench/drafts.py                                  # recorded text in ../shared/data
-    python bench/drafts.py --traces traces.json.gz --fresh
+    python bench/drafts.py --traces traces.json.gz [--fresh]
     python bench/drafts.py --record smollm2 --questions questions.jsonl --out traces.json.gz
 
 A trace is a greedy answer with the top 8 of every position: `kind`, `prompt` and `answer` as token ids, and
@@ -35,7 +34,6 @@ from samewise.draft.tree_proposer import NAMES, TreeProposer
 from samewise.draft.tuning import TreeTuning
 from samewise.types import MAX_TREE_DEPTH, Ask, Candidates, Sampling, Verdict
 
-TRACES = Path(__file__).parents[2] / "shared/data/traces_1.5b_odd.json.gz"
 NODES = (4, 8, 16, 32, 64)
 
 
@@ -192,7 +190,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--traces", type=Path, default=TRACES)
+    parser.add_argument("--traces", type=Path, help="recorded text; needed without --record")
     parser.add_argument("--nodes", default=",".join(map(str, NODES)), help="sizes of a tree")
     parser.add_argument("--fresh", action="store_true", help="keep nothing between answers")
     parser.add_argument("--python", action="store_true", help="grow trees in Python, not in C++")
@@ -207,6 +205,8 @@ def main():
     if args.record:
         record(args)
         args.traces = args.out
+    if args.traces is None:
+        parser.error("give recorded text with --traces FILE, or record some with --record MODEL")
     if not args.traces.exists():
         sys.exit(f"--traces {args.traces}: no such file; record one with --record")
     traces = read(args.traces)

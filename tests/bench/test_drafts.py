@@ -60,6 +60,12 @@ def test_what_earlier_answers_left_is_used_unless_fresh(drafts, traces):
     assert kept["ngram"]["8"]["kinds"]["same"] > 1.0
 
 
+def test_without_traces_the_remedy_is_named(drafts, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        drafts()
+    assert "--record MODEL" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_missing_file_is_named(drafts, tmp_path):
     with pytest.raises(SystemExit, match=r"nothing\.json"):
         drafts("--traces", tmp_path / "nothing.json")
