@@ -161,8 +161,10 @@ class EngineConfig:
         "Model that drafts for the proposer model; its vocabulary must be the same.", (*ANSWERING, "bench"),
     )  # fmt: skip
     draft_tokens: int = setting(
-        16, integer(1, 4096), "Most tokens of a draft before it is verified.", (*ANSWERING, "bench")
-    )
+        16, integer(1, 4096),
+        "Most tokens of a draft before it is verified; of a draft tree its levels (32 at most, of 64 nodes).",
+        (*ANSWERING, "bench"),
+    )  # fmt: skip
     draft_weights: str = setting(
         "auto", one_of(*DRAFT_WEIGHTS),
         "Weights decode drafts with: int8, int4 on CPU, fp8 on CUDA; auto: int8 where smaller, else same.",

@@ -206,6 +206,10 @@ MAX_TREE_NODES = 64
 MAX_TREE_DEPTH = 32
 """Levels of a draft tree, at most. Bounds the lists of slots that a pass carries."""
 
+RESYNC_TOKENS = 2
+"""Last tokens of an answer that must occur in the caller's prediction for it to be followed again from there.
+Usage counts by it, so it is part of the interface; drafts begin with it (`draft.tuning`)."""
+
 NUM_CANDIDATES = 8
 """Most probable tokens of a verified row that proposers may ask for."""
 
@@ -435,6 +439,7 @@ __all__ = [
     "MAX_TREE_DEPTH",
     "MAX_TREE_NODES",
     "NUM_CANDIDATES",
+    "RESYNC_TOKENS",
     "ROOT",
     "Ask",
     "Candidates",

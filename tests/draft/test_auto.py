@@ -187,7 +187,7 @@ def test_decisions_are_counted_and_explained(caplog):
     assert "0 nodes for 1 sequences" in caplog.text
     stats = auto.stats()
     assert stats["auto"]["decisions"] == {"tree": 1, "none": 1}
-    assert stats["auto"]["rest"] is None
+    assert stats["auto"]["pauses"] is None
     assert stats["tree"]["trees"] == 1
 
 

@@ -141,7 +141,7 @@ def test_pauses_and_their_price_are_reported(caplog):
         device.run(140)
     for text in ("times the tokens per second; pausing", "asking again; "):
         assert text in caplog.text
-    report = device.auto.stats()["auto"]["rest"]
-    assert report["rests"] > 0
-    assert report["calls"] > 0
+    report = device.auto.stats()["auto"]["pauses"]
+    assert report["begun"] > 0
+    assert report["woken"] > 0
     assert report["price_seconds"] == pytest.approx(SimulatedDevice.ASKING, rel=0.2)

@@ -17,7 +17,6 @@ def test_a_token_has_the_candidates_of_the_last_row_that_followed_it():
     table.remember([7], rows(30))
     assert table.candidates(7) == rows(30)[0].tolist()
     assert table.candidates(9) == rows(20)[0].tolist()
-    assert table.num_known == 2
 
 
 def test_of_equal_tokens_in_one_call_the_last_row_stays():
@@ -34,14 +33,14 @@ def test_memory_is_fixed_when_the_table_is_made():
         tokens = list(range(start, start + 100))
         table.remember(tokens, rows(*tokens))
     assert table.nbytes == before
-    assert table.num_known == 1000
+    assert all(table.candidates(token) for token in range(1000))
 
 
 def test_tokens_outside_of_the_vocabulary_are_left_out():
     table = RecycleTable(10)
     table.remember([], rows())
     table.remember([-1, 10, 4], rows(1, 2, 3))
-    assert table.num_known == 1
+    assert [token for token in range(10) if table.candidates(token)] == [4]
     assert table.candidates(10) == table.candidates(-1) == []
 
 

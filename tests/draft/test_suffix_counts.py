@@ -11,7 +11,7 @@ from samewise.draft.suffix_counts import (
     MAX_TOTAL,
     NUM_MATCH_CLASSES,
     NUM_SHARES,
-    Successor,
+    SEPARATOR,
     SuffixTrie,
     TextStore,
     match_class,
@@ -32,6 +32,19 @@ def random_text(seed, length, vocab=6):
     return [rng.randrange(vocab) for _ in range(length)]
 
 
+def successors(trie, match):
+    """(token, length, class) of each token that is named, after the longest context that it followed."""
+    named, found = [], {}
+    trie.name(match, 0, named)
+    nodes, position, length = match
+    lengths = [length] * (0 <= position < len(trie.tokens)) + list(range(len(nodes) - 1, 0, -1))
+    for (_, tokens, classes), at in zip(named, lengths, strict=False):
+        for token, kind in zip(tokens, classes, strict=True):
+            if token != SEPARATOR:
+                found.setdefault(token, (token, at, kind))
+    return list(found.values())
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_counts_equal_those_of_a_scan(seed):
     text, trie, rng = [], SuffixTrie(TUNING), random.Random(seed)
@@ -40,9 +53,9 @@ def test_counts_equal_those_of_a_scan(seed):
         text.append(token)
         match, path = trie.match(), []
         for _ in range(3):
-            for found in trie.successors(match):
-                counts = counted(text, (text + path)[-found.length :])
-                assert (found.times, found.total) == (counts[found.token], counts.total())
+            for found, length, kind in successors(trie, match):
+                counts = counted(text, (text + path)[-length:])
+                assert kind == match_class(length, counts[found], counts.total())
             path.append(rng.randrange(6))
             match = trie.follow(match, path[-1])
 
@@ -52,17 +65,17 @@ def test_every_token_that_followed_the_longest_context_is_named(seed):
     text, trie = random_text(seed, 300), SuffixTrie(TUNING)
     trie.extend(text)
     for suffix in (random_text(seed + i, 6) for i in range(9, 60)):
-        found = trie.successors(trie.find(suffix))
+        found = successors(trie, trie.find(suffix))
         longest = max((n for n in range(1, 5) if counted(text, suffix[-n:])), default=0)
-        assert {s.token for s in found if s.length >= longest} >= set(counted(text, suffix[-longest:]))
+        assert {token for token, at, _ in found if at >= longest} >= set(counted(text, suffix[-longest:]))
 
 
 def test_frequent_tokens_come_first_and_the_latest_of_equals():
     trie = SuffixTrie(replace(TUNING, max_successors=2))
     trie.extend([1, 5, 1, 6, 1, 7, 1, 6, 1])
-    assert trie.successors(trie.find([1])) == [Successor(6, 1, 2, 4), Successor(7, 1, 1, 4)]
+    assert successors(trie, trie.find([1])) == [(6, 1, match_class(1, 2, 4)), (7, 1, match_class(1, 1, 4))]
     trie.extend([5, 1, 5, 1])
-    assert trie.successors(trie.find([1])) == [Successor(5, 1, 3, 6), Successor(6, 1, 2, 6)]
+    assert successors(trie, trie.find([1])) == [(5, 1, match_class(1, 3, 6)), (6, 1, match_class(1, 2, 6))]
 
 
 def test_a_match_in_one_place_is_followed_beyond_the_longest_context():
@@ -70,7 +83,7 @@ def test_a_match_in_one_place_is_followed_beyond_the_longest_context():
     trie.extend(list(range(40)))
     match = trie.find([3, 4, 5, 6])
     for token in range(7, 30):
-        assert trie.successors(match)[0].token == token
+        assert successors(trie, match)[0][0] == token
         match = trie.follow(match, token)
     assert match[2] == 4 + 23
 
@@ -80,11 +93,8 @@ def test_a_context_does_not_reach_from_one_text_into_the_next():
     for text in ([1, 2], [3, 4], [1, 2], [3, 4]):
         trie.extend(text)
         trie.separate()
-    assert trie.successors(trie.find([2])) == []
-    assert trie.successors(trie.find([9, 3])) == [Successor(4, 1, 2, 2)]
-    named = []
-    trie.name(trie.find([2]), 0, named)
-    assert not any(token >= 0 for _, tokens, _ in named for token in tokens)
+    assert successors(trie, trie.find([2])) == []
+    assert successors(trie, trie.find([9, 3])) == [(4, 1, match_class(1, 2, 2))]
 
 
 def test_names_are_the_successors_with_their_classes():
@@ -123,7 +133,7 @@ def test_the_store_is_bounded_and_keeps_the_newest_texts(vocab):
         assert sum(len(trie.tokens) for trie in store.tries(salt)) <= 4000
     newest = random_text(59, 80, vocab)
     trie = store.tries(b"a")[0]
-    assert newest[7] in {s.token for s in trie.successors(trie.find(newest[:7]))}
+    assert newest[7] in {token for token, *_ in successors(trie, trie.find(newest[:7]))}
 
 
 def test_a_text_longer_than_the_store_keeps_its_end():
@@ -132,7 +142,7 @@ def test_a_text_longer_than_the_store_keeps_its_end():
     store.add(b"", text)
     assert store.num_entries <= 400
     (trie,) = store.tries(b"")
-    assert trie.successors(trie.find(text[-3:-1]))[0].token == text[-1]
+    assert successors(trie, trie.find(text[-3:-1]))[0][0] == text[-1]
 
 
 def test_a_private_text_is_not_stored_and_salts_are_apart():

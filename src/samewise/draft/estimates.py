@@ -17,7 +17,8 @@ from samewise.draft.suffix_counts import MAX_LENGTH, MAX_TOTAL, NUM_MATCH_CLASSE
 from samewise.draft.tuning import DEFAULTS, EstimateTuning
 
 MAX_DISTANCE = 4
-"""Positions after its row at which a runner-up is still a candidate: 1 to this."""
+"""Positions after its row at which a runner-up is still a candidate: 1 to this. Says where weights lie, so it
+is no tuning; set by hand."""
 _NUM_LENGTHS = MAX_LENGTH + 1
 
 # A source is the index of the weight of its class 0.

@@ -34,11 +34,6 @@ class RecycleTable:
         """Bytes of the array."""
         return self._ids.nbytes
 
-    @property
-    def num_known(self) -> int:
-        """Tokens that have candidates."""
-        return int(np.count_nonzero(self._ids[:, 0] >= 0))
-
     def remember(self, tokens: list[int], ids: Ids) -> None:
         """Replace the candidates of `tokens` [T] by `ids` [T, 8]. Of equal tokens the last one's row stays.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 from samewise.draft.tuning import DEFAULTS, SuffixTuning
 
@@ -16,13 +16,18 @@ SEPARATOR = -1
 """Between two texts of one trie; never a token id."""
 
 
+# The classes of matches. They say where weights of `estimates` lie, so they are no tuning: with others,
+# `estimates.first_weights` must be learned anew. Set by hand.
 MAX_LENGTH = 6
-"""Match lengths above this are one class."""
+"""Tokens: longer matches are one class."""
 NUM_SHARES = 5
-"""Classes of a successor's share of its context's occurrences."""
+"""Classes of a next token's share of its context's occurrences: below 20 %, below 40 %, ..."""
 MAX_TOTAL = 4
-"""Numbers of occurrences above this are one class."""
+"""Occurrences of a context: more are one class."""
 NUM_MATCH_CLASSES = MAX_LENGTH * NUM_SHARES * MAX_TOTAL
+
+ENTRY_BYTES = 82
+"""Bytes of host memory that an entry of a trie takes on average, as found on recorded text."""
 
 Named = tuple[int, Sequence[int], Sequence[int]]
 """(source, tokens, classes): tokens that a source names as next, and the class of each."""
@@ -32,15 +37,6 @@ def match_class(length: int, count: int, total: int) -> int:
     """The class of a token that followed a context of `length` tokens `count` times out of `total`."""
     share = min(NUM_SHARES * count // total, NUM_SHARES - 1)
     return ((min(length, MAX_LENGTH) - 1) * NUM_SHARES + share) * MAX_TOTAL + min(total, MAX_TOTAL) - 1
-
-
-class Successor(NamedTuple):
-    """A token that followed a context of `length` tokens `times` out of `total` times."""
-
-    token: int
-    length: int
-    times: int
-    total: int
 
 
 class _Node:
@@ -80,9 +76,8 @@ class SuffixTrie:
     def __init__(self, tuning: SuffixTuning = DEFAULTS.trees.suffixes) -> None:
         self._tuning = tuning
         self._root = _Node(0)
-        self._open = [
-            self._root
-        ]  # contexts that end the text, longest first: the next token is counted there
+        # Contexts that end the text, longest first: the next token is counted there.
+        self._open = [self._root]
         self.tokens: list[int] = []
         self._num_children = 0
 
@@ -90,6 +85,11 @@ class SuffixTrie:
     def num_entries(self) -> int:
         """Tokens, separators and children of contexts, which is what takes memory."""
         return len(self.tokens) + self._num_children
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries, estimated."""
+        return ENTRY_BYTES * self.num_entries
 
     @property
     def seen(self) -> dict[int, object]:
@@ -185,19 +185,6 @@ class SuffixTrie:
             num += len(node.frequent)
             depth -= 1
 
-    def successors(self, match: Match) -> list[Successor]:
-        """The same with their counts: each token once, after the longest context that it followed."""
-        nodes, position, length = match
-        found: dict[int, Successor] = {}
-        if 0 <= position < len(self.tokens) and self.tokens[position] != SEPARATOR:
-            token = self.tokens[position]
-            found[token] = Successor(token, length, 1, 1)
-        for depth, node in zip(range(len(nodes) - 1, 0, -1), nodes, strict=False):
-            for token in node.frequent:
-                count = _occurrences(node.children[token])
-                found.setdefault(token, Successor(token, depth, count, node.total))
-        return list(found.values())
-
     def _classify(self, node: _Node, length: int) -> list[int]:
         children, total = node.children, node.total
         node.classes = [match_class(length, _occurrences(children[token]), total) for token in node.frequent]
@@ -269,6 +256,11 @@ class TextStore:
         """Entries of all tries, at most `SuffixTuning.store_entries`."""
         return sum(pool.num_entries for pool in self._pools.values())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries, estimated."""
+        return ENTRY_BYTES * self.num_entries
+
     def tries(self, salt: bytes | None) -> list[SuffixTrie]:
         """Tries over the texts that a request with this salt may draft from, the newer first; None: none."""
         pool = None if salt is None else self._pools.get(salt)
@@ -292,6 +284,7 @@ class TextStore:
 
 
 __all__ = [
+    "ENTRY_BYTES",
     "MAX_LENGTH",
     "MAX_TOTAL",
     "NUM_MATCH_CLASSES",
@@ -299,7 +292,6 @@ __all__ = [
     "SEPARATOR",
     "Match",
     "Named",
-    "Successor",
     "SuffixTrie",
     "TextStore",
     "match_class",

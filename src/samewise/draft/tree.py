@@ -20,9 +20,6 @@ Siblings = list[tuple[float, int]]
 """(log-odds, token) of the children of one node, most probable first."""
 State = TypeVar("State")
 
-CHECK_NODES = 8
-"""Nodes after which growing looks whether any further node can pay."""
-
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -132,6 +129,7 @@ def grow(
     prices: RowPrices,
     min_prob: float = 0.0,
     patience: float = DEFAULTS.trees.patience,
+    check_nodes: int = DEFAULTS.trees.check_nodes,
 ) -> list[GrownTree[State]]:
     """Trees of nodes of at least `min_prob`, as long as more of them could pay.
 
@@ -152,7 +150,7 @@ def grow(
     num, expected = 0, 0.0
     best = prices.live / prices.seconds[0]
     while heap and num < len(prices.seconds) - 1:
-        if num % CHECK_NODES == 0 and not prices.can_pay(num, expected, -heap[0][0], best):
+        if num % check_nodes == 0 and not prices.can_pay(num, expected, -heap[0][0], best):
             break
         priority, _, i, node, above, state, place, waiting = heappop(heap)
         tree = trees[i]
@@ -201,4 +199,4 @@ def cut(trees: list[GrownTree[State]], prices: RowPrices) -> tuple[list[DraftTre
     return kept, best_expected
 
 
-__all__ = ["CHECK_NODES", "DraftTree", "GrownTree", "Limit", "Root", "RowPrices", "Siblings", "cut", "grow"]
+__all__ = ["DraftTree", "GrownTree", "Limit", "Root", "RowPrices", "Siblings", "cut", "grow"]

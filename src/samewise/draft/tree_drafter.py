@@ -193,10 +193,10 @@ class TreeDrafter:
                 self.tables.open(sequence.salt)
 
     def memory(self) -> Memory:
-        """Bytes taken now; those of tries as found on recorded text, 82 per entry."""
+        """Bytes taken now; those of texts are estimated."""
         sequences = self._sequences.values()
-        own = sum(82 * s.text.num_entries + 4 * WIDTH * len(s.recycled) for s in sequences)
-        return Memory(self.tables.nbytes, 82 * self.store.num_entries, own)
+        own = sum(s.text.nbytes + 4 * WIDTH * len(s.recycled) for s in sequences)
+        return Memory(self.tables.nbytes, self.store.nbytes, own)
 
     def grow(
         self, limits: list[Limit], prices: RowPrices, min_prob: float = 0.0
@@ -214,7 +214,7 @@ class TreeDrafter:
             root = self._root(sequence, stored)
             siblings = self._siblings(sequence, stored, sequence.text.tokens[-1], root)
             roots.append(Root(limit, root, siblings))
-        trees = grow(roots, expand, prices, min_prob, self._tuning.patience)
+        trees = grow(roots, expand, prices, min_prob, self._tuning.patience, self._tuning.check_nodes)
         for sequence, tree in zip(sequences, trees, strict=True):
             sequence.tree = tree
         return cut(trees, prices)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from samewise.errors import BadParameter
+from samewise.types import RESYNC_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class SuffixTuning:
     # Last tokens of a prompt that are indexed: bounds the memory of a sequence to 3 MB.
     indexed_tokens: int = 32_768
     # Last tokens of an answer that must occur in the caller's prediction to find the place in it again.
-    min_resync: int = 2
+    min_resync: int = RESYNC_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,9 @@ class TreeTuning:
     # child of a node has on average. At 1.0 half of the nodes are expanded for nothing: a tree of 16 costs
     # 1.7 times as much and brings no more.
     patience: float = 0.4
+    # Nodes after which growing looks whether any further node can pay. Set by hand; nodes grown in vain are
+    # fewer than this, and are cut off again.
+    check_nodes: int = 8
     # Candidates of a row used below the root; all 8 bring no more.
     deep_ranks: int = 3
     # Committed rows whose runners-up are candidates. One row brings 1 % less, three bring no more.
@@ -149,8 +153,6 @@ class AutoTuning:
 
     # Throughput a drafter must promise, as a multiple of not drafting: estimates are a few percent off.
     min_speedup: float = 1.05
-    # Chance of being reached and right below which no row is worth verifying, even a padding row.
-    min_chance: float = 0.05
     # Multiple of its row's price that a node must bring: the nodes that look best are overestimated most.
     price_factor: float = 1.15
     # Nodes per sequence while no frame was timed.

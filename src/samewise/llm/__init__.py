@@ -1,8 +1,8 @@
 """The Python interfaces: LLM (synchronous) and AsyncLLM (asynchronous).
 
 Holds: intake (checks a request, once); answer (deltas become text and outputs); prediction (how much of an
-answer its prediction guessed); step_loop (submit, step,
-dispatch; shared by both interfaces); llm; aio; mailbox (chunks travel to other event loops).
+answer its prediction guessed); step_loop (submit, step, dispatch; shared by both interfaces); llm; aio;
+mailbox (chunks travel to other event loops).
 State: a StepLoop owns its open Answers; an AsyncLLM owns the thread that owns the engine.
 Imports: engine, receipts, text, schedule (limits), execute (the loaded model), and what they import.
 """

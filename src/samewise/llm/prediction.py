@@ -10,8 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-RESYNC = 2
-"""Last tokens of an answer that must occur in the prediction for it to be followed again from there."""
+from samewise.types import RESYNC_TOKENS
 
 
 class PredictionUsage(NamedTuple):
@@ -25,8 +24,8 @@ class PredictionFollower:
     """Follows one answer through its prediction. Owned by the answer's choice.
 
     At a match the place in the prediction moves on. After a mismatch it is found again where the last
-    `RESYNC` tokens of the answer occur in the prediction: at the first such place not yet passed, else at the
-    first of all.
+    `RESYNC_TOKENS` tokens of the answer occur in the prediction: at the first such place not yet passed, else
+    at the first of all.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
@@ -34,10 +33,12 @@ class PredictionFollower:
         self._seen = bytearray(len(self._prediction))  # 1: this token of the prediction is in the answer
         self._place: int | None = 0  # of the prediction's next token; None: lost
         self._passed = 0  # the last known place
-        self._last: tuple[int, ...] = ()  # the answer's last RESYNC tokens
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # where each run of RESYNC tokens ends, ascending
-        for end in range(RESYNC, len(self._prediction) + 1):
-            self._ends.setdefault(self._prediction[end - RESYNC : end], []).append(end)
+        self._last: tuple[int, ...] = ()  # the answer's last RESYNC_TOKENS tokens
+        self._ends: dict[
+            tuple[int, ...], list[int]
+        ] = {}  # where each run of RESYNC_TOKENS tokens ends, ascending
+        for end in range(RESYNC_TOKENS, len(self._prediction) + 1):
+            self._ends.setdefault(self._prediction[end - RESYNC_TOKENS : end], []).append(end)
         self.accepted = 0
 
     @property
@@ -50,7 +51,7 @@ class PredictionFollower:
         if not self._prediction:
             return
         for token in tokens:
-            self._last = (*self._last, token)[-RESYNC:]
+            self._last = (*self._last, token)[-RESYNC_TOKENS:]
             place = self._place
             if place is not None and place < len(self._prediction) and self._prediction[place] == token:
                 self.accepted += 1
@@ -66,7 +67,7 @@ class PredictionFollower:
             return None
         later = bisect_left(ends, self._passed)
         end = self._passed = ends[later] if later < len(ends) else ends[0]
-        self._seen[end - RESYNC : end] = b"\1" * RESYNC
+        self._seen[end - RESYNC_TOKENS : end] = b"\1" * RESYNC_TOKENS
         return end
 
 
@@ -77,4 +78,4 @@ def prediction_usage(prediction: Sequence[int], answer: Sequence[int]) -> Predic
     return PredictionUsage(follower.accepted, follower.rejected)
 
 
-__all__ = ["RESYNC", "PredictionFollower", "PredictionUsage", "prediction_usage"]
+__all__ = ["PredictionFollower", "PredictionUsage", "prediction_usage"]

@@ -238,7 +238,7 @@ class Auto(Proposer):
             "frame_seconds": self._frames.curve.table(),
             "drafters": self._drafters.report(),
             "brought": self._ratio.value,
-            "rest": None if idle is None else idle.stats(max(1, len(self._live))),
+            "pauses": None if idle is None else idle.stats(max(1, len(self._live))),
         }
         return {self.name: report} | self._trees.stats() | self._drafters.stats()
 

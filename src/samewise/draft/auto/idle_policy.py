@@ -88,11 +88,11 @@ class IdlePolicy:
         return self._gaps.at(live)
 
     def stats(self, live: int) -> dict[str, Any]:
-        """Pauses, how many were ended early, the price of asking, and what it brings."""
+        """Pauses, those that were ended early, the price of asking, and what it brings."""
         return {
-            "resting": self.pausing,
-            "rests": self._num_pauses,
-            "calls": self._num_wakes,
+            "pausing": self.pausing,
+            "begun": self._num_pauses,
+            "woken": self._num_wakes,
             "price_seconds": self.price(live),
             "advantage": self.advantage,
         }

@@ -16,7 +16,7 @@ import numpy as np
 
 from samewise.draft import estimates, suffix_counts
 from samewise.draft.recycle import WIDTH
-from samewise.draft.tree import CHECK_NODES, DraftTree, Limit, RowPrices
+from samewise.draft.tree import DraftTree, Limit, RowPrices
 from samewise.draft.tree_drafter import Committed, Memory, Sources
 from samewise.draft.tuning import DEFAULTS, TreeTuning
 from samewise.errors import InvariantBroken
@@ -47,8 +47,9 @@ def _tuning(vocab: int, sources: Sources, tuning: TreeTuning) -> _Tuning:
         store_entries=suffixes.store_entries, max_pools=suffixes.max_pools,
         stored_tokens=suffixes.stored_tokens, min_resync=suffixes.min_resync,
         deep_ranks=tuning.deep_ranks, num_rows=tuning.num_rows, max_tables=tuning.max_tables,
-        check_nodes=CHECK_NODES, max_length=suffix_counts.MAX_LENGTH, num_shares=suffix_counts.NUM_SHARES,
-        max_total=suffix_counts.MAX_TOTAL, max_distance=estimates.MAX_DISTANCE, own=estimates.OWN,
+        check_nodes=tuning.check_nodes, max_length=suffix_counts.MAX_LENGTH,
+        num_shares=suffix_counts.NUM_SHARES, max_total=suffix_counts.MAX_TOTAL,
+        max_distance=estimates.MAX_DISTANCE, own=estimates.OWN,
         stored=estimates.STORED, recycled=estimates.RECYCLED, runners_up=estimates.RUNNERS_UP[0],
         predicted=estimates.PREDICTED, occurred=estimates.OCCURRED, again=estimates.AGAIN,
         step=learning.step, first_squares=learning.first_squares, max_squares=learning.max_squares,

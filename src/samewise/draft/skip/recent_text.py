@@ -21,9 +21,8 @@ class TextPiece(NamedTuple):
     span: Span  # its rows are in the search's pages
     first_row: int
     targets: tuple[int, ...]
-    ended: bool = (
-        False  # of an answer that has ended: it lacks its context, so targets must be predicted anew
-    )
+    # Of an answer that has ended: it lacks its context, so targets must be predicted anew.
+    ended: bool = False
 
 
 class RecentText:
