@@ -61,7 +61,8 @@ class SuffixTuning:
     max_pools: int = 64
     # Last tokens of a request that are stored: storing takes 0.3 µs per token while a request ends.
     stored_tokens: int = 4096
-    # Last tokens of a prompt that are indexed: bounds the memory of a sequence to 3 MB.
+    # Last tokens of a prompt, and first tokens of a prediction, that are indexed: 3 MB at most for each. An
+    # answer is indexed whole.
     indexed_tokens: int = 32_768
     # Last tokens of an answer that must occur in the caller's prediction to find the place in it again.
     min_resync: int = RESYNC_TOKENS

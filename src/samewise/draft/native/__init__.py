@@ -2,5 +2,5 @@
 
 Holds: drafter.cpp, and drafter, its ctypes side.
 State: each NativeDrafter owns one drafter in C++.
-Imports: draft.tree_drafter and what it is made of; kernels.native.build, which compiles the source.
+Imports: draft.tree_drafter and what it is made of; kernels.native.build, which compiles the source; errors.
 """

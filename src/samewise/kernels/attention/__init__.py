@@ -1,7 +1,7 @@
 """Canonical paged attention: one interface, three implementations.
 
-Holds: base (the interface), cpu and native (CPU), triton and triton_kernels (CUDA), tiles and native_tiles
-(which rows share work).
+Holds: base (the interface), cpu and native (CPU), triton and triton_kernels (CUDA), tiles and, in C++,
+tiles.cpp with native_tiles (which rows share work).
 State: none; KV tensors belong to kv.store.
 Imports: kernels.native and the base modules.
 """
