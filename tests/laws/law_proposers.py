@@ -207,6 +207,7 @@ PROPOSERS: dict[str, MakeProposer | None] = {
     "decode-int4": decode_int4,
     "decode-int8": decode_int8,
     "ngram": MAKERS["ngram"],
+    "recycle": MAKERS["recycle"],
     "model": draft_model,
     "model-ahead": draft_model_ahead,
     "model-pausing": pausing_draft_model,

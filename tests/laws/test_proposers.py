@@ -366,6 +366,13 @@ def ids_beyond_the_vocabulary(known):
     ]
 
 
+def parents_of_another_number(known):
+    return lambda asks: [
+        Proposal(ask.seq_id, tuple(known.continuation(ask)[:4]), parents=(-1,) * (1 + ask.seq_id % 7))
+        for ask in asks
+    ]
+
+
 @pytest.mark.parametrize(
     "bug",
     [
@@ -374,6 +381,7 @@ def ids_beyond_the_vocabulary(known):
         unknown_sequences,
         sequences_not_asked_about,
         ids_beyond_the_vocabulary,
+        parents_of_another_number,
     ],
 )
 def test_a_proposer_with_a_bug_changes_nothing(basic, basic_references, bug):

@@ -141,12 +141,13 @@ def make_skip(parts: ProposerParts, *, search: Search | None = None, standalone:
     optimiser = LayerSetOptimiser(
         search, LayerSetScorer(runner, sampler, views, parts.scratch_pages, tuning.search), active, pricing,
         LayerSetStore(config.workload), parts.frame_costs, parts.counters, parts.clock,
-        frame_is_full_pass=runner.elastic or not on_cpu, tuning=tuning,
+        frame_is_full_pass=runner.elastic or not on_cpu, in_advance=standalone, tuning=tuning,
     )  # fmt: skip
     return Skip(
         FastPasses(runner, sampler, chain=parts.chain, sample=confidence.sample),
         confidence, active, optimiser, ConfidencePacing(active, pricing, parts.chain, tuning), pricing,
         parts.clock, standalone=standalone,
+        capture_seconds=0.0 if standalone or on_cpu else tuning.skip.capture_seconds,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from samewise.draft.cost_model import FrameCosts
 from samewise.draft.tree import DraftTree, Limit, RowPrices
 from samewise.draft.tree_drafter import Committed, GrowsTrees, Sources
 from samewise.draft.tuning import DEFAULTS, TreeTuning
-from samewise.types import Ask, Proposal, Verdict
+from samewise.types import MAX_TREE_DEPTH, Ask, Proposal, Verdict
 
 NAMES = {Sources.SUFFIXES: "ngram", Sources.ROWS: "recycle", Sources.ALL: "tree"}
 
@@ -143,7 +143,7 @@ class TreeProposer(Proposer):
         limits = []
         for ask in asks:
             self._follow(ask)
-            limits.append(Limit(ask.seq_id, min(max_nodes, ask.max_nodes), ask.room))
+            limits.append(Limit(ask.seq_id, min(max_nodes, ask.max_nodes), min(ask.room, MAX_TREE_DEPTH)))
         return self._drafter.grow(limits, prices, min_prob)
 
     def expect(self, seq_ids: list[int], prices: RowPrices, max_nodes: int) -> tuple[int, float]:
@@ -175,7 +175,8 @@ class TreeProposer(Proposer):
             known = None
         if known is None:
             start = max(0, ask.prompt_len - self._tuning.suffixes.indexed_tokens)
-            self._drafter.begin(ask.seq_id, tokens[start : ask.prompt_len], ask.share_salt, ask.prediction)
+            prediction = ask.prediction[: self._tuning.suffixes.indexed_tokens]
+            self._drafter.begin(ask.seq_id, tokens[start : ask.prompt_len], ask.share_salt, prediction)
             known = _Known(ask.prompt_len, tokens[ask.prompt_len - 1])
         if known.length < len(tokens):
             self._drafter.commit([Committed(ask.seq_id, tuple(tokens[known.length :]))])

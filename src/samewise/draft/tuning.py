@@ -168,6 +168,8 @@ class AutoTuning:
     # it is tried, and soon outweighed.
     drafter_prior: float = 0.85
     drafter_prior_trials: float = 4.0
+    # Weight of one step in the average of what trees bring, which a drafter has to beat. About 20 steps.
+    trees_weight: float = 0.05
     # Steps after which a drafter that did not pay is tried again: at most one trial in 400 steps is lost.
     retry_steps: int = 400
     # The same for a drafter whose pass was never timed; the first pass of a size is not timed.
@@ -288,6 +290,9 @@ class SearchTuning:
 class SkipTuning:
     """Drafting with a layer set, SWIFT's phase 2 (skip/pacing.py, skip/pricing.py)."""
 
+    # Seconds that the passes of a new set take to capture on CUDA, at the sizes that come up. Inside `auto` a
+    # set is used once its share of the time covers them. On an H200 a 1.5B model took about 0.3.
+    capture_seconds: float = 0.3
     # Alternatives that are looked at for an unsure token.
     num_alternatives: int = 3
     # Alternatives that are added to one draft: each is a row of the frame.

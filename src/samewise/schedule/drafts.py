@@ -72,7 +72,7 @@ def _append_tree(seq: Sequence, proposal: Proposal, limits: Limits) -> None:
         depths[node] = depths[parent] + 1
     place = {node: node for node in depths}  # where a node of the proposal stands in the draft
     for node, (token, parent) in enumerate(
-        zip(proposal.tokens, proposal.parents, strict=True), start=len(draft)
+        zip(proposal.tokens, proposal.parents, strict=False), start=len(draft)
     ):
         at = place.get(parent)
         if at is None or len(draft) >= max_nodes or depths[at] >= max_depth or not 0 <= token < limits.vocab:

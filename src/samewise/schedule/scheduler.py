@@ -245,7 +245,7 @@ class Scheduler:
             seq = self._new_sequences.popleft()
             if seq.request.id in self._running:
                 asks.append(ask_of(seq, 0))
-                max_tokens -= len(seq.tokens)
+                max_tokens -= len(seq.tokens) + len(seq.request.prediction)
         return asks
 
     # ---- after a failure

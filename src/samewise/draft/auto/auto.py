@@ -61,6 +61,7 @@ class Auto(Proposer):
         self._ratio = BroughtRatio(prior, prior, self._tuning.brought_memory, self._tuning.max_brought)
         self._expected: dict[int, float] = {}  # accepted nodes expected of a sequence's tree in flight
         self._idle = IdlePolicy(clock, tuning) if ahead else None
+        self._advantage = 1.0  # moving average: tokens per second with trees over those without
         self._waited_steps = 0  # steps in a row in which an assigned drafter drafted nothing
         self._live: set[int] = set()  # sequences of the last frame
         self._unverified: set[int] = set()  # sequences with drafts whose verdict is not in
@@ -147,7 +148,12 @@ class Auto(Proposer):
         Returns what is brought then; the same where no drafter is chosen.
         """
         plain = live / self._frames.cost(live) if asks and self._frames.known else 0.0
-        with_trees = plain * max(1.0, brought.tokens / brought.seconds)
+        advantage = brought.tokens / brought.seconds
+        if asks:
+            self._advantage += self._tuning.trees_weight * (advantage - self._advantage)
+        # A drafter must beat what trees bring on average too: of single positions only the poor ones are
+        # seen, and a draft model has to read the whole text before it can draft at one of them.
+        with_trees = plain * max(1.0, advantage, self._advantage)
         choice = self._drafters.choose(live, with_trees) if plain else None
         if choice is None:
             return brought

@@ -25,6 +25,10 @@ class SearchBudget:
         self.active += passed
         self.saved += self.tuning.share * passed * searching
 
+    def affords(self, seconds: float) -> bool:
+        """Whether its share of all the time so far covers what was spent and this much more."""
+        return not seconds or self.tuning.share * self.active >= self.spent + seconds
+
     def exclude(self, now: float) -> None:
         """The time since the last call counts neither as spent nor as passed."""
         self._last = now

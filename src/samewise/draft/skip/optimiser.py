@@ -33,6 +33,7 @@ class LayerSetOptimiser:
     """Runs the search, puts its incumbent to use, and notices when the set no longer fits the text.
 
     `frame_is_full_pass`: a frame has no more rows than are used, so its seconds are those of a full pass.
+    `in_advance`: a short first round need not wait until its share of the time was saved.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class LayerSetOptimiser:
         clock: Callable[[], float],
         *,
         frame_is_full_pass: bool,
+        in_advance: bool = True,
         tuning: Tuning = DEFAULTS,
     ) -> None:
         self.search, self.scorer, self.store = search, scorer, store
         self._active, self._pricing = active, pricing
         self._frames, self._counters, self._clock = frames, counters, clock
-        self._frame_is_full_pass, self._tuning = frame_is_full_pass, tuning
+        self._frame_is_full_pass, self._in_advance, self._tuning = frame_is_full_pass, in_advance, tuning
         self.budget = SearchBudget(tuning.search)
         self.timeline = Timeline(tuning.skip.max_events)
         self._texts: dict[int, tuple[list[int], int]] = {}  # tokens and prompt length of live sequences
@@ -85,7 +87,8 @@ class LayerSetOptimiser:
         tuning, step = self._tuning.search, self._step_seconds
         round_seconds = tuning.min_rounds / self.scorer.batch * step
         in_first_round = self.search.round < tuning.min_rounds
-        return self.budget.saved >= step or (in_first_round and round_seconds <= tuning.max_first_round)
+        in_advance = self._in_advance and in_first_round and round_seconds <= tuning.max_first_round
+        return self.budget.saved >= step or in_advance
 
     def tick(self) -> None:
         """Let the budget grow with time."""

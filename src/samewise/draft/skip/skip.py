@@ -23,7 +23,8 @@ from samewise.types import Ask, LayerSet, Proposal, Verdict
 class Skip(Drafter):
     """Drafts by fast passes that skip the sublayers of the active set.
 
-    `standalone`: not used by `auto`, so `propose` runs the search step itself.
+    `standalone`: not used by `auto`, so `propose` runs the search step itself. `capture_seconds`: what the
+    passes of a new set take to capture, which must have been saved before the set is used.
     """
 
     name = "skip"
@@ -39,16 +40,21 @@ class Skip(Drafter):
         clock: Callable[[], float],
         *,
         standalone: bool = True,
+        capture_seconds: float = 0.0,
     ) -> None:
         self._passes, self._confidence, self._pricing, self._clock = passes, confidence, pricing, clock
         self.active, self.optimiser, self._pacing = active, optimiser, pacing
-        self._standalone = standalone
+        self._standalone, self._capture_seconds = standalone, capture_seconds
+        self._used_revision = -1  # of the set that drafted last: its passes are captured
         self._num_passes = self._last_passes = 0  # of all calls, and of the last one
 
     @property
     def ready(self) -> bool:
-        """Whether there is a set to draft with."""
-        return self.active.ready
+        """Whether there is a set to draft with, and the time to prepare its passes was saved."""
+        return self.active.ready and (
+            self._used_revision == self.active.revision
+            or self.optimiser.budget.affords(self._capture_seconds)
+        )
 
     @property
     def quiet(self) -> bool:
@@ -80,6 +86,9 @@ class Skip(Drafter):
         if not asks:
             return []
         self._confidence.clear()
+        if self._used_revision != self.active.revision:
+            self._used_revision = self.active.revision
+            self.optimiser.budget.spent += self._capture_seconds
         began = self._clock()
         proposals = self._passes.draft(asks, self.name, self.active.path, logprobs=False)
         self._last_passes = max(len(proposal.tokens) for proposal in proposals)
