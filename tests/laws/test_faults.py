@@ -291,7 +291,9 @@ def test_a_fault_in_an_update_of_weights_leaves_an_engine_that_takes_another(bas
     with counting:
         contract = engine.update_weights(new)
     expected = run_cases(engine, REQUESTS[:2])
-    for number in range(1, counting.num_events, max(1, counting.num_events // 40)):
+    step = max(1, counting.num_events // 40)
+    # A few calls at the end of the first update are not made again by later ones.
+    for number in range(1, counting.num_events - step, step):
         with pytest.raises(PlantedFault), AtEvent(number):
             engine.update_weights(new)
         try:
