@@ -14,7 +14,7 @@ from samewise.draft.cost_model import FrameCosts
 from samewise.draft.tree import DraftTree, Limit, RowPrices
 from samewise.draft.tree_drafter import Committed, GrowsTrees, Sources
 from samewise.draft.tuning import DEFAULTS, TreeTuning
-from samewise.types import MAX_TREE_DEPTH, Ask, Proposal, Verdict
+from samewise.types import MAX_TREE_DEPTH, MAX_TREE_NODES, Ask, Proposal, Verdict
 
 NAMES = {Sources.SUFFIXES: "ngram", Sources.ROWS: "recycle", Sources.ALL: "tree"}
 
@@ -28,7 +28,12 @@ class RowPricing:
         self._seconds = array("d")
 
     def prices(self, live: int, max_nodes: int, brought: float = 1.0) -> RowPrices:
-        """Of up to `max_nodes` nodes beside `live` sequences. `brought`: accepted nodes per expected one."""
+        """Of up to `max_nodes` nodes, or some more, beside `live` sequences.
+
+        `brought`: accepted nodes per expected one.
+        """
+        # Rounded up, so that a few nodes more or less do not have the prices computed again.
+        max_nodes = -(-max_nodes // MAX_TREE_NODES) * MAX_TREE_NODES
         key = (self._frames.version, live, max_nodes)
         if key != self._key:
             self._seconds, self._key = self._compute(live, max_nodes), key
