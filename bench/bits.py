@@ -51,7 +51,7 @@ class FrameRunner:
         (logits,), ((_, head_rows),) = self._logits, self._staged
         index = {row: i for i, row in enumerate(head_rows)} if head_rows is not None else range(num_rows)
         results = torch.empty(len(wanted), 3, dtype=torch.int64)
-        results[:, :2] = truth.packed[wanted]
+        results[:, :2] = truth.packed[wanted, :2]
         results[:, 2] = digest(logits[[index[row] for row in wanted]]).cpu()
         return results
 

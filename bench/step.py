@@ -111,7 +111,7 @@ def timed_parts(engine: Engine) -> Iterator[PartTimer]:
         (verify.FrameInFlight, "verdicts", "judge"),
         (torch.cuda.Event, "synchronize", "wait"),
         (scheduler, "commit", "commit"),
-        (type(engine), "_forget_finished", "deltas"),
+        (type(engine), "_account", "deltas"),
     ]
     with ExitStack() as patches:
         wrapped = set()

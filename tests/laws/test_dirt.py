@@ -94,6 +94,7 @@ class KVCheck:
         self.num_compared = 0
 
     def __call__(self, engine, _):
+        engine.runner.store.flush_moves()  # as the next pass would, before it reads anything
         for request, seq in engine.scheduler._running.items():
             if seq.kv_len == 0:
                 continue
