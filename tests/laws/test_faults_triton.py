@@ -13,7 +13,7 @@ from samewise.execute.sampling import Sampler
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    # Memory that was never written may hold any number; Triton's interpreter warns of overflow, CUDA does not.
+    # Memory never written may hold any number: Triton's interpreter warns of overflow, CUDA does not.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs on the CUDA device: test_faults_cuda"),
 ]
