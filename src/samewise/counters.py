@@ -43,6 +43,7 @@ class Counters:
     output_tokens: int = 0
     unverified_tokens: int = 0
     frames: int = 0
+    follow_ups: int = 0  # frames that were started by one call as soon as the frame before them landed
     rows: int = 0
     padded_rows: int = 0
     drafts: int = 0  # draft trees verified

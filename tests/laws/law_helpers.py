@@ -275,8 +275,11 @@ class KnownAnswers:
 
     def continuation(self, ask: Ask) -> list[int]:
         """All tokens known to follow the sequence and its draft."""
-        num_known = len(ask.tokens) - ask.prompt_len + len(ask.draft)
-        return self._continuations.get(tuple(ask.tokens[: ask.prompt_len]), [])[num_known:]
+        return self.after(tuple(ask.tokens[: ask.prompt_len]), len(ask.tokens) + len(ask.draft))
+
+    def after(self, prompt: tuple[int, ...], length: int) -> list[int]:
+        """All tokens known to follow a sequence of this many tokens, the prompt among them."""
+        return self._continuations.get(prompt, [])[length - len(prompt) :]
 
     def oracle(self, _: ProposerParts) -> Scripted:
         """A proposer that is always right and drafts as much as there is room for."""

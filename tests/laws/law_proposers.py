@@ -15,11 +15,22 @@ import torch
 
 from samewise.draft.auto.auto import Auto
 from samewise.draft.base import Fallback, Proposer
-from samewise.draft.build import MAKERS, MakeProposer, ProposerParts, make_auto, make_model, make_skip
+from samewise.draft.build import (
+    MAKERS,
+    MakeProposer,
+    ProposerParts,
+    make_auto,
+    make_model,
+    make_skip,
+    make_tree_drafter,
+)
+from samewise.draft.cost_model import FrameCosts
 from samewise.draft.decode import Decode
 from samewise.draft.model import DraftModel
 from samewise.draft.skip.search import ATTENTION, MLP, Incumbent, Prices, Search
 from samewise.draft.skip.skip import Skip
+from samewise.draft.tree_drafter import Sources
+from samewise.draft.tree_proposer import TreeProposer
 from samewise.draft.tuning import ModelTuning, SearchTuning, Tuning
 from samewise.execute.load import Loaded
 from samewise.model import fp8
@@ -86,6 +97,13 @@ class BuggyProposer(Proposer):
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
         return self._bug(asks)
+
+
+def trees(parts: ProposerParts) -> TreeProposer:
+    """Four guesses for each sequence, from texts and rows, whatever they cost."""
+    frames, tuning = FrameCosts(parts.runner.sizes), replace(parts.tuning.trees, max_nodes=4, min_prob=0.0)
+    frames.observe(1, 1.0)
+    return TreeProposer(make_tree_drafter(parts.vocab, Sources.ALL, tuning), Sources.ALL, tuning, frames)
 
 
 # -- decode and draft models --------------------------------------------------------------------------
@@ -218,5 +236,6 @@ PROPOSERS: dict[str, MakeProposer | None] = {
     "skip-fruitless": fruitless_skip,
     "ngram+skip": lambda parts: Fallback([MAKERS["ngram"](parts), skip(parts)]),
     "bushy": bushy,
+    "trees": trees,
     "auto": auto,
 }

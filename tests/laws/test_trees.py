@@ -1,6 +1,5 @@
 """Laws 1 to 4 with draft trees: whichever path is accepted, and wherever it stands, no bit changes."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,6 @@ from law_helpers import (
     CASES,
     PAGE,
     Case,
-    KnownAnswers,
     other_requests,
     random_prompt,
     run_alone,
@@ -18,98 +16,19 @@ from law_helpers import (
     run_references,
     sampled,
 )
+from law_trees import (
+    SHAPES,
+    known_trees,
+    random_shape,
+    siblings_everywhere,
+    wrong_chain_first,
+    wrong_everywhere,
+)
 
-from samewise.draft.base import Proposer
 from samewise.testing import Bushy, preempting
-from samewise.types import MAX_TREE_NODES, ROOT, Proposal, Sampling
+from samewise.types import MAX_TREE_NODES, ROOT, Sampling
 
-
-class KnownTrees(Proposer):
-    """Trees `shape(right_tokens)`, a list of (token, parent), of up to `num` right tokens."""
-
-    name = "known"
-    wants_candidates = True
-
-    def __init__(self, known, *, num, shape):
-        self._known, self._num, self._shape = known, num, shape
-
-    def propose(self, asks):
-        proposals = []
-        for ask in asks:
-            right = tuple(self._known.continuation(ask)[: min(self._num, ask.room)])
-            if right:
-                tokens, parents = zip(*self._shape(right), strict=True)
-                proposals.append(Proposal(ask.seq_id, tokens, drafter=self.name, parents=parents))
-        return proposals
-
-
-def other(token, by=1):
-    return (token + by) % 256
-
-
-def wrong_chain_first(right):
-    """A wrong chain, then the right one: its KV has to be moved."""
-    num = len(right)
-    wrong = [(other(token), i - 1) for i, token in enumerate(right)]
-    return [*wrong, *((token, ROOT if i == 0 else num + i - 1) for i, token in enumerate(right))]
-
-
-def siblings_everywhere(right):
-    """After each right node two wrong ones, before it another wrong one."""
-    nodes, parent = [], ROOT
-    for token in right:
-        nodes += [
-            (other(token), parent),
-            (token, parent),
-            (other(token, 2), parent),
-            (other(token, 3), parent),
-        ]
-        parent = len(nodes) - 3
-    return nodes
-
-
-def level_by_level(right):
-    """All nodes of one level, then those of the next, as a breadth-first tree has them."""
-    nodes, parent = [], ROOT
-    for token in right:
-        start = len(nodes)
-        nodes += [(other(token), parent), (other(token, 2), parent), (token, parent)]
-        parent = start + 2
-    return nodes
-
-
-def leaves_only(right):
-    """Many first tokens, the right one last."""
-    return [(other(right[0], i), ROOT) for i in range(5, 0, -1)] + [(right[0], ROOT)]
-
-
-def wrong_everywhere(right):
-    return [(other(right[0]), ROOT), (other(right[0], 2), ROOT), (right[-1], 0), (other(right[0], 3), 1)]
-
-
-def random_shape(right):
-    """Right and wrong nodes in any order, some of them far from where they belong."""
-    pick = random.Random(sum(right))
-    nodes, at = [], ROOT
-    todo = list(right)
-    while todo and len(nodes) < 20:
-        if pick.random() < 0.4:
-            nodes.append((todo[0], at))
-            at = len(nodes) - 1
-            todo.pop(0)
-        else:
-            parent = pick.choice([ROOT, *range(len(nodes))])
-            nodes.append((pick.randrange(256), parent))
-    return nodes
-
-
-SHAPES = [wrong_chain_first, siblings_everywhere, level_by_level, leaves_only, wrong_everywhere, random_shape]
 LONG = [replace(case, max_tokens=40) for case in CASES if case.prompt_logprobs is None]
-
-
-def known_trees(cases, expected, **settings):
-    known = KnownAnswers.of(cases, expected)
-    return lambda _: KnownTrees(known, **settings)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

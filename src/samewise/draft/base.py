@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from samewise.follow_up import FollowUpPlan, FrameToFollow
 from samewise.types import Ask, Proposal, Verdict
 
 
@@ -30,6 +31,14 @@ class Proposer:
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:  # noqa: ARG002 - the default ignores it
         """Draft tokens for any of the asks, at most `ask.room` each."""
+        return []
+
+    def plan_follow_up(self, frame: FrameToFollow) -> FollowUpPlan | None:  # noqa: ARG002 - as above
+        """While a frame runs: how to draft in one call when it lands; None: `propose` will be called."""
+        return None
+
+    def take_follow_up(self) -> list[Proposal]:
+        """What the plan drafted when it was run: called instead of `propose`."""
         return []
 
     def observe(self, verdicts: list[Verdict]) -> None:
@@ -70,6 +79,11 @@ class Drafter(Proposer):
     def revision(self) -> int:
         """Rises whenever it starts to draft with something else: earlier measurements then no longer hold."""
         return 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether `on_step` has work to do now."""
+        return False
 
     def passes_of(self, proposals: list[Proposal]) -> int:
         """Passes that the last call of `propose`, which returned these, took; 0: its time says nothing."""

@@ -30,6 +30,7 @@ from samewise.draft.recycle import WIDTH, Ids, RecycleTables
 from samewise.draft.suffix_counts import MAX_LENGTH, Match, Named, SuffixTrie, TextStore
 from samewise.draft.tree import DraftTree, GrownTree, Limit, Root, RowPrices, Siblings, cut, grow
 from samewise.draft.tuning import DEFAULTS, TreeTuning
+from samewise.follow_up import FollowUpPlan, FrameToFollow
 from samewise.types import ROOT
 
 
@@ -63,6 +64,14 @@ class Memory(NamedTuple):
     sequences: int
 
 
+class Follows(FollowUpPlan, Protocol):
+    """A plan of a tree drafter."""
+
+    def trees(self) -> tuple[list[DraftTree], float]:
+        """The trees of the next frame, and the accepted nodes to expect of them."""
+        ...
+
+
 class GrowsTrees(Protocol):
     """What `TreeDrafter` and its C++ twin do. One owner, one thread."""
 
@@ -80,6 +89,12 @@ class GrowsTrees(Protocol):
         self, limits: list[Limit], prices: RowPrices, min_prob: float = 0.0
     ) -> tuple[list[DraftTree], float]:
         """A tree for each limit, of the nodes that bring most tokens per second, and what they bring."""
+        ...
+
+    def follower(
+        self, frame: FrameToFollow, prices: RowPrices, max_nodes: int, min_prob: float = 0.0
+    ) -> Follows | None:
+        """For a frame in flight: verdicts, new tokens and the next trees in one call; None: it cannot."""
         ...
 
     def forget(self, seq_id: int, *, store: bool = True) -> None:
@@ -172,6 +187,16 @@ class TreeDrafter:
                 self._keep_rows(sequence, committed)
             sequence.text.extend(tokens)
             self._follow_prediction(sequence, tokens)
+
+    def follower(
+        self,
+        frame: FrameToFollow,  # noqa: ARG002 - the C++ twin's
+        prices: RowPrices,  # noqa: ARG002
+        max_nodes: int,  # noqa: ARG002
+        min_prob: float = 0.0,  # noqa: ARG002
+    ) -> Follows | None:
+        """None: Python would not be faster than the engine's own loop."""
+        return None
 
     def forget(self, seq_id: int, *, store: bool = True) -> None:
         """Drop a sequence; its text goes to the store, if it shares and `store`."""
@@ -354,4 +379,4 @@ def _without(ids: list[int], token: int) -> Ranked:
     return [ids[rank] for rank in ranks], ranks
 
 
-__all__ = ["Committed", "GrowsTrees", "Memory", "Sources", "TreeDrafter"]
+__all__ = ["Committed", "Follows", "GrowsTrees", "Memory", "Sources", "TreeDrafter"]

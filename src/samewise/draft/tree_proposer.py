@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from samewise.draft.base import Proposer
 from samewise.draft.cost_model import FrameCosts
 from samewise.draft.tree import DraftTree, Limit, RowPrices
-from samewise.draft.tree_drafter import Committed, GrowsTrees, Sources
+from samewise.draft.tree_drafter import Committed, Follows, GrowsTrees, Sources
 from samewise.draft.tuning import DEFAULTS, TreeTuning
+from samewise.errors import InvariantBroken
+from samewise.follow_up import FollowUp, FrameOutputs, FrameToFollow
 from samewise.types import MAX_TREE_DEPTH, MAX_TREE_NODES, Ask, Proposal, Verdict
 
 NAMES = {Sources.SUFFIXES: "ngram", Sources.ROWS: "recycle", Sources.ALL: "tree"}
@@ -54,6 +56,28 @@ class _Known(NamedTuple):
     last: int
 
 
+class TreeFollowUp:
+    """A plan to draft trees as soon as a frame lands."""
+
+    def __init__(self, proposer: TreeProposer, follower: Follows) -> None:
+        self.frame, self._proposer, self._follower = follower.frame, proposer, follower
+
+    def run(self, outputs: FrameOutputs) -> FollowUp | None:
+        """See FollowUpPlan."""
+        follow_up = self._follower.run(outputs)
+        if follow_up is not None:
+            self._proposer.followed = self._follower
+        return follow_up
+
+
+class GrownTrees(NamedTuple):
+    """Trees of sequences, and the accepted nodes to expect of all of them."""
+
+    seq_ids: list[int]
+    trees: list[DraftTree]
+    expected: float
+
+
 class TreeProposer(Proposer):
     """Proposes trees of candidates from texts (`ngram`), from rows (`recycle`), or from both (`tree`).
 
@@ -72,6 +96,8 @@ class TreeProposer(Proposer):
         self.name = NAMES[sources]
         self.wants_candidates = Sources.ROWS in sources
         self._known: dict[int, _Known] = {}
+        self.followed: Follows | None = None
+        """What drafted from the frame that landed; its tokens are known to the drafter already."""
         self._num_trees = self._num_nodes = self._num_accepted = 0
 
     # ---- the proposer interface
@@ -86,12 +112,28 @@ class TreeProposer(Proposer):
         fresh = [ask for ask in asks if not ask.draft]
         if not fresh:
             return []
-        tuning, max_nodes = self._tuning, self._tuning.max_nodes * len(fresh)
-        prices = RowPrices.free(len(fresh), max_nodes)
-        if self._pricing is not None and self._frames is not None and self._frames.known:
-            prices = self._pricing.prices(len(asks), max_nodes)
+        tuning = self._tuning
+        prices = self._prices(len(fresh), len(asks))
         trees, _ = self.grow(fresh, prices, tuning.max_nodes, tuning.min_prob)
-        return self.proposals(fresh, trees)
+        return self.proposals([ask.seq_id for ask in fresh], trees)
+
+    def _prices(self, num: int, live: int) -> RowPrices:
+        max_nodes = self._tuning.max_nodes * num
+        if self._pricing is not None and self._frames is not None and self._frames.known:
+            return self._pricing.prices(live, max_nodes)
+        return RowPrices.free(num, max_nodes)
+
+    def plan_follow_up(self, frame: FrameToFollow) -> TreeFollowUp | None:
+        """Trees as `propose` would grow them; None where their price is not known."""
+        if self._frames is None or not self._frames.known:
+            return None
+        num, tuning = len(frame.seq_ids), self._tuning
+        return self.follow(frame, self._prices(num, num), tuning.max_nodes, tuning.min_prob)
+
+    def take_follow_up(self) -> list[Proposal]:
+        """The trees as proposals."""
+        grown = self.take_trees()
+        return self.proposals(grown.seq_ids, grown.trees)
 
     def observe(self, verdicts: list[Verdict]) -> None:
         """Append the committed tokens to the texts, keep their rows' candidates, and learn."""
@@ -105,7 +147,8 @@ class TreeProposer(Proposer):
                 continue
             if known.length + len(tokens) != verdict.kv_len + 1:
                 continue  # some tokens were missed; the next ask has them
-            frame.append(_committed(verdict, known.last))
+            if self.followed is None:
+                frame.append(_committed(verdict, known.last))
             self._known[seq_id] = _Known(known.length + len(tokens), tokens[-1])
             if verdict.guessed and verdict.drafter == self.name:
                 self._num_accepted += verdict.accepted
@@ -119,7 +162,7 @@ class TreeProposer(Proposer):
 
     def recover(self) -> None:
         """Drop all sequences."""
-        self._known = {}
+        self._known, self.followed = {}, None
         self._drafter.recover()
 
     def renew(self, contract_id: str) -> None:  # noqa: ARG002 - weights were replaced, whichever they are
@@ -157,11 +200,32 @@ class TreeProposer(Proposer):
         trees, expected = self._drafter.grow(limits, prices)
         return sum([len(tree.tokens) for tree in trees]), expected
 
-    def proposals(self, asks: list[Ask], trees: list[DraftTree]) -> list[Proposal]:
+    def follow(
+        self, frame: FrameToFollow, prices: RowPrices, max_nodes: int, min_prob: float = 0.0
+    ) -> TreeFollowUp | None:
+        """A plan to grow trees when a frame lands; None where a sequence's text is not known to its end."""
+        first, known = 0, self._known
+        for seq_id, num_rows, start in zip(
+            frame.seq_ids, frame.column("num_rows"), frame.column("start"), strict=True
+        ):
+            if known.get(seq_id) != (start + 1, frame.inputs[first]):
+                return None
+            first += num_rows
+        follower = self._drafter.follower(frame, prices, max_nodes, min_prob)
+        return None if follower is None else TreeFollowUp(self, follower)
+
+    def take_trees(self) -> GrownTrees:
+        """What the plan grew from the frame that landed."""
+        follower, self.followed = self.followed, None
+        if follower is None:
+            raise InvariantBroken("no trees were grown from the frame that landed")
+        return GrownTrees(follower.frame.seq_ids, *follower.trees())
+
+    def proposals(self, seq_ids: list[int], trees: list[DraftTree]) -> list[Proposal]:
         """The trees that are not empty, as proposals."""
         drafted = [
-            Proposal(ask.seq_id, tree.tokens, drafter=self.name, parents=tree.parents)
-            for ask, tree in zip(asks, trees, strict=True)
+            Proposal(seq_id, tree.tokens, drafter=self.name, parents=tree.parents)
+            for seq_id, tree in zip(seq_ids, trees, strict=True)
             if tree.tokens
         ]
         self._num_trees += len(drafted)
@@ -202,4 +266,4 @@ def _committed(verdict: Verdict, last: int) -> Committed:
     return Committed(verdict.seq_id, tokens, rows, (last, *candidates.inputs[1:]), candidates.ids)
 
 
-__all__ = ["NAMES", "RowPricing", "TreeProposer"]
+__all__ = ["NAMES", "GrownTrees", "RowPricing", "TreeFollowUp", "TreeProposer"]

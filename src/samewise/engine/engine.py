@@ -2,7 +2,8 @@
 
 Two frames overlap. While a frame runs on the device, the host turns the tokens of the frame before it into
 text. Where no guesses are made, the next frame is launched before the tokens of the frame in flight have
-reached the host: it takes them from the device.
+reached the host: it takes them from the device. Where guesses are made by a proposer that can, the next frame
+is started by one call of C++ when the frame in flight lands, and the loop catches up with it (`follow_up`).
 
 An exception may end any call anywhere: the next call first repairs what it left (`recovery`).
 """
@@ -27,13 +28,15 @@ from samewise.engine.frame_log import FrameLog
 from samewise.engine.recovery import Calls, entry, is_nested, refuse_nested, wait_for_device
 from samewise.engine.stats import Times, stats_of
 from samewise.engine.weights import CertifiedWeights, WeightUpdate, apply_update, read_update
-from samewise.errors import CallerError, EngineLost
+from samewise.errors import CallerError, EngineLost, InvariantBroken
 from samewise.execute.load import Loaded, fingerprint, load, model_facts
+from samewise.execute.pack import numbers_of
+from samewise.follow_up import FollowUp, FollowUpPlan, FrameToFollow
 from samewise.schedule.scheduler import Scheduler
 from samewise.types import Ask, Delta, Guide, Received, Request, Span, Verdict
 from samewise.verify.frame_sizes import recheck_frame_sizes
 from samewise.verify.judge import trust
-from samewise.verify.verifier import FrameInFlight
+from samewise.verify.verifier import FrameInFlight, StartedFrame
 
 MEET_TOKENS = 4096
 """Tokens of new prompts that a proposer may index in one step (a prompt is never split): about 1 ms."""
@@ -45,6 +48,15 @@ class _LandedFrame(NamedTuple):
     flight: FrameInFlight
     verdicts: list[Verdict]
     deltas: list[Delta]
+
+
+class _FollowUpFrame(NamedTuple):
+    """A frame that was started before the loop planned it."""
+
+    frame: FrameToFollow  # the one before it
+    follow_up: FollowUp
+    started: StartedFrame
+    launched: float  # by the engine's clock
 
 
 class Engine:
@@ -79,6 +91,8 @@ class Engine:
         self.scheduler = Scheduler(self.limits, counters)
         self._calls = Calls(self, self.scheduler.registry, self._repair)
         self._flight: FrameInFlight | None = None  # the frame in flight
+        self._plan: FollowUpPlan | None = None  # for the frame after it
+        self._can_follow = self.runner.packs_natively
         self._landed_frame: _LandedFrame | None = None  # the frame that landed in this step
         self._landed = 0.0  # when the last frame's verdicts arrived
         self._held: list[Delta] = []  # committed outside of step(), returned by the next one
@@ -100,9 +114,13 @@ class Engine:
         began = time.perf_counter()
         self._weights.check_some()
         with self._calls.delivery, self.parts.process.pinned():
-            launched = self._launch_ahead()
-            deltas, self._held = self._held + self._land(), []
+            launched, followed = self._launch_ahead(), None
             if launched is None:
+                followed = self._start_follow_up()
+            deltas, self._held = self._held + self._land(), []
+            if followed is not None:
+                launched = self._launch_follow_up(followed)
+            elif launched is None:
                 self.scheduler.admit()
                 unverified = self.scheduler.asks(verified=False)
                 proposals = []
@@ -119,6 +137,7 @@ class Engine:
             new_sequences = self.scheduler.new_sequences(MEET_TOKENS)
             if new_sequences:
                 self.proposer.meet(new_sequences)
+            self._plan = self._plan_follow_up()
             self._times.stepped += time.perf_counter() - began
             return deltas
 
@@ -137,6 +156,39 @@ class Engine:
         flight.launched = self._clock()  # the device has just begun
         return flight
 
+    def _plan_follow_up(self) -> FollowUpPlan | None:
+        """While a frame runs: gather what can be known of the next one; None where the loop must plan it."""
+        if self._flight is None or not self.verifier.ahead or self.proposer.quiet or not self._can_follow:
+            return None
+        frame = self.scheduler.to_follow(self._flight.spans)
+        return None if frame is None else self.proposer.plan_follow_up(frame)
+
+    def _start_follow_up(self) -> _FollowUpFrame | None:
+        """Wait for the frame in flight and start the next one by a single call; None where impossible."""
+        flight, plan, self._plan = self._flight, self._plan, None
+        if flight is None or plan is None or not self.scheduler.still_follows(plan.frame):
+            return None
+        outputs = flight.outputs()
+        flight.landed = self._clock()
+        follow_up = plan.run(outputs)
+        if follow_up is None:
+            return None
+        started = self.verifier.start(follow_up)
+        return _FollowUpFrame(plan.frame, follow_up, started, self._clock())
+
+    def _launch_follow_up(self, followed: _FollowUpFrame) -> FrameInFlight:
+        """Plan the frame that was started, now that the one before it is committed, and sample its rows."""
+        self.scheduler.extend(self.proposer.take_follow_up())
+        spans = self.scheduler.spans_following(followed.frame)
+        moves = self.runner.store.take_moves()
+        if numbers_of(spans, moves) != followed.follow_up.numbers.tolist():
+            raise InvariantBroken(
+                "a frame was started that is not the one that follows from the last verdicts"
+            )
+        flight = self.verifier.launch(spans, followed.started)
+        flight.launched = followed.launched
+        return flight
+
     def _land(self) -> list[Delta]:
         """Wait for the frame in flight, judge it and commit its tokens."""
         flight = self._flight
@@ -145,7 +197,7 @@ class Engine:
         # A frame launched behind another one began when that one ended.
         began = max(flight.launched, self._landed) if self.verifier.ahead else self._clock()
         verdicts = flight.verdicts()
-        self._landed = self._clock()
+        self._landed = flight.landed or self._clock()
         self._flight = None
         self.frame_costs.observe(flight.num_rows, self._landed - began, prefill=flight.prefill)
         # Verdicts of sequences that ended meanwhile are dropped.
@@ -282,7 +334,7 @@ class Engine:
     def _repair(self, received: Mapping[int, Received | None], blame: bool) -> None:
         """Drop everything but the requests and what was received of them. May be cut short and repeated."""
         wait_for_device(self.device)  # a frame in flight still writes to its pages
-        self._flight, self._landed_frame = None, None
+        self._flight, self._plan, self._landed_frame = None, None, None
         self.runner.store.take_moves()
         self.proposer.recover()
         self.fast.recover()

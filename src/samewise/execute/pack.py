@@ -35,27 +35,32 @@ def pack_frame(
     packer = staging.packer
     if packer is None:
         return _pack_frame(spans, staging, keep, moves)
+    num_keep = -1 if keep is None else len(keep)
+    tables = [span.pages for span in spans]
+    end = packer.pack(
+        staging.address, len(spans), numbers_of(spans, moves, keep or ()), tables, num_keep, len(moves)
+    )
+    return staging.copy(end, with_keep=keep is not None)
+
+
+def numbers_of(
+    spans: list[Span], moves: Sequence[tuple[int, int]] = (), keep: Sequence[int] = ()
+) -> list[int]:
+    """A frame as the C++ packer takes it: see `Packer.pack`."""
     numbers: list[int] = []
     tokens: list[int] = []
     parents: list[int] = []
-    tables: list[array[int]] = []
     for span in spans:
-        inputs, pages, nodes = span.inputs, span.pages, span.parents
+        inputs, nodes = span.inputs, span.parents
         source = -1 if span.source is None else span.source
-        numbers += (len(inputs), span.given, span.start, source, len(pages), len(nodes))
+        numbers += (len(inputs), span.given, span.start, source, len(span.pages), len(nodes))
         tokens += inputs
         parents += nodes
-        tables.append(pages)
     numbers += tokens
     numbers += parents
-    num_keep = -1
-    if keep is not None:
-        num_keep = len(keep)
-        numbers += keep
-    if moves:
-        numbers += chain.from_iterable(moves)
-    end = packer.pack(staging.address, len(spans), numbers, tables, num_keep, len(moves))
-    return staging.copy(end, with_keep=keep is not None)
+    numbers += keep
+    numbers += chain.from_iterable(moves)
+    return numbers
 
 
 def pack_fast(
@@ -221,4 +226,4 @@ def _fill(
     return staging.send(table, keep, moves)
 
 
-__all__ = ["pack_fast", "pack_frame"]
+__all__ = ["numbers_of", "pack_fast", "pack_frame"]

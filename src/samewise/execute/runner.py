@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from samewise.errors import GuaranteeLost, UnsupportedModel
+from samewise.errors import GuaranteeLost, InvariantBroken, UnsupportedModel
 from samewise.execute.compiler import LayerCompiler, allow_compiling, forbid_compiling
 from samewise.execute.pack import pack_frame
 from samewise.execute.staging import PassInputs, StagingBuffer
+from samewise.follow_up import FollowUp, moves_of
 from samewise.kernels.attention.base import PAGE, AttentionKernel, Heads
 from samewise.kernels.graph import CapturedGraph
 from samewise.kv.store import KVStore, page_bytes
@@ -208,6 +209,24 @@ class Runner:
         return replace(
             pack_frame(spans, staging), keep=torch.tensor(keep, dtype=torch.int64, device="cpu")
         ), keep
+
+    def stage_follow_up(self, follow_up: FollowUp) -> PassInputs:
+        """A frame that is given as numbers, being copied to the device. Its logits are of all rows."""
+        staging = self.frame_staging(follow_up.num_rows)
+        if staging.packer is None:
+            raise InvariantBroken("a frame is given as numbers, and there is no packer in C++")
+        captured = (staging.num_rows, False) in self._graphs
+        if follow_up.num_moves and not (captured and follow_up.num_moves <= staging.max_moves):
+            self.store.move(moves_of(follow_up))
+            num_left = len(follow_up.numbers) - 2 * follow_up.num_moves
+            follow_up = follow_up._replace(numbers=follow_up.numbers[:num_left], num_moves=0)
+        end = staging.packer.pack_follow_up(staging.address, follow_up)
+        return staging.copy(end, with_keep=False)
+
+    @property
+    def packs_natively(self) -> bool:
+        """Whether frames are packed by C++, so that they may be given as numbers."""
+        return self.staging(self.frame_rows).packer is not None
 
     def _rows_to_keep(self, wanted: list[int], num_used: int, staging: StagingBuffer) -> list[int] | None:
         """The rows to run the head on: the wanted ones, and others up to a number of rows it may run at."""

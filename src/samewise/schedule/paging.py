@@ -77,6 +77,10 @@ class Paging:
         fits = (len(seq.pages) + spare) * self._page - len(seq.tokens) - len(seq.draft)
         return max(fits, at_least)
 
+    def reserve(self, seq: Sequence, num_tokens: int) -> None:
+        """Add pages for this many tokens, as far as a draft may take free ones."""
+        self.grow(seq, min(num_tokens, len(seq.tokens) + len(seq.draft) + self.draft_room(seq, 0)))
+
     def room(self, seq: Sequence) -> int:
         """Tokens that fit into the sequence's pages above its canonical KV."""
         return len(seq.pages) * self._page - seq.kv_len

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from samewise.counters import Counters
 from samewise.errors import InvariantBroken, QueueFull
+from samewise.follow_up import FrameToFollow
 from samewise.kv.prefix import PrefixIndex
 from samewise.schedule.drafts import (
     append_tokens,
@@ -27,6 +28,7 @@ from samewise.schedule.drafts import (
     extend_draft,
     max_tree_nodes,
 )
+from samewise.schedule.followed import frame_to_follow
 from samewise.schedule.limits import Limits
 from samewise.schedule.order import frame_due, serving_order
 from samewise.schedule.paging import Paging
@@ -222,6 +224,32 @@ class Scheduler:
             seq.last_served = self._step
         if spans:
             self._count_frame(max_rows - left)
+        return spans
+
+    def to_follow(self, in_flight: list[Span]) -> FrameToFollow | None:
+        """The frame in flight, for a follow-up; None where the next frame needs more than its tokens."""
+        if not self._all_running():
+            return None
+        return frame_to_follow(in_flight, self._running, self._paging, self.limits)
+
+    def still_follows(self, frame: FrameToFollow) -> bool:
+        """Whether the frame's sequences are still those that run, and no other could be admitted."""
+        return self._all_running() and self._running.keys() == set(frame.seq_ids)
+
+    def _all_running(self) -> bool:
+        full = len(self._running) >= self.limits.max_num_seqs
+        return (full or not self._waiting) and not self._suspects and not self._num_unverified
+
+    def spans_following(self, frame: FrameToFollow) -> list[Span]:
+        """The frame after the one that was described, now that its tokens and the next drafts are known."""
+        self._step += 1
+        spans: list[Span] = []
+        for seq_id in frame.seq_ids:
+            seq = self._running[seq_id]
+            spans.append(span_of(seq, 1 + len(seq.draft), 1))
+            seq.last_served = self._step
+        self._count_frame(sum(len(span.inputs) for span in spans))
+        self.counters.follow_ups += 1
         return spans
 
     def commit(self, verdicts: list[Verdict]) -> list[Delta]:

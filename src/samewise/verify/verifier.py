@@ -18,6 +18,7 @@ from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
 from samewise.execute.sampling_rows import LogitRows, SamplingRow, rows_of_spans
 from samewise.execute.staging import PassInputs
+from samewise.follow_up import FollowUp, FrameOutputs
 from samewise.kernels.graph import CapturedGraph
 from samewise.types import Candidates, Sampling, Span, TopLogprobs, Truth, Verdict
 from samewise.verify.judge import judge
@@ -34,33 +35,52 @@ class FrameResult(NamedTuple):
     score_tops: list[TopLogprobs]
 
 
+class StartedFrame(NamedTuple):
+    """A frame whose logits are being computed; of these rows, None: of all."""
+
+    inputs: PassInputs
+    keep: list[int] | None
+    logits: torch.Tensor
+
+
 class FrameInFlight:
     """A launched frame. Nothing it holds is public before `verdicts`."""
 
-    def __init__(self, verifier: Verifier, spans: list[Span]) -> None:
+    def __init__(self, verifier: Verifier, spans: list[Span], started: StartedFrame | None = None) -> None:
         self.spans = spans
         self._verifier = verifier
         self.launched = 0.0  # when the device began, by the engine's clock
+        self.landed = 0.0  # when its outputs had arrived, if that was before `verdicts`
         self.waited = 0.0  # seconds the host waited for the device
         self._done: torch.cuda.Event | None = None
-        self._result = self._run() if verifier.ahead else None
+        self._result = self._run(started) if verifier.ahead else None
         self.num_rows = sum([len(span.inputs) for span in spans])
         self.prefill = any(span.given > 1 for span in spans)  # whether it reads a prompt
 
-    def _run(self) -> FrameResult:
-        result = self._verifier.run(self.spans)
+    def _run(self, started: StartedFrame | None = None) -> FrameResult:
+        result = self._verifier.run(self.spans, started)
         if self._verifier.cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
         return result
 
-    def verdicts(self) -> list[Verdict]:
-        """Wait for the frame and judge every span: one verdict per sequence."""
+    def _wait(self) -> FrameResult:
         result = self._result or self._run()
         if self._done is not None:
             began = time.perf_counter()
             self._done.synchronize()
-            self.waited = time.perf_counter() - began
+            self.waited += time.perf_counter() - began
+            self._done = None
+        return result
+
+    def outputs(self) -> FrameOutputs:
+        """Wait for the frame; where its outputs lie, until the frame after the next is launched."""
+        packed = self._wait().packed
+        return FrameOutputs(packed.data_ptr(), packed.shape[1], 2 if self._verifier.with_candidates else 0)
+
+    def verdicts(self) -> list[Verdict]:
+        """Wait for the frame and judge every span: one verdict per sequence."""
+        result = self._wait()
         packed = result.packed.numpy()
         tokens = packed[:, 0].tolist()
         logprobs = packed[:, 1].view(np.float32).tolist()
@@ -116,16 +136,26 @@ class Verifier:
         logits, keep = self.runner.frame(inputs), inputs.keep
         return CapturedGraph(lambda: self._sample(logits, [], keep), self.runner.device)
 
-    def launch(self, spans: list[Span]) -> FrameInFlight:
-        """A frame over these spans."""
-        return FrameInFlight(self, spans)
+    def launch(self, spans: list[Span], started: StartedFrame | None = None) -> FrameInFlight:
+        """A frame over these spans, which may have been started already."""
+        return FrameInFlight(self, spans, started)
 
     @torch.inference_mode()
-    def run(self, spans: list[Span]) -> FrameResult:
+    def start(self, follow_up: FollowUp) -> StartedFrame:
+        """Start a frame that is given as numbers; `launch` has its rows sampled."""
+        inputs = self.runner.stage_follow_up(follow_up)
+        return StartedFrame(inputs, None, self.runner.frame(inputs))
+
+    def _start(self, spans: list[Span]) -> StartedFrame:
+        runner = self.runner
+        inputs, keep = runner.stage_frame(spans, _rows_to_sample(spans) if runner.elastic else None)
+        return StartedFrame(inputs, keep, runner.frame(inputs))
+
+    @torch.inference_mode()
+    def run(self, spans: list[Span], started: StartedFrame | None = None) -> FrameResult:
         """One frame: logits, sampled tokens, top log-probabilities and scores of targets."""
         sampler, runner = self.sampler, self.runner
-        inputs, keep = runner.stage_frame(spans, _rows_to_sample(spans) if runner.elastic else None)
-        raw = runner.frame(inputs)
+        inputs, keep, raw = started or self._start(spans)
         logit_rows: LogitRows = (
             range(raw.shape[0]) if keep is None else {row: i for i, row in enumerate(keep)}
         )
@@ -275,4 +305,4 @@ def _tops(span: Span, rows: range, result: FrameResult) -> tuple[TopLogprobs, ..
     return tuple(result.tops.get(row, ()) for row in rows)
 
 
-__all__ = ["FrameInFlight", "FrameResult", "Verifier"]
+__all__ = ["FrameInFlight", "FrameResult", "StartedFrame", "Verifier"]

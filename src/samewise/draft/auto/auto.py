@@ -16,8 +16,9 @@ from samewise.draft.auto.idle_policy import IdlePolicy
 from samewise.draft.base import Drafter, Proposer
 from samewise.draft.cost_model import BroughtRatio, FrameCosts
 from samewise.draft.tree import DraftTree, RowPrices
-from samewise.draft.tree_proposer import RowPricing, TreeProposer
+from samewise.draft.tree_proposer import RowPricing, TreeFollowUp, TreeProposer
 from samewise.draft.tuning import DEFAULTS, Tuning
+from samewise.follow_up import FrameToFollow
 from samewise.types import Ask, Proposal, Verdict
 
 
@@ -86,10 +87,37 @@ class Auto(Proposer):
             self._exclude(began)
         if self._idle is not None and fresh:
             self._idle.weigh(*(by_drafter if proposals else brought))
-        proposals += self._propose_trees(fresh, trees, {proposal.seq_id for proposal in proposals})
+        drafted = {proposal.seq_id for proposal in proposals}
+        left = [
+            (ask.seq_id, tree) for ask, tree in zip(fresh, trees, strict=True) if ask.seq_id not in drafted
+        ]
+        proposals += self._propose_trees([seq_id for seq_id, _ in left], [tree for _, tree in left])
         self._unverified.update([proposal.seq_id for proposal in proposals])
         if self._idle is not None and asks:
-            self._pause_if_idle(self._idle, asks, proposals)
+            self._pause_if_idle(self._idle, busy=self._is_drafting(asks, proposals))
+        return proposals
+
+    def plan_follow_up(self, frame: FrameToFollow) -> TreeFollowUp | None:
+        """Trees; None in a pause, where costs are not known, and where a drafter works or would pay."""
+        live, frames = len(frame.seq_ids), self._frames
+        if self._idle is None or self._idle.pausing or not frames.known or self._drafters.busy:
+            return None
+        if self._drafters.choose(live, live / frames.cost(live) * max(1.0, self._advantage)) is not None:
+            return None
+        return self._trees.follow(frame, self._prices(live, live * frame.max_nodes), frame.max_nodes)
+
+    def take_follow_up(self) -> list[Proposal]:
+        """The trees as proposals, and what they are expected to bring taken down."""
+        self._log.step += 1
+        seq_ids, trees, expected = self._trees.take_trees()
+        brought = self._brought_by(len(seq_ids), sum([len(tree.tokens) for tree in trees]), expected)
+        self._explain(len(seq_ids), trees, expected, brought)
+        self._advantage += self._tuning.trees_weight * (brought.tokens / brought.seconds - self._advantage)
+        proposals = self._propose_trees(seq_ids, trees)
+        self._unverified.update([proposal.seq_id for proposal in proposals])
+        if self._idle is not None:
+            self._idle.weigh(*brought)
+            self._pause_if_idle(self._idle, busy=False)
         return proposals
 
     def _exclude(self, began: float) -> None:
@@ -106,11 +134,14 @@ class Auto(Proposer):
         trees, expected = self._trees.grow(asks, self._prices(live, budget), budget)
         num_nodes = sum([len(tree.tokens) for tree in trees])
         brought = self._brought_by(live, num_nodes, expected)
+        self._explain(live, trees, expected, brought)
+        return trees, brought
+
+    def _explain(self, live: int, trees: list[DraftTree], expected: float, brought: Brought) -> None:
         self._log.explain(
             "%d nodes for %d sequences, %.2f accepted expected; %.2f times the tokens in %.2f times the time",
-            num_nodes, live, expected, brought.tokens, brought.seconds,
+            sum([len(tree.tokens) for tree in trees]), live, expected, brought.tokens, brought.seconds,
         )  # fmt: skip
-        return trees, brought
 
     def _prices(self, live: int, max_nodes: int) -> RowPrices:
         """What nodes cost. The price of asking is paid already, or is not in question."""
@@ -128,16 +159,12 @@ class Auto(Proposer):
         seconds = (self._frames.cost(live + num_nodes) + price) / plain
         return Brought(1.0 + expected * self._ratio.value / live, seconds)
 
-    def _propose_trees(self, asks: list[Ask], trees: list[DraftTree], drafted: set[int]) -> list[Proposal]:
-        """Proposals for sequences that no drafter drafted for."""
-        if drafted:
-            pairs = [pair for pair in zip(asks, trees, strict=True) if pair[0].seq_id not in drafted]
-            asks, trees = [ask for ask, _ in pairs], [tree for _, tree in pairs]
-        for ask, tree in zip(asks, trees, strict=True):
-            self._expected[ask.seq_id] = sum(tree.probs)
-        proposals = self._trees.proposals(asks, trees)
+    def _propose_trees(self, seq_ids: list[int], trees: list[DraftTree]) -> list[Proposal]:
+        for seq_id, tree in zip(seq_ids, trees, strict=True):
+            self._expected[seq_id] = sum(tree.probs)
+        proposals = self._trees.proposals(seq_ids, trees)
         self._log.counts[self._trees.name] += len(proposals)
-        self._log.counts["none"] += len(asks) - len(proposals)
+        self._log.counts["none"] += len(seq_ids) - len(proposals)
         return proposals
 
     # ---- drafters
@@ -250,11 +277,15 @@ class Auto(Proposer):
 
     # ---- pauses, where frames are launched ahead
 
-    def _pause_if_idle(self, idle: IdlePolicy, asks: list[Ask], proposals: list[Proposal]) -> None:
+    def _is_drafting(self, asks: list[Ask], proposals: list[Proposal]) -> bool:
+        """Whether a drafter is about to draft, or a draft is under way."""
         assigned = self._drafters.has_target(asks)
         self._waited_steps = 0 if proposals else self._waited_steps + assigned
         waiting = assigned and self._waited_steps <= self._tuning.max_wait_steps
-        idle.asked(busy=waiting or any(ask.draft for ask in asks) or any(p.more for p in proposals))
+        return waiting or any(ask.draft for ask in asks) or any(p.more for p in proposals)
+
+    def _pause_if_idle(self, idle: IdlePolicy, *, busy: bool) -> None:
+        idle.asked(busy=busy)
         if idle.pausing:
             self._log.explain("asking brings %.2f times the tokens per second; pausing", idle.advantage)
 

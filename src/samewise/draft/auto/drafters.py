@@ -77,6 +77,11 @@ class DrafterSelector:
         """Whether any drafter could draft."""
         return any(measured.drafter.ready for measured in self._drafters.values())
 
+    @property
+    def busy(self) -> bool:
+        """Whether any drafter has work of its own to do, or drafts for a sequence."""
+        return bool(self._targets) or any(measured.drafter.busy for measured in self._drafters.values())
+
     def has_target(self, asks: list[Ask]) -> bool:
         """Whether a drafter is assigned to any of these."""
         return any(ask.seq_id in self._targets for ask in asks)

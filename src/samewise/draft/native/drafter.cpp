@@ -50,6 +50,39 @@ struct DrafterTuning {
     double max_squares;
     double patience;
 };
+
+// One sequence of a frame that has landed, and what its next draft may use. The order of its fields is that of
+// samewise/follow_up.py.
+struct FollowedSequence {
+    int64_t id;
+    int64_t num_rows;     // in the frame: the last known token, then guesses
+    int64_t num_parents;  // 0: the guesses are a chain
+    int64_t start;        // position of the first row
+    int64_t max_len;      // tokens at which it ends
+    int64_t num_pages;
+    int64_t num_stop_ids;
+};
+
+// Mirrored by ctypes in drafter.py. The arrays hold the sequences' numbers one after another.
+struct FrameToFollow {
+    int64_t num;  // of sequences
+    int64_t page;  // slots of a KV page
+    int64_t max_nodes;  // of a sequence's next draft
+    int64_t max_depth;
+    const FollowedSequence* sequences;
+    const int32_t* inputs;
+    const int32_t* parents;
+    const int32_t* pages;
+    const int32_t* stop_ids;
+};
+
+// What the frame's rows gave: `stride` numbers each, the token first, the candidates from `candidates` on (0:
+// there are none).
+struct FrameOutputs {
+    const int32_t* rows;
+    int64_t stride;
+    int64_t candidates;
+};
 }
 
 namespace {
@@ -61,6 +94,7 @@ constexpr int kMaxRows = 4;
 constexpr int32_t kSeparator = -1;
 constexpr int32_t kRoot = -1;
 constexpr int32_t kEmpty = INT32_MIN;
+constexpr int kSpanLen = 6;  // numbers of a span: see pack.cpp
 constexpr int32_t kNodeBase = 1 << 30;  // values from here on are nodes, others positions or counts
 
 double chance(double log_odds) { return log_odds > -30.0 ? 1.0 / (1.0 + std::exp(-log_odds)) : 0.0; }
@@ -403,6 +437,9 @@ struct Sequence {
     Pool* pool = nullptr;
     Table* table = nullptr;
     int64_t max_nodes = 0, max_depth = 0, num_kept = 0;
+    const int32_t *stop_ids = nullptr, *stop_ids_end = nullptr;
+
+    bool ends_with(int32_t token) const { return std::find(stop_ids, stop_ids_end, token) != stop_ids_end; }
 
     bool has_seen(int32_t token) const {
         const uint64_t word = static_cast<uint32_t>(token) / 64;
@@ -448,6 +485,28 @@ struct Later {
     }
 };
 
+// What nodes cost: `seconds` of a frame with 0 to `budget` nodes.
+struct Prices {
+    double live;
+    const double* seconds;
+    int64_t budget;
+    double min_prob;
+};
+
+// Where trees are written: the number of nodes of each, and all nodes one tree after another.
+struct Trees {
+    int64_t* counts;
+    int32_t *tokens, *parents;
+    double *probs, *brought;
+};
+
+// A sequence's accepted rows and new tokens, which lie in the drafter's `path` and `committed`.
+struct Judged {
+    Sequence* sequence;
+    int32_t first_path, num_tokens;
+    int64_t length;  // tokens of the sequence, the new ones among them
+};
+
 }  // namespace
 
 // ---- the drafter -----------------------------------------------------------------------------------------
@@ -470,6 +529,8 @@ struct Drafter {
     std::vector<Sequence*> growing;
     std::vector<std::pair<double, int32_t>> order;
     std::vector<int32_t> sorted, stack, place, first_child, next_sibling;
+    std::vector<Judged> judged;
+    std::vector<int32_t> path, committed, candidates;
 
     Sequence* get(int64_t id) {
         const auto found = sequences.find(id);
@@ -669,17 +730,22 @@ struct Drafter {
 
     // ---- growing
 
-    int64_t grow(int64_t num, const int64_t* ids, const int64_t* max_nodes, const int64_t* max_depths, double live,
-                 const double* seconds, int64_t budget, double min_prob, int64_t* counts, int32_t* tokens,
-                 int32_t* parents, double* probs, double* brought) {
-        growing.clear();
+    // Let a sequence grow a tree at the next call of grow(). Guesses after a stop id are left out.
+    void will_grow(Sequence& sequence, int64_t max_nodes, int64_t max_depth, const int32_t* stop_ids = nullptr,
+                   int64_t num_stop_ids = 0) {
+        sequence.max_nodes = max_nodes;
+        sequence.max_depth = max_depth;
+        sequence.stop_ids = stop_ids;
+        sequence.stop_ids_end = stop_ids + num_stop_ids;
+        growing.push_back(&sequence);
+    }
+
+    int64_t grow(const Prices& prices, const Trees& trees) {
+        const auto [live, seconds, budget, min_prob] = prices;
         heap.clear();
         int64_t serial = 0;
-        for (int64_t i = 0; i < num; i++) {
-            Sequence& sequence = *get(ids[i]);
-            sequence.max_nodes = max_nodes[i];
-            sequence.max_depth = max_depths[i];
-            growing.push_back(&sequence);
+        for (size_t i = 0; i < growing.size(); i++) {
+            Sequence& sequence = *growing[i];
             set_root(sequence);
             const End& root = sequence.ends[0];
             if (sequence.max_depth > 0 && root.num_siblings) {
@@ -722,7 +788,7 @@ struct Drafter {
                     push({-prob, serial, entry.above, entry.sequence, entry.node, entry.end, entry.place});
             }
         }
-        return cut(live, seconds, counts, tokens, parents, probs, brought);
+        return cut(live, seconds, trees);
     }
 
     static bool can_pay(double live, const double* seconds, int64_t budget, int64_t num, double expected, double prob,
@@ -878,8 +944,7 @@ struct Drafter {
 
     // ---- cutting
 
-    int64_t cut(double live, const double* seconds, int64_t* counts, int32_t* tokens, int32_t* parents, double* probs,
-                double* brought) {
+    int64_t cut(double live, const double* seconds, const Trees& trees) {
         order.clear();
         for (size_t i = 0; i < growing.size(); i++) {
             growing[i]->num_kept = 0;
@@ -890,28 +955,30 @@ struct Drafter {
         });
         double best = live / seconds[0], expected = 0.0;
         size_t num = 0;
-        *brought = 0.0;
+        *trees.brought = 0.0;
         for (size_t i = 0; i < order.size(); i++) {
             expected += order[i].first;
             const double throughput = (live + expected) / seconds[i + 1];
             if (throughput > best) {
                 best = throughput;
                 num = i + 1;
-                *brought = expected;
+                *trees.brought = expected;
             }
         }
         for (size_t i = 0; i < num; i++) growing[order[i].second]->num_kept++;
         int64_t written = 0;
         for (size_t i = 0; i < growing.size(); i++) {
-            counts[i] = growing[i]->num_kept;
-            if (counts[i]) write(*growing[i], tokens + written, parents + written, probs + written);
-            written += counts[i];
+            trees.counts[i] = 0;
+            if (growing[i]->num_kept)
+                trees.counts[i] =
+                    write(*growing[i], trees.tokens + written, trees.parents + written, trees.probs + written);
+            written += trees.counts[i];
         }
         return written;
     }
 
-    // The most probable nodes, depth first, the likeliest child first.
-    void write(const Sequence& sequence, int32_t* tokens, int32_t* parents, double* probs) {
+    // The most probable nodes, depth first, the likeliest child first. Returns their number.
+    int32_t write(const Sequence& sequence, int32_t* tokens, int32_t* parents, double* probs) {
         const std::vector<TreeNode>& nodes = sequence.nodes;
         const int32_t size = static_cast<int32_t>(nodes.size());
         sorted.resize(size);
@@ -938,8 +1005,126 @@ struct Drafter {
             probs[written] = nodes[node].prob;
             place[node + 1] = written++;
             if (next_sibling[node] >= 0) stack.push_back(next_sibling[node]);
-            if (first_child[node + 1] >= 0) stack.push_back(first_child[node + 1]);
+            if (first_child[node + 1] >= 0 && !sequence.ends_with(nodes[node].token))
+                stack.push_back(first_child[node + 1]);
         }
+        return written;
+    }
+
+    // ---- from a frame's outputs to the next frame
+
+    // Judge every sequence as judge.py does. False, and nothing is changed, if one ends or lacks room.
+    bool judge(const FrameToFollow& frame, const FrameOutputs& outputs) {
+        judged.clear();
+        path.clear();
+        committed.clear();
+        const int32_t *inputs = frame.inputs, *parents = frame.parents, *stop_ids = frame.stop_ids;
+        const int32_t* row = outputs.rows;
+        for (int64_t i = 0; i < frame.num; i++) {
+            const FollowedSequence& followed = frame.sequences[i];
+            Judged one{get(followed.id), static_cast<int32_t>(path.size()), 0, 0};
+            if (one.sequence == nullptr) return false;
+            for (int64_t at = 0; at >= 0; at = child(followed, inputs, parents, at, row[at * outputs.stride])) {
+                const int32_t token = row[at * outputs.stride];
+                if (std::find(stop_ids, stop_ids + followed.num_stop_ids, token) !=
+                    stop_ids + followed.num_stop_ids)
+                    return false;
+                path.push_back(static_cast<int32_t>(at));
+                committed.push_back(token);
+                one.num_tokens++;
+            }
+            one.length = followed.start + 1 + one.num_tokens;
+            if (one.length >= followed.max_len || one.length > followed.num_pages * frame.page) return false;
+            judged.push_back(one);
+            inputs += followed.num_rows;
+            parents += followed.num_parents;
+            stop_ids += followed.num_stop_ids;
+            row += followed.num_rows * outputs.stride;
+        }
+        return true;
+    }
+
+    // The row of the first guess after row `at` that is this token; -1: there is none.
+    static int64_t child(const FollowedSequence& followed, const int32_t* inputs, const int32_t* parents, int64_t at,
+                         int32_t token) {
+        if (!followed.num_parents)
+            return at + 1 < followed.num_rows && inputs[at + 1] == token ? at + 1 : -1;
+        for (int64_t next = at + 1; next < followed.num_rows; next++)
+            if (parents[next - 1] == at - 1 && inputs[next] == token) return next;
+        return -1;
+    }
+
+    // Commit what was judged, grow the next trees and write the next frame's numbers as pack.cpp reads them.
+    int64_t follow_up(const FrameToFollow& frame, const FrameOutputs& outputs, const Prices& prices,
+                      const Trees& trees, int32_t* numbers, int64_t* sizes) {
+        const int32_t *inputs = frame.inputs, *row = outputs.rows, *stop_ids = frame.stop_ids;
+        growing.clear();
+        for (int64_t i = 0; i < frame.num; i++) {
+            const FollowedSequence& followed = frame.sequences[i];
+            const Judged& one = judged[i];
+            const int64_t num_rows = outputs.candidates ? followed.num_rows : 0;
+            candidates.resize(num_rows * kWidth);
+            for (int64_t j = 0; j < num_rows; j++) {
+                const int32_t* ids = row + j * outputs.stride + outputs.candidates;
+                std::copy(ids, ids + kWidth, candidates.data() + j * kWidth);
+            }
+            commit(*one.sequence, committed.data() + one.first_path, one.num_tokens, path.data() + one.first_path,
+                   inputs, candidates.data(), num_rows);
+            const int64_t room = followed.num_pages * frame.page - one.length;
+            will_grow(*one.sequence, std::min(frame.max_nodes, room),
+                      std::min(frame.max_depth, followed.max_len - one.length - 1), stop_ids, followed.num_stop_ids);
+            inputs += followed.num_rows;
+            stop_ids += followed.num_stop_ids;
+            row += followed.num_rows * outputs.stride;
+        }
+        const int64_t num_nodes = grow(prices, trees);
+        write_numbers(frame, trees, numbers, sizes);
+        return num_nodes;
+    }
+
+    void write_numbers(const FrameToFollow& frame, const Trees& trees, int32_t* numbers, int64_t* sizes) {
+        int32_t *span = numbers, *input = numbers + kSpanLen * frame.num;
+        const int32_t *tokens = trees.tokens, *parents = trees.parents;
+        std::vector<int32_t>& used = stack;  // the parents of trees that are no chains
+        used.clear();
+        for (int64_t i = 0; i < frame.num; i++) {
+            const int32_t count = static_cast<int32_t>(trees.counts[i]);
+            bool chain = true;
+            for (int32_t node = 0; node < count; node++) chain = chain && parents[node] == node - 1;
+            const Judged& one = judged[i];
+            const int32_t fields[kSpanLen] = {1 + count, 1, static_cast<int32_t>(one.length - 1), -1,
+                                              static_cast<int32_t>(frame.sequences[i].num_pages), chain ? 0 : count};
+            span = std::copy(fields, fields + kSpanLen, span);
+            *input++ = committed[one.first_path + one.num_tokens - 1];
+            input = std::copy(tokens, tokens + count, input);
+            if (!chain) used.insert(used.end(), parents, parents + count);
+            tokens += count;
+            parents += count;
+        }
+        sizes[0] = input - numbers - kSpanLen * frame.num;
+        input = std::copy(used.begin(), used.end(), input);
+        int32_t* end = write_moves(frame, input);
+        sizes[1] = (end - input) / 2;
+        sizes[2] = end - numbers;
+    }
+
+    // Slots (from, to) of accepted guesses of trees that do not stand at their positions.
+    int32_t* write_moves(const FrameToFollow& frame, int32_t* moves) const {
+        const int32_t* pages = frame.pages;
+        const int32_t page = static_cast<int32_t>(frame.page);
+        for (int64_t i = 0; i < frame.num; i++) {
+            const FollowedSequence& followed = frame.sequences[i];
+            const Judged& one = judged[i];
+            const int32_t* rows = path.data() + one.first_path;
+            const int32_t start = static_cast<int32_t>(followed.start);
+            for (int32_t level = 1; level < one.num_tokens && followed.num_parents; level++) {
+                if (rows[level] == level) continue;
+                for (const int32_t position : {start + rows[level], start + level})
+                    *moves++ = pages[position / page] * page + position % page;
+            }
+            pages += followed.num_pages;
+        }
+        return moves;
     }
 
     // ---- the whole
@@ -1038,8 +1223,22 @@ int64_t drafter_grow(Drafter* drafter, int64_t num, const int64_t* ids, const in
     for (int64_t i = 0; i < num; i++)
         if (drafter->get(ids[i]) == nullptr) return -2;
     return guarded(drafter, [&] {
-        return drafter->grow(num, ids, max_nodes, max_depths, live, seconds, budget, min_prob, counts, tokens,
-                             parents, probs, brought);
+        drafter->growing.clear();
+        for (int64_t i = 0; i < num; i++) drafter->will_grow(*drafter->get(ids[i]), max_nodes[i], max_depths[i]);
+        return drafter->grow({live, seconds, budget, min_prob}, {counts, tokens, parents, probs, brought});
+    });
+}
+
+// The verdicts of a frame, then trees as drafter_grow() gives them. `numbers`: the next frame, as pack.cpp
+// reads it; `sizes`: its rows, its moves, and the numbers written. -3, and nothing is changed: a sequence ends,
+// is not known, or has too few pages.
+int64_t drafter_follow_up(Drafter* drafter, const FrameToFollow* frame, const FrameOutputs* outputs, double live,
+                          const double* seconds, int64_t budget, double min_prob, int64_t* counts, int32_t* tokens,
+                          int32_t* parents, double* probs, double* brought, int32_t* numbers, int64_t* sizes) {
+    return guarded(drafter, [&]() -> int64_t {
+        if (!drafter->judge(*frame, *outputs)) return -3;
+        return drafter->follow_up(*frame, *outputs, {live, seconds, budget, min_prob},
+                                  {counts, tokens, parents, probs, brought}, numbers, sizes);
     });
 }
 

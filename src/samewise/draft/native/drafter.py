@@ -20,6 +20,7 @@ from samewise.draft.tree import DraftTree, Limit, RowPrices
 from samewise.draft.tree_drafter import Committed, Memory, Sources
 from samewise.draft.tuning import DEFAULTS, TreeTuning
 from samewise.errors import InvariantBroken
+from samewise.follow_up import FollowUp, FrameOutputs, FrameToFollow
 from samewise.kernels.native.build import library_of
 
 SOURCE = Path(__file__).with_name("drafter.cpp")
@@ -37,6 +38,21 @@ class _Tuning(ctypes.Structure):
     """DrafterTuning of drafter.cpp."""
 
     _fields_ = [(name, ctypes.c_int64) for name in _WHOLE] + [(name, ctypes.c_double) for name in _REAL]
+
+
+class _FrameToFollow(ctypes.Structure):
+    """FrameToFollow of drafter.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num", "page", "max_nodes", "max_depth")),
+        *((name, ctypes.c_void_p) for name in ("sequences", "inputs", "parents", "pages", "stop_ids")),
+    ]
+
+
+class _FrameOutputs(ctypes.Structure):
+    """FrameOutputs of drafter.cpp."""
+
+    _fields_ = [("rows", ctypes.c_void_p), ("stride", ctypes.c_int64), ("candidates", ctypes.c_int64)]
 
 
 def _tuning(vocab: int, sources: Sources, tuning: TreeTuning) -> _Tuning:
@@ -67,6 +83,10 @@ def _library() -> ctypes.CDLL:
         "begin": (whole, [address, whole, address, whole, ctypes.c_char_p, whole, address, whole]),
         "commit": (whole, [address, whole, *[address] * 7]),
         "grow": (whole, [address, whole, *[address] * 3, real, address, whole, real, *[address] * 5]),
+        "follow_up": (
+            whole,
+            [*[address] * 3, real, address, whole, real, *[address] * 7],
+        ),
         "forget": (whole, [address, whole, whole]),
         "recover": (None, [address]),
         "clear": (whole, [address]),
@@ -95,6 +115,72 @@ class _Trees:
         outputs = (self.counts, self.tokens, self.parents, self.probs, self.brought)
         self.addresses = [output.ctypes.data for output in outputs]
 
+    def holding(self, num: int, size: int) -> _Trees:
+        """Memory for at least so many sequences and nodes: this, or a larger one."""
+        if self.num >= num and self.size >= size:
+            return self
+        return _Trees(max(num, self.num), max(size, self.size))
+
+    def read(self, num: int) -> tuple[list[DraftTree], float]:
+        """The trees of the last call, and the accepted nodes to expect of them."""
+        counts = self.counts[:num].tolist()
+        written = sum(counts)
+        tokens, parents = self.tokens[:written].tolist(), self.parents[:written].tolist()
+        probs, trees, end = self.probs[:written].tolist(), list[DraftTree](), 0
+        for count in counts:
+            start, end = end, end + count
+            trees.append(
+                DraftTree(tuple(tokens[start:end]), tuple(parents[start:end]), tuple(probs[start:end]))
+            )
+        return trees, float(self.brought[0])
+
+
+class NativeFollower:
+    """Follows one frame: everything but its outputs is known and laid out, so that the call is short."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        handle: int,
+        frame: FrameToFollow,
+        prices: RowPrices,
+        max_nodes: int,
+        min_prob: float,
+        trees: _Trees,
+        numbers: np.ndarray[tuple[int], np.dtype[np.int32]],
+    ) -> None:
+        self.frame, self._library, self._handle = frame, library, handle
+        self._trees, self._numbers, self._sizes = trees, numbers, array("q", (0, 0, 0))
+        self._seconds = prices.seconds if isinstance(prices.seconds, array) else array("d", prices.seconds)
+        self._pages = array("i", frame.pages)
+        self._native = _FrameToFollow(
+            len(frame.seq_ids), frame.page, min(max_nodes, frame.max_nodes), frame.max_depth,
+            *map(_address, (frame.sequences, frame.inputs, frame.parents, self._pages, frame.stop_ids)),
+        )  # fmt: skip
+        budget = min(len(self._seconds) - 1, frame.max_rows - len(frame.seq_ids))
+        self._arguments = (
+            prices.live, _address(self._seconds), budget, min_prob, *trees.addresses,
+            numbers.ctypes.data, _address(self._sizes),
+        )  # fmt: skip
+
+    def run(self, outputs: FrameOutputs) -> FollowUp | None:
+        """The next frame. None, and nothing has changed: a sequence ends or has too few pages."""
+        status: int = self._library.drafter_follow_up(
+            self._handle, ctypes.addressof(self._native), ctypes.byref(_FrameOutputs(*outputs)),
+            *self._arguments,
+        )  # fmt: skip
+        if status == -3:
+            return None
+        if status < 0:
+            raise MemoryError("the native drafter ran out of memory")
+        num_rows, num_moves, written = self._sizes
+        frame = self.frame
+        return FollowUp(len(frame.seq_ids), self._numbers[:written], num_rows, num_moves, frame.pages)
+
+    def trees(self) -> tuple[list[DraftTree], float]:
+        """The trees of the next frame, and the accepted nodes to expect of them."""
+        return self._trees.read(len(self.frame.seq_ids))
+
 
 class NativeDrafter:
     """`TreeDrafter` in C++. MachineError where it cannot be built. One owner, one thread."""
@@ -109,7 +195,8 @@ class NativeDrafter:
             raise InvariantBroken("the native drafter does not take this tuning, or memory ran out")
         self._handle = handle
         self._delete = weakref.finalize(self, library.drafter_delete, handle)
-        self._trees = _Trees(1, 64)
+        self._trees, self._followers_trees = _Trees(1, 64), _Trees(1, 64)
+        self._numbers = np.zeros(0, np.int32)  # of a follow-up
 
     def begin(
         self, seq_id: int, tokens: list[int], salt: bytes | None, prediction: Sequence[int] = ()
@@ -152,9 +239,7 @@ class NativeDrafter:
     ) -> tuple[list[DraftTree], float]:
         """A tree for each limit, of the nodes that bring most tokens per second, and what they bring."""
         num, budget = len(limits), len(prices.seconds) - 1
-        trees = self._trees
-        if trees.num < num or trees.size < budget:
-            trees = self._trees = _Trees(max(num, trees.num), max(budget, trees.size))
+        self._trees = trees = self._trees.holding(num, budget)
         seq_ids, max_nodes, max_depths = (
             (array("q", column) for column in zip(*limits, strict=True)) if limits else [array("q")] * 3
         )
@@ -164,13 +249,20 @@ class NativeDrafter:
             _address(seconds), budget, min_prob, *trees.addresses,
         )  # fmt: skip
         self._check(written)
-        tokens, parents = trees.tokens[:written].tolist(), trees.parents[:written].tolist()
-        probs, grown, end = trees.probs[:written].tolist(), [], 0
-        for count in trees.counts[:num].tolist():
-            start, end = end, end + count
-            tree = DraftTree(tuple(tokens[start:end]), tuple(parents[start:end]), tuple(probs[start:end]))
-            grown.append(tree)
-        return grown, float(trees.brought[0])
+        return trees.read(num)
+
+    def follower(
+        self, frame: FrameToFollow, prices: RowPrices, max_nodes: int, min_prob: float = 0.0
+    ) -> NativeFollower:
+        """For a frame in flight: verdicts, new tokens and the next trees in one call."""
+        num, budget = len(frame.seq_ids), len(prices.seconds) - 1
+        self._followers_trees = trees = self._followers_trees.holding(num, budget)
+        size = 7 * num + 2 * budget + 2 * len(frame.inputs)  # spans, inputs, parents and moves
+        if len(self._numbers) < size:
+            self._numbers = np.zeros(size, np.int32)
+        return NativeFollower(
+            self._library, self._handle, frame, prices, max_nodes, min_prob, trees, self._numbers
+        )
 
     def forget(self, seq_id: int, *, store: bool = True) -> None:
         """Drop a sequence; its text goes to the store, if it shares and `store`."""
@@ -204,4 +296,4 @@ class NativeDrafter:
             raise InvariantBroken("trees were asked for a sequence that the drafter does not know")
 
 
-__all__ = ["SOURCE", "NativeDrafter"]
+__all__ = ["SOURCE", "NativeDrafter", "NativeFollower"]

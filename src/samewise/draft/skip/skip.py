@@ -71,6 +71,11 @@ class Skip(Drafter):
         """Whether the model has sublayers that may be skipped."""
         return self.optimiser.search.open
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step of the search is due."""
+        return self.optimiser.due
+
     def on_step(self, asks: list[Ask]) -> None:
         """One step of the search, if it is due."""
         self.optimiser.on_step(asks)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from samewise.errors import InvariantBroken, MachineError
+from samewise.follow_up import FollowUp
 from samewise.kernels.attention import native_tiles
 from samewise.kernels.attention.base import PAGE, AttentionPlan
 from samewise.kernels.attention.tiles import TilePlan
@@ -56,9 +57,7 @@ def _library() -> ctypes.CDLL | None:
     address, whole = ctypes.c_void_p, ctypes.c_int64
     function = library.samewise_pack
     function.restype = whole
-    function.argtypes = [
-        *(address, address, whole, ctypes.c_char_p, whole, ctypes.c_char_p, whole, whole, whole)
-    ]
+    function.argtypes = [*(address, address, whole, address, whole, ctypes.c_char_p, whole, whole, whole)]
     return library
 
 
@@ -88,10 +87,29 @@ class Packer:
         `num_keep` is -1 where no rows are chosen.
         """
         num, pages = len(numbers), b"".join(tables)
-        end: int = self._pack(
-            self._address, host, num_spans, struct.pack(f"{num}i", *numbers), num, pages, len(pages) // 4,
-            num_keep, num_moves,
+        return self._fill(host, num_spans, struct.pack(f"{num}i", *numbers), num, pages, num_keep, num_moves)
+
+    def pack_follow_up(self, host: int, follow_up: FollowUp) -> int:
+        """Fill the buffer with a frame that is given as numbers already."""
+        numbers = follow_up.numbers
+        return self._fill(
+            host, follow_up.num_spans, numbers.ctypes.data, len(numbers), follow_up.pages, -1,
+            follow_up.num_moves,
         )  # fmt: skip
+
+    def _fill(
+        self,
+        host: int,
+        num_spans: int,
+        numbers: bytes | int,
+        num_numbers: int,
+        pages: bytes,
+        num_keep: int,
+        num_moves: int,
+    ) -> int:
+        end: int = self._pack(
+            self._address, host, num_spans, numbers, num_numbers, pages, len(pages) // 4, num_keep, num_moves
+        )
         if end < 0:
             _refuse(end, self._layout.num_rows)
         return end
