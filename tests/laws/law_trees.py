@@ -9,7 +9,7 @@ from law_helpers import PAGE, KnownAnswers
 
 from samewise.draft.base import Proposer
 from samewise.execute.pack import numbers_of
-from samewise.follow_up import FollowUp
+from samewise.follow_up import FollowedSequence, FollowUp
 from samewise.types import ROOT, Proposal, Sampling, Span, Truth
 from samewise.verify.judge import judge
 
@@ -108,14 +108,19 @@ class FollowedTrees(KnownTrees):
         super().__init__(known, num=num, shape=shape)
         self._max_nodes, self._prompts, self._drafted = max_nodes, {}, []
 
-    def propose(self, asks):
+    def meet(self, asks):
         for ask in asks:
             self._prompts[ask.seq_id] = tuple(ask.tokens[: ask.prompt_len])
+
+    def propose(self, asks):
         num = self._max_nodes
         return [p._replace(tokens=p.tokens[:num], parents=p.parents[:num]) for p in super().propose(asks)]
 
     def plan_follow_up(self, frame):
-        known = all(seq_id in self._prompts for seq_id in frame.seq_ids)
+        reading = frame.column("next_rows")
+        known = all(
+            rows or seq_id in self._prompts for seq_id, rows in zip(frame.seq_ids, reading, strict=True)
+        )
         return FollowPlan(self, frame) if known else None
 
     def take_follow_up(self):
@@ -151,48 +156,62 @@ class FollowPlan:
         num = len(frame.inputs) * outputs.row_len
         rows = np.ctypeslib.as_array((ctypes.c_int32 * num).from_address(outputs.address))
         truth = rows.reshape(-1, outputs.row_len)[:, 0].tolist()
-        spans, moves, drafted = [], [], []
-        for span, max_len, stop_ids in followed_spans(frame):
-            verdict = judge(span, Truth(tuple(truth[: len(span.inputs)]), ()))
+        spans, moves, drafted, known = [], [], [], frame.next_inputs.tolist()
+        share = (frame.max_rows - len(known)) // frame.num_judged - 1
+        for span, row, stop_ids in followed_spans(frame):
+            own, truth = truth[: row.num_rows], truth[row.num_rows :]
+            if row.next_rows:
+                start, inputs = row.start + row.num_rows, tuple(known[: row.next_rows])
+                spans.append(span._replace(start=start, inputs=inputs, given=row.next_given))
+                known = known[row.next_rows :]
+                continue
+            verdict = judge(span, Truth(tuple(own[row.given - 1 :]), ()))
+            moves += moves_after(span, verdict)
             length, room = verdict.kv_len + 1, len(span.pages) * PAGE
-            if length >= max_len or length > room or not stop_ids.isdisjoint(verdict.tokens):
+            if length > room:
                 return None
-            first = span.start + 1
-            moves += [
-                (slot(span, first + node), slot(span, first + i))
-                for i, node in enumerate(verdict.path)
-                if node != i
-            ]
-            max_depth = min(frame.max_depth, max_len - length - 1)
-            max_nodes = min(frame.max_nodes, room - length)
+            if length >= row.max_len or not stop_ids.isdisjoint(verdict.tokens):
+                continue
+            max_depth = min(frame.max_depth, row.max_len - length - 1)
+            max_nodes = min(frame.max_nodes, room - length, share)
             draft = self._proposer.draft(span.seq_id, length, max_depth, max_nodes, stop_ids)
             spans.append(span._replace(
-                start=verdict.kv_len, inputs=(verdict.tokens[-1], *draft.tokens), parents=parents_of(draft)
+                start=verdict.kv_len, inputs=(verdict.tokens[-1], *draft.tokens), given=1,
+                parents=parents_of(draft),
             ))  # fmt: skip
             drafted.append(draft)
-            truth = truth[len(span.inputs) :]
+        if not spans:
+            return None
         self._proposer._drafted = drafted
         numbers = np.array(numbers_of(spans, moves), np.int32)
         num_rows = sum(len(span.inputs) for span in spans)
-        return FollowUp(len(spans), numbers, num_rows, len(moves), frame.pages)
+        pages = np.array([page for span in spans for page in span.pages], np.int32)
+        return FollowUp(len(spans), numbers, num_rows, len(moves), pages, bool(frame.next_inputs))
 
 
 def followed_spans(frame):
-    """(span, max_len, stop_ids) of the sequences of a frame."""
+    """(span, row, stop_ids) of the sequences of a frame."""
     pages = array("i", frame.pages).tolist()
     inputs, parents, stops = frame.inputs.tolist(), frame.parents.tolist(), frame.stop_ids.tolist()
-    names = ("seq_id", "num_rows", "num_parents", "start", "max_len", "num_pages", "num_stop_ids")
-    for seq_id, rows, num_parents, start, max_len, num_pages, num_stops in zip(
-        *(frame.column(name) for name in names), strict=True
-    ):
-        table, pages = array("i", pages[:num_pages]), pages[num_pages:]
+    num = len(FollowedSequence._fields)
+    for first in range(0, len(frame.sequences), num):
+        row = FollowedSequence(*frame.sequences[first : first + num])
+        table, pages = array("i", pages[: row.num_pages]), pages[row.num_pages :]
+        tree, parents = tuple(parents[: row.num_parents]), parents[row.num_parents :]
+        own, inputs = tuple(inputs[: row.num_rows]), inputs[row.num_rows :]
         yield (
-            Span(seq_id, start, tuple(inputs[:rows]), 1, table, Sampling(), [], 0,
-                 parents=tuple(parents[:num_parents])),
-            max_len,
-            frozenset(stops[:num_stops]),
-        )  # fmt: skip
-        inputs, parents, stops = inputs[rows:], parents[num_parents:], stops[num_stops:]
+            Span(row.seq_id, row.start, own, row.given, table, Sampling(), [], 0, parents=tree),
+            row,
+            frozenset(stops[: row.num_stop_ids]),
+        )
+        stops = stops[row.num_stop_ids :]
+
+
+def moves_after(span, verdict):
+    first = span.start + span.given
+    return [
+        (slot(span, first + node), slot(span, first + i)) for i, node in enumerate(verdict.path) if node != i
+    ]
 
 
 def slot(span, position):

@@ -71,9 +71,9 @@ class TreeFollowUp:
 
 
 class GrownTrees(NamedTuple):
-    """Trees of sequences, and the accepted nodes to expect of all of them."""
+    """Trees of a frame's sequences, empty ones too, and the accepted nodes to expect of all of them."""
 
-    seq_ids: list[int]
+    frame: FrameToFollow
     trees: list[DraftTree]
     expected: float
 
@@ -127,13 +127,13 @@ class TreeProposer(Proposer):
         """Trees as `propose` would grow them; None where their price is not known."""
         if self._frames is None or not self._frames.known:
             return None
-        num, tuning = len(frame.seq_ids), self._tuning
+        num, tuning = frame.num_judged, self._tuning
         return self.follow(frame, self._prices(num, num), tuning.max_nodes, tuning.min_prob)
 
     def take_follow_up(self) -> list[Proposal]:
         """The trees as proposals."""
         grown = self.take_trees()
-        return self.proposals(grown.seq_ids, grown.trees)
+        return self.proposals(grown.frame.seq_ids, grown.trees)
 
     def observe(self, verdicts: list[Verdict]) -> None:
         """Append the committed tokens to the texts, keep their rows' candidates, and learn."""
@@ -205,10 +205,9 @@ class TreeProposer(Proposer):
     ) -> TreeFollowUp | None:
         """A plan to grow trees when a frame lands; None where a sequence's text is not known to its end."""
         first, known = 0, self._known
-        for seq_id, num_rows, start in zip(
-            frame.seq_ids, frame.column("num_rows"), frame.column("start"), strict=True
-        ):
-            if known.get(seq_id) != (start + 1, frame.inputs[first]):
+        columns = (frame.column(name) for name in ("num_rows", "given", "start", "next_rows"))
+        for seq_id, num_rows, given, start, next_rows in zip(frame.seq_ids, *columns, strict=True):
+            if not next_rows and known.get(seq_id) != (start + given, frame.inputs[first + given - 1]):
                 return None
             first += num_rows
         follower = self._drafter.follower(frame, prices, max_nodes, min_prob)
@@ -219,7 +218,7 @@ class TreeProposer(Proposer):
         follower, self.followed = self.followed, None
         if follower is None:
             raise InvariantBroken("no trees were grown from the frame that landed")
-        return GrownTrees(follower.frame.seq_ids, *follower.trees())
+        return GrownTrees(follower.frame, *follower.trees())
 
     def proposals(self, seq_ids: list[int], trees: list[DraftTree]) -> list[Proposal]:
         """The trees that are not empty, as proposals."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from samewise.errors import InvariantBroken
 from samewise.execute.staging import PassInputs, StagingBuffer
+from samewise.follow_up import FollowUp
 from samewise.kernels.attention.base import PAGE
 from samewise.kv.pages import TRASH
 from samewise.types import ROOT, Ask, Span
@@ -40,6 +41,16 @@ def pack_frame(
     end = packer.pack(
         staging.address, len(spans), numbers_of(spans, moves, keep or ()), tables, num_keep, len(moves)
     )
+    return staging.copy(end, with_keep=keep is not None)
+
+
+def pack_follow_up(follow_up: FollowUp, staging: StagingBuffer, keep: list[int] | None = None) -> PassInputs:
+    """The same for a frame that is given as numbers, which only the C++ packer takes."""
+    if staging.packer is None:
+        raise InvariantBroken("a frame is given as numbers, and there is no packer in C++")
+    if keep is not None:
+        follow_up = follow_up.with_keep(keep)
+    end = staging.packer.pack_follow_up(staging.address, follow_up, -1 if keep is None else len(keep))
     return staging.copy(end, with_keep=keep is not None)
 
 
@@ -226,4 +237,4 @@ def _fill(
     return staging.send(table, keep, moves)
 
 
-__all__ = ["numbers_of", "pack_fast", "pack_frame"]
+__all__ = ["numbers_of", "pack_fast", "pack_follow_up", "pack_frame"]

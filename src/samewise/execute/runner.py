@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from samewise.errors import GuaranteeLost, InvariantBroken, UnsupportedModel
+from samewise.errors import GuaranteeLost, UnsupportedModel
 from samewise.execute.compiler import LayerCompiler, allow_compiling, forbid_compiling
-from samewise.execute.pack import pack_frame
+from samewise.execute.pack import pack_follow_up, pack_frame
 from samewise.execute.staging import PassInputs, StagingBuffer
-from samewise.follow_up import FollowUp, moves_of
+from samewise.follow_up import FollowUp
 from samewise.kernels.attention.base import PAGE, AttentionKernel, Heads
 from samewise.kernels.graph import CapturedGraph
 from samewise.kv.store import KVStore, page_bytes
@@ -78,6 +78,13 @@ def kernel_heads(arch: Arch) -> list[Heads]:
 def kv_page_bytes(arch: Arch, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers."""
     return page_bytes(kv_shapes(arch), dtype)
+
+
+def _with_kept_rows(inputs: PassInputs, keep: list[int] | None) -> PassInputs:
+    """The inputs with the rows to keep, where these are not part of the staging buffer."""
+    if keep is None or inputs.keep is not None:
+        return inputs
+    return replace(inputs, keep=torch.tensor(keep, dtype=torch.int64, device="cpu"))
 
 
 class Runner:
@@ -196,32 +203,32 @@ class Runner:
         With `wanted`, the head may run on these rows only, or on these and some others. Queued moves of K and
         V are done first: by the frame itself where it is captured, and then each time it runs; else now.
         """
-        moves: Sequence[tuple[int, int]] = self.store.take_moves()
-        num_used = sum(len(span.inputs) for span in spans)
+        num_used, moves = sum(len(span.inputs) for span in spans), self.store.take_moves()
+        staging, keep, moved = self._choose_staging(num_used, wanted, moves)
+        inputs = pack_frame(spans, staging, keep if staging.num_kept else None, () if moved else moves)
+        return _with_kept_rows(inputs, keep), keep
+
+    def stage_follow_up(self, follow_up: FollowUp) -> tuple[PassInputs, list[int] | None]:
+        """The same for a frame that is given as numbers, moves among them."""
+        wanted = follow_up.sampled_rows() if follow_up.reads and self.elastic else None
+        staging, keep, moved = self._choose_staging(follow_up.num_rows, wanted, follow_up.moves())
+        if moved:
+            follow_up = follow_up.without_moves()
+        return _with_kept_rows(
+            pack_follow_up(follow_up, staging, keep if staging.num_kept else None), keep
+        ), keep
+
+    def _choose_staging(
+        self, num_used: int, wanted: list[int] | None, moves: list[tuple[int, int]]
+    ) -> tuple[StagingBuffer, list[int] | None, bool]:
+        """Where to stage a frame, the rows to keep, and whether its moves were done: else the frame does."""
         staging = self.frame_staging(num_used)
         keep = None if wanted is None else self._rows_to_keep(wanted, num_used, staging)
         captured = (staging.num_rows, keep is not None) in self._graphs
-        if moves and not (captured and len(moves) <= staging.max_moves):
-            self.store.move(moves)
-            moves = ()
-        if keep is None or staging.num_kept:
-            return pack_frame(spans, staging, keep, moves), keep
-        return replace(
-            pack_frame(spans, staging), keep=torch.tensor(keep, dtype=torch.int64, device="cpu")
-        ), keep
-
-    def stage_follow_up(self, follow_up: FollowUp) -> PassInputs:
-        """A frame that is given as numbers, being copied to the device. Its logits are of all rows."""
-        staging = self.frame_staging(follow_up.num_rows)
-        if staging.packer is None:
-            raise InvariantBroken("a frame is given as numbers, and there is no packer in C++")
-        captured = (staging.num_rows, False) in self._graphs
-        if follow_up.num_moves and not (captured and follow_up.num_moves <= staging.max_moves):
-            self.store.move(moves_of(follow_up))
-            num_left = len(follow_up.numbers) - 2 * follow_up.num_moves
-            follow_up = follow_up._replace(numbers=follow_up.numbers[:num_left], num_moves=0)
-        end = staging.packer.pack_follow_up(staging.address, follow_up)
-        return staging.copy(end, with_keep=False)
+        if not moves or (captured and len(moves) <= staging.max_moves):
+            return staging, keep, False
+        self.store.move(moves)
+        return staging, keep, True
 
     @property
     def packs_natively(self) -> bool:

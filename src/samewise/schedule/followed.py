@@ -1,4 +1,4 @@
-"""Describe the frame in flight for a follow-up: all that is known of the next frame before it lands."""
+"""Describe the frame in flight and the one after it: all that is known before the first has landed."""
 
 from __future__ import annotations
 
@@ -11,55 +11,105 @@ from samewise.schedule.limits import Limits
 from samewise.schedule.paging import Paging
 from samewise.types import Sequence, Span
 
+DRAFT_SHARE = 4
+"""A fourth of a frame's rows is kept from prompts, for drafts. Set by hand."""
+
 
 def frame_to_follow(
     spans: list[Span], running: Mapping[int, Sequence], paging: Paging, limits: Limits
 ) -> FrameToFollow | None:
-    """The frame of these spans; None where the next one needs the loop's decisions.
+    """The frame of these spans, and its follow-up; None where that one needs the loop's decisions.
 
-    A follow-up has the same sequences in the same order. Each must have had its last known token and its
-    guesses in the frame, and be verified by its tokens alone. Free pages are taken for its next draft.
+    A follow-up has all running sequences, those of the frame in flight first and in its order. A sequence
+    that generates must be verified by its tokens alone; free pages are taken for its next draft.
     """
-    if len(spans) != len(running):
+    if not all(map(_is_plain, running.values())):
         return None
-    max_nodes = max_tree_nodes(limits, len(running))
-    seq_ids = [span.seq_id for span in spans]
-    sequences, inputs, parents, stop_ids = array("q"), array("i"), array("i"), array("i")
+    maker = _FrameMaker(paging, limits, len(running))
+    in_flight = {span.seq_id for span in spans}
     for span in spans:
         seq = running.get(span.seq_id)
-        if seq is None or not _is_plain(seq, span):
+        if seq is None or span.start + span.given != len(seq.tokens):
             return None
-        num_rows, num_tokens, stops = len(span.inputs), len(seq.tokens), seq.request.sampling.stop_ids
-        paging.reserve(seq, min(num_tokens + num_rows, seq.max_len) + max_nodes)
-        sequences.extend(
-            FollowedSequence(
-                span.seq_id, num_rows, len(span.parents), span.start, seq.max_len, len(seq.pages), len(stops)
-            )
-        )  # fmt: skip
-        inputs.append(seq.tokens[-1])  # the span's own may still have been on the device
-        inputs.extend(span.inputs[1:])
-        parents.extend(span.parents)
-        stop_ids.extend(stops)
-    pages = b"".join([running[seq_id].pages for seq_id in seq_ids])
-    max_depth = min(limits.max_depth, limits.max_draft, limits.max_rows - 1)
-    return FrameToFollow(
-        seq_ids, sequences, inputs, parents, pages, stop_ids, limits.page, max_nodes, max_depth,
-        limits.max_rows,
-    )  # fmt: skip
+        maker.add(seq, span)
+    for seq_id, seq in running.items():
+        if seq_id not in in_flight:
+            if seq.draft:
+                return None
+            maker.add_new(seq)
+    return maker.frame() if maker.num_judged and maker.give_rows() else None
 
 
-def _is_plain(seq: Sequence, span: Span) -> bool:
-    """Whether the sequence's next tokens follow from the span's outputs alone, and its next span too."""
+def _is_plain(seq: Sequence) -> bool:
+    """Whether its next tokens follow from a frame's outputs alone, and its next rows from them."""
     request = seq.request
-    return (
-        span.given == 1
-        and span.start + 1 == len(seq.tokens)
-        and not span.targets
-        and not seq.drafting
-        and seq.guide is None
-        and request.verify
-        and request.speculate
-    )
+    scored = seq.score_next is not None and seq.score_next < seq.prompt_len
+    return request.verify and request.speculate and seq.guide is None and not seq.drafting and not scored
 
 
-__all__ = ["frame_to_follow"]
+class _FrameMaker:
+    """Collects the sequences, and gives rows to those that read known tokens."""
+
+    def __init__(self, paging: Paging, limits: Limits, num_running: int) -> None:
+        self._paging, self._limits = paging, limits
+        self._max_nodes = max_tree_nodes(limits, num_running)
+        self._members: list[tuple[Sequence, FollowedSequence]] = []
+        self._inputs, self._parents, self._next_inputs = array("i"), array("i"), array("i")
+        self.num_judged = 0
+
+    def add(self, seq: Sequence, span: Span) -> None:
+        """A sequence of the frame in flight."""
+        num_rows, given, num_tokens = len(span.inputs), span.given, len(seq.tokens)
+        if num_rows < given:
+            self._inputs.extend(span.inputs)
+        else:
+            self.num_judged += 1
+            self._inputs.extend(seq.tokens[span.start :])  # the span's own may still be on the device
+            self._inputs.extend(span.inputs[given:])
+            num_new = num_rows - given + 1
+            self._paging.reserve(seq, min(num_tokens + num_new, seq.max_len) + self._max_nodes)
+        self._parents.extend(span.parents)
+        self._append(seq, num_rows, given, len(span.parents), span.start, max(0, given - num_rows))
+
+    def add_new(self, seq: Sequence) -> None:
+        """A sequence that has no rows in the frame in flight."""
+        self._append(seq, 0, 0, 0, seq.kv_len, seq.given)
+
+    def _append(
+        self, seq: Sequence, num_rows: int, given: int, num_parents: int, start: int, next_given: int
+    ) -> None:
+        stop_ids = seq.request.sampling.stop_ids
+        member = FollowedSequence(
+            seq.request.id, num_rows, given, num_parents, start, 0, next_given, seq.max_len, 0, len(stop_ids)
+        )
+        self._members.append((seq, member))
+
+    def give_rows(self) -> bool:
+        """Rows for the sequences that read known tokens; False where there are too few rows or pages."""
+        left = self._limits.max_rows - self.num_judged
+        left -= min(left // DRAFT_SHARE, self.num_judged * self._max_nodes)
+        for i, (seq, member) in enumerate(self._members):
+            start, num = member.start + member.num_rows, min(left, member.next_given)
+            if member.next_given:
+                if num <= 0 or not self._paging.grow(seq, start + num):
+                    return False
+                self._next_inputs.extend(seq.tokens[start : start + num])
+                left -= num
+            self._members[i] = seq, member._replace(next_rows=num, num_pages=len(seq.pages))
+        return left >= 0
+
+    def frame(self) -> FrameToFollow:
+        """What was collected."""
+        limits, sequences, stop_ids = self._limits, array("q"), array("i")
+        for seq, member in self._members:
+            sequences.extend(member)
+            stop_ids.extend(seq.request.sampling.stop_ids)
+        return FrameToFollow(
+            [member.seq_id for _, member in self._members], self.num_judged, sequences, self._inputs,
+            self._parents, self._next_inputs, b"".join([seq.pages for seq, _ in self._members]), stop_ids,
+            limits.page, self._max_nodes, min(limits.max_depth, limits.max_draft, limits.max_rows - 1),
+            limits.max_rows,
+        )  # fmt: skip
+
+
+__all__ = ["DRAFT_SHARE", "frame_to_follow"]

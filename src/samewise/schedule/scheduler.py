@@ -114,8 +114,10 @@ class Scheduler:
     def admit(self) -> None:
         """Move waiting requests to running while there is room, oldest first."""
         self._step += 1
-        if self._suspects and self._admit_suspect():
-            return
+        if not (self._suspects and self._admit_suspect()):
+            self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
         held_back: list[Sequence] = []
         while self._waiting and len(self._running) < self.limits.max_num_seqs:
             seq = self._waiting.pop(0)
@@ -227,27 +229,28 @@ class Scheduler:
         return spans
 
     def to_follow(self, in_flight: list[Span]) -> FrameToFollow | None:
-        """The frame in flight, for a follow-up; None where the next frame needs more than its tokens."""
-        if not self._all_running():
+        """The frame in flight, for a follow-up; None where the next frame needs more than its tokens.
+
+        Requests are admitted here: the follow-up has their first rows.
+        """
+        if self._suspects or self._num_unverified:
             return None
+        self._admit_waiting()
         return frame_to_follow(in_flight, self._running, self._paging, self.limits)
 
     def still_follows(self, frame: FrameToFollow) -> bool:
-        """Whether the frame's sequences are still those that run, and no other could be admitted."""
-        return self._all_running() and self._running.keys() == set(frame.seq_ids)
-
-    def _all_running(self) -> bool:
-        full = len(self._running) >= self.limits.max_num_seqs
-        return (full or not self._waiting) and not self._suspects and not self._num_unverified
+        """Whether the frame's sequences are still those that run. Requests that came since then wait."""
+        return not self._num_unverified and self._running.keys() == set(frame.seq_ids)
 
     def spans_following(self, frame: FrameToFollow) -> list[Span]:
         """The frame after the one that was described, now that its tokens and the next drafts are known."""
         self._step += 1
         spans: list[Span] = []
-        for seq_id in frame.seq_ids:
-            seq = self._running[seq_id]
-            spans.append(span_of(seq, 1 + len(seq.draft), 1))
-            seq.last_served = self._step
+        for seq_id, next_rows in zip(frame.seq_ids, frame.column("next_rows"), strict=True):
+            seq = self._running.get(seq_id)
+            if seq is not None:  # else it has ended
+                spans.append(span_of(seq, next_rows or 1 + len(seq.draft), seq.given))
+                seq.last_served = self._step
         self._count_frame(sum(len(span.inputs) for span in spans))
         self.counters.follow_ups += 1
         return spans

@@ -143,8 +143,8 @@ class Verifier:
     @torch.inference_mode()
     def start(self, follow_up: FollowUp) -> StartedFrame:
         """Start a frame that is given as numbers; `launch` has its rows sampled."""
-        inputs = self.runner.stage_follow_up(follow_up)
-        return StartedFrame(inputs, None, self.runner.frame(inputs))
+        inputs, keep = self.runner.stage_follow_up(follow_up)
+        return StartedFrame(inputs, keep, self.runner.frame(inputs))
 
     def _start(self, spans: list[Span]) -> StartedFrame:
         runner = self.runner

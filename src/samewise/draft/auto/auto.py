@@ -99,7 +99,7 @@ class Auto(Proposer):
 
     def plan_follow_up(self, frame: FrameToFollow) -> TreeFollowUp | None:
         """Trees; None in a pause, where costs are not known, and where a drafter works or would pay."""
-        live, frames = len(frame.seq_ids), self._frames
+        live, frames = frame.num_judged, self._frames
         if self._idle is None or self._idle.pausing or not frames.known or self._drafters.busy:
             return None
         if self._drafters.choose(live, live / frames.cost(live) * max(1.0, self._advantage)) is not None:
@@ -109,11 +109,12 @@ class Auto(Proposer):
     def take_follow_up(self) -> list[Proposal]:
         """The trees as proposals, and what they are expected to bring taken down."""
         self._log.step += 1
-        seq_ids, trees, expected = self._trees.take_trees()
-        brought = self._brought_by(len(seq_ids), sum([len(tree.tokens) for tree in trees]), expected)
-        self._explain(len(seq_ids), trees, expected, brought)
+        frame, trees, expected = self._trees.take_trees()
+        live = frame.num_judged
+        brought = self._brought_by(live, sum([len(tree.tokens) for tree in trees]), expected)
+        self._explain(live, trees, expected, brought)
         self._advantage += self._tuning.trees_weight * (brought.tokens / brought.seconds - self._advantage)
-        proposals = self._propose_trees(seq_ids, trees)
+        proposals = self._propose_trees(frame.seq_ids, trees)
         self._unverified.update([proposal.seq_id for proposal in proposals])
         if self._idle is not None:
             self._idle.weigh(*brought)

@@ -51,14 +51,17 @@ struct DrafterTuning {
     double patience;
 };
 
-// One sequence of a frame that has landed, and what its next draft may use. The order of its fields is that of
-// samewise/follow_up.py.
+// One sequence of the next frame, or of the one that has landed. The order of its fields is that of
+// samewise/follow_up.py, which says more of them.
 struct FollowedSequence {
     int64_t id;
-    int64_t num_rows;     // in the frame: the last known token, then guesses
+    int64_t num_rows;     // in the frame that has landed
+    int64_t given;        // of them, or of the rows to come, known tokens; the others are guesses
     int64_t num_parents;  // 0: the guesses are a chain
     int64_t start;        // position of the first row
-    int64_t max_len;      // tokens at which it ends
+    int64_t next_rows;    // above 0: its tokens are known, and so are its rows in the next frame
+    int64_t next_given;
+    int64_t max_len;  // tokens at which it ends
     int64_t num_pages;
     int64_t num_stop_ids;
 };
@@ -72,8 +75,16 @@ struct FrameToFollow {
     const FollowedSequence* sequences;
     const int32_t* inputs;
     const int32_t* parents;
+    const int32_t* next_inputs;
     const int32_t* pages;
     const int32_t* stop_ids;
+};
+
+// Where the next frame is written, as pack.cpp reads it, and how much of it there is.
+struct NextFrame {
+    int32_t* numbers;
+    int32_t* pages;
+    int64_t num_spans, num_rows, num_moves, num_numbers, num_pages;
 };
 
 // What the frame's rows gave: `stride` numbers each, the token first, the candidates from `candidates` on (0:
@@ -500,10 +511,12 @@ struct Trees {
     double *probs, *brought;
 };
 
-// A sequence's accepted rows and new tokens, which lie in the drafter's `path` and `committed`.
+// A sequence's accepted rows and their tokens, which lie in the drafter's `path` and `chosen`.
 struct Judged {
-    Sequence* sequence;
-    int32_t first_path, num_tokens;
+    Sequence* sequence;  // null: nothing to judge
+    int32_t first_path, num_rows;
+    int32_t num_tokens;  // of them, up to the end of the text
+    bool ended;
     int64_t length;  // tokens of the sequence, the new ones among them
 };
 
@@ -530,7 +543,7 @@ struct Drafter {
     std::vector<std::pair<double, int32_t>> order;
     std::vector<int32_t> sorted, stack, place, first_child, next_sibling;
     std::vector<Judged> judged;
-    std::vector<int32_t> path, committed, candidates;
+    std::vector<int32_t> path, chosen, candidates;
 
     Sequence* get(int64_t id) {
         const auto found = sequences.find(id);
@@ -1013,99 +1026,155 @@ struct Drafter {
 
     // ---- from a frame's outputs to the next frame
 
-    // Judge every sequence as judge.py does. False, and nothing is changed, if one ends or lacks room.
+    // Judge every sequence as judge.py does. False, and nothing is changed: one is not known or lacks pages, or
+    // all have ended.
     bool judge(const FrameToFollow& frame, const FrameOutputs& outputs) {
         judged.clear();
         path.clear();
-        committed.clear();
+        chosen.clear();
         const int32_t *inputs = frame.inputs, *parents = frame.parents, *stop_ids = frame.stop_ids;
         const int32_t* row = outputs.rows;
+        bool any_left = false;
         for (int64_t i = 0; i < frame.num; i++) {
             const FollowedSequence& followed = frame.sequences[i];
-            Judged one{get(followed.id), static_cast<int32_t>(path.size()), 0, 0};
-            if (one.sequence == nullptr) return false;
-            for (int64_t at = 0; at >= 0; at = child(followed, inputs, parents, at, row[at * outputs.stride])) {
-                const int32_t token = row[at * outputs.stride];
-                if (std::find(stop_ids, stop_ids + followed.num_stop_ids, token) !=
-                    stop_ids + followed.num_stop_ids)
-                    return false;
-                path.push_back(static_cast<int32_t>(at));
-                committed.push_back(token);
-                one.num_tokens++;
+            Judged one{nullptr, static_cast<int32_t>(path.size()), 0, 0, false, 0};
+            if (!followed.next_rows) {
+                one.sequence = get(followed.id);
+                if (one.sequence == nullptr) return false;
+                const int64_t first = followed.given - 1;
+                accept(followed, inputs + first, parents, row + first * outputs.stride, outputs.stride, one);
+                end(followed, stop_ids, one);
+                if (one.length > followed.num_pages * frame.page) return false;
             }
-            one.length = followed.start + 1 + one.num_tokens;
-            if (one.length >= followed.max_len || one.length > followed.num_pages * frame.page) return false;
+            any_left = any_left || !one.ended;
             judged.push_back(one);
             inputs += followed.num_rows;
             parents += followed.num_parents;
             stop_ids += followed.num_stop_ids;
             row += followed.num_rows * outputs.stride;
         }
-        return true;
+        return any_left;
+    }
+
+    // The path of right guesses; all pointers are at the last known token's row.
+    void accept(const FollowedSequence& followed, const int32_t* inputs, const int32_t* parents, const int32_t* row,
+                int64_t stride, Judged& one) {
+        for (int64_t at = 0; at >= 0; at = child(followed, inputs, parents, at, row[at * stride])) {
+            path.push_back(static_cast<int32_t>(at));
+            chosen.push_back(row[at * stride]);
+            one.num_rows++;
+        }
     }
 
     // The row of the first guess after row `at` that is this token; -1: there is none.
     static int64_t child(const FollowedSequence& followed, const int32_t* inputs, const int32_t* parents, int64_t at,
                          int32_t token) {
-        if (!followed.num_parents)
-            return at + 1 < followed.num_rows && inputs[at + 1] == token ? at + 1 : -1;
-        for (int64_t next = at + 1; next < followed.num_rows; next++)
+        const int64_t num_rows = followed.num_rows - followed.given + 1;
+        if (!followed.num_parents) return at + 1 < num_rows && inputs[at + 1] == token ? at + 1 : -1;
+        for (int64_t next = at + 1; next < num_rows; next++)
             if (parents[next - 1] == at - 1 && inputs[next] == token) return next;
         return -1;
     }
 
-    // Commit what was judged, grow the next trees and write the next frame's numbers as pack.cpp reads them.
+    // Where the new tokens end the text, if they do.
+    void end(const FollowedSequence& followed, const int32_t* stop_ids, Judged& one) const {
+        const int64_t known = followed.start + followed.given;
+        const int32_t *tokens = chosen.data() + one.first_path, *last_stop = stop_ids + followed.num_stop_ids;
+        while (!one.ended && one.num_tokens < one.num_rows) {
+            one.ended = std::find(stop_ids, last_stop, tokens[one.num_tokens]) != last_stop;
+            one.num_tokens++;
+            one.ended = one.ended || known + one.num_tokens >= followed.max_len;
+        }
+        one.length = known + one.num_tokens;
+    }
+
+    // Commit what was judged, grow the next trees and write the next frame.
     int64_t follow_up(const FrameToFollow& frame, const FrameOutputs& outputs, const Prices& prices,
-                      const Trees& trees, int32_t* numbers, int64_t* sizes) {
+                      const Trees& trees, NextFrame& next) {
         const int32_t *inputs = frame.inputs, *row = outputs.rows, *stop_ids = frame.stop_ids;
         growing.clear();
         for (int64_t i = 0; i < frame.num; i++) {
             const FollowedSequence& followed = frame.sequences[i];
             const Judged& one = judged[i];
-            const int64_t num_rows = outputs.candidates ? followed.num_rows : 0;
-            candidates.resize(num_rows * kWidth);
-            for (int64_t j = 0; j < num_rows; j++) {
-                const int32_t* ids = row + j * outputs.stride + outputs.candidates;
-                std::copy(ids, ids + kWidth, candidates.data() + j * kWidth);
+            if (one.sequence != nullptr) {
+                const int64_t first = followed.given - 1;
+                commit_judged(followed, inputs + first, row + first * outputs.stride, outputs, one);
+                const int64_t room = followed.num_pages * frame.page - one.length;
+                if (!one.ended)
+                    will_grow(*one.sequence, std::min(frame.max_nodes, room),
+                              std::min(frame.max_depth, followed.max_len - one.length - 1), stop_ids,
+                              followed.num_stop_ids);
             }
-            commit(*one.sequence, committed.data() + one.first_path, one.num_tokens, path.data() + one.first_path,
-                   inputs, candidates.data(), num_rows);
-            const int64_t room = followed.num_pages * frame.page - one.length;
-            will_grow(*one.sequence, std::min(frame.max_nodes, room),
-                      std::min(frame.max_depth, followed.max_len - one.length - 1), stop_ids, followed.num_stop_ids);
             inputs += followed.num_rows;
             stop_ids += followed.num_stop_ids;
             row += followed.num_rows * outputs.stride;
         }
         const int64_t num_nodes = grow(prices, trees);
-        write_numbers(frame, trees, numbers, sizes);
+        int64_t grown = static_cast<int64_t>(growing.size());
+        for (int64_t i = frame.num - 1; i >= 0; i--)
+            trees.counts[i] = judged[i].sequence != nullptr && !judged[i].ended ? trees.counts[--grown] : 0;
+        write_frame(frame, trees, next);
         return num_nodes;
     }
 
-    void write_numbers(const FrameToFollow& frame, const Trees& trees, int32_t* numbers, int64_t* sizes) {
-        int32_t *span = numbers, *input = numbers + kSpanLen * frame.num;
-        const int32_t *tokens = trees.tokens, *parents = trees.parents;
-        std::vector<int32_t>& used = stack;  // the parents of trees that are no chains
-        used.clear();
-        for (int64_t i = 0; i < frame.num; i++) {
-            const int32_t count = static_cast<int32_t>(trees.counts[i]);
-            bool chain = true;
-            for (int32_t node = 0; node < count; node++) chain = chain && parents[node] == node - 1;
-            const Judged& one = judged[i];
-            const int32_t fields[kSpanLen] = {1 + count, 1, static_cast<int32_t>(one.length - 1), -1,
-                                              static_cast<int32_t>(frame.sequences[i].num_pages), chain ? 0 : count};
-            span = std::copy(fields, fields + kSpanLen, span);
-            *input++ = committed[one.first_path + one.num_tokens - 1];
-            input = std::copy(tokens, tokens + count, input);
-            if (!chain) used.insert(used.end(), parents, parents + count);
-            tokens += count;
-            parents += count;
+    void commit_judged(const FollowedSequence& followed, const int32_t* inputs, const int32_t* row,
+                       const FrameOutputs& outputs, const Judged& one) {
+        const int64_t num_rows = outputs.candidates ? followed.num_rows - followed.given + 1 : 0;
+        candidates.resize(num_rows * kWidth);
+        for (int64_t j = 0; j < num_rows; j++) {
+            const int32_t* ids = row + j * outputs.stride + outputs.candidates;
+            std::copy(ids, ids + kWidth, candidates.data() + j * kWidth);
         }
-        sizes[0] = input - numbers - kSpanLen * frame.num;
-        input = std::copy(used.begin(), used.end(), input);
-        int32_t* end = write_moves(frame, input);
-        sizes[1] = (end - input) / 2;
-        sizes[2] = end - numbers;
+        commit(*one.sequence, chosen.data() + one.first_path, one.num_tokens, path.data() + one.first_path, inputs,
+               candidates.data(), num_rows);
+    }
+
+    void write_frame(const FrameToFollow& frame, const Trees& trees, NextFrame& next) {
+        const int32_t *tokens = trees.tokens, *parents = trees.parents;
+        const int32_t *pages = frame.pages, *known = frame.next_inputs;
+        std::vector<int32_t>&inputs = sorted, &used_parents = stack;  // those of trees that are no chains
+        inputs.clear();
+        used_parents.clear();
+        int32_t *number = next.numbers, *page = next.pages;
+        for (int64_t i = 0; i < frame.num; i++) {
+            const FollowedSequence& followed = frame.sequences[i];
+            const Judged& one = judged[i];
+            const int32_t num_pages = static_cast<int32_t>(followed.num_pages);
+            if (followed.next_rows) {
+                const int64_t start = followed.start + followed.num_rows;
+                number = write_span(number, followed.next_rows, followed.next_given, start, num_pages, 0);
+                inputs.insert(inputs.end(), known, known + followed.next_rows);
+                known += followed.next_rows;
+            } else if (!one.ended) {
+                const int32_t count = static_cast<int32_t>(trees.counts[i]);
+                bool chain = true;
+                for (int32_t node = 0; node < count; node++) chain = chain && parents[node] == node - 1;
+                number = write_span(number, 1 + count, 1, one.length - 1, num_pages, chain ? 0 : count);
+                inputs.push_back(chosen[one.first_path + one.num_tokens - 1]);
+                inputs.insert(inputs.end(), tokens, tokens + count);
+                if (!chain) used_parents.insert(used_parents.end(), parents, parents + count);
+                tokens += count;
+                parents += count;
+            }
+            if (!one.ended) page = std::copy(pages, pages + num_pages, page);
+            pages += num_pages;
+        }
+        next.num_spans = (number - next.numbers) / kSpanLen;
+        next.num_rows = static_cast<int64_t>(inputs.size());
+        next.num_pages = page - next.pages;
+        number = std::copy(inputs.begin(), inputs.end(), number);
+        number = std::copy(used_parents.begin(), used_parents.end(), number);
+        int32_t* moved = write_moves(frame, number);
+        next.num_moves = (moved - number) / 2;
+        next.num_numbers = moved - next.numbers;
+    }
+
+    static int32_t* write_span(int32_t* number, int64_t rows, int64_t given, int64_t start, int32_t num_pages,
+                               int32_t num_parents) {
+        const int32_t fields[kSpanLen] = {static_cast<int32_t>(rows),  static_cast<int32_t>(given),
+                                          static_cast<int32_t>(start), -1,
+                                          num_pages,                   num_parents};
+        return std::copy(fields, fields + kSpanLen, number);
     }
 
     // Slots (from, to) of accepted guesses of trees that do not stand at their positions.
@@ -1116,10 +1185,10 @@ struct Drafter {
             const FollowedSequence& followed = frame.sequences[i];
             const Judged& one = judged[i];
             const int32_t* rows = path.data() + one.first_path;
-            const int32_t start = static_cast<int32_t>(followed.start);
-            for (int32_t level = 1; level < one.num_tokens && followed.num_parents; level++) {
+            const int32_t root = static_cast<int32_t>(followed.start + followed.given - 1);
+            for (int32_t level = 1; level < one.num_rows && followed.num_parents; level++) {
                 if (rows[level] == level) continue;
-                for (const int32_t position : {start + rows[level], start + level})
+                for (const int32_t position : {root + rows[level], root + level})
                     *moves++ = pages[position / page] * page + position % page;
             }
             pages += followed.num_pages;
@@ -1229,16 +1298,15 @@ int64_t drafter_grow(Drafter* drafter, int64_t num, const int64_t* ids, const in
     });
 }
 
-// The verdicts of a frame, then trees as drafter_grow() gives them. `numbers`: the next frame, as pack.cpp
-// reads it; `sizes`: its rows, its moves, and the numbers written. -3, and nothing is changed: a sequence ends,
-// is not known, or has too few pages.
+// The verdicts of a frame, then trees as drafter_grow() gives them, with a count for every sequence, and the next
+// frame. -3, and nothing is changed: a sequence is not known or has too few pages, or all have ended.
 int64_t drafter_follow_up(Drafter* drafter, const FrameToFollow* frame, const FrameOutputs* outputs, double live,
                           const double* seconds, int64_t budget, double min_prob, int64_t* counts, int32_t* tokens,
-                          int32_t* parents, double* probs, double* brought, int32_t* numbers, int64_t* sizes) {
+                          int32_t* parents, double* probs, double* brought, NextFrame* next) {
     return guarded(drafter, [&]() -> int64_t {
         if (!drafter->judge(*frame, *outputs)) return -3;
         return drafter->follow_up(*frame, *outputs, {live, seconds, budget, min_prob},
-                                  {counts, tokens, parents, probs, brought}, numbers, sizes);
+                                  {counts, tokens, parents, probs, brought}, *next);
     });
 }
 

@@ -20,7 +20,7 @@ from samewise.draft.tree import DraftTree, Limit, RowPrices
 from samewise.draft.tree_drafter import Committed, Memory, Sources
 from samewise.draft.tuning import DEFAULTS, TreeTuning
 from samewise.errors import InvariantBroken
-from samewise.follow_up import FollowUp, FrameOutputs, FrameToFollow
+from samewise.follow_up import SPAN_LEN, FollowUp, FrameOutputs, FrameToFollow
 from samewise.kernels.native.build import library_of
 
 SOURCE = Path(__file__).with_name("drafter.cpp")
@@ -45,7 +45,19 @@ class _FrameToFollow(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("num", "page", "max_nodes", "max_depth")),
-        *((name, ctypes.c_void_p) for name in ("sequences", "inputs", "parents", "pages", "stop_ids")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("sequences", "inputs", "parents", "next_inputs", "pages", "stop_ids")
+        ),
+    ]
+
+
+class _NextFrame(ctypes.Structure):
+    """NextFrame of drafter.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("numbers", "pages")),
+        *((name, ctypes.c_int64) for name in ("spans", "rows", "moves", "num_numbers", "num_pages")),
     ]
 
 
@@ -85,7 +97,7 @@ def _library() -> ctypes.CDLL:
         "grow": (whole, [address, whole, *[address] * 3, real, address, whole, real, *[address] * 5]),
         "follow_up": (
             whole,
-            [*[address] * 3, real, address, whole, real, *[address] * 7],
+            [*[address] * 3, real, address, whole, real, *[address] * 6],
         ),
         "forget": (whole, [address, whole, whole]),
         "recover": (None, [address]),
@@ -147,35 +159,40 @@ class NativeFollower:
         max_nodes: int,
         min_prob: float,
         trees: _Trees,
-        numbers: np.ndarray[tuple[int], np.dtype[np.int32]],
     ) -> None:
-        self.frame, self._library, self._handle = frame, library, handle
-        self._trees, self._numbers, self._sizes = trees, numbers, array("q", (0, 0, 0))
+        self.frame, self._library, self._handle, self._trees = frame, library, handle, trees
+        num, num_known = len(frame.seq_ids), len(frame.next_inputs)
+        budget = min(len(prices.seconds) - 1, frame.max_rows - num_known - frame.num_judged)
         self._seconds = prices.seconds if isinstance(prices.seconds, array) else array("d", prices.seconds)
-        self._pages = array("i", frame.pages)
-        self._native = _FrameToFollow(
-            len(frame.seq_ids), frame.page, min(max_nodes, frame.max_nodes), frame.max_depth,
-            *map(_address, (frame.sequences, frame.inputs, frame.parents, self._pages, frame.stop_ids)),
+        self._pages = np.frombuffer(frame.pages, np.int32)
+        self._frame = _FrameToFollow(
+            num, frame.page, min(max_nodes, frame.max_nodes), frame.max_depth, _address(frame.sequences),
+            _address(frame.inputs), _address(frame.parents), _address(frame.next_inputs),
+            self._pages.ctypes.data, _address(frame.stop_ids),
         )  # fmt: skip
-        budget = min(len(self._seconds) - 1, frame.max_rows - len(frame.seq_ids))
+        # Spans, inputs, parents and moves.
+        size = (SPAN_LEN + 1) * num + num_known + 2 * budget + 2 * len(frame.inputs)
+        self._numbers, self._next_pages = np.empty(size, np.int32), np.empty(len(self._pages), np.int32)
+        self._next = _NextFrame(self._numbers.ctypes.data, self._next_pages.ctypes.data)
         self._arguments = (
             prices.live, _address(self._seconds), budget, min_prob, *trees.addresses,
-            numbers.ctypes.data, _address(self._sizes),
+            ctypes.addressof(self._next),
         )  # fmt: skip
 
     def run(self, outputs: FrameOutputs) -> FollowUp | None:
-        """The next frame. None, and nothing has changed: a sequence ends or has too few pages."""
+        """The next frame. None, and nothing has changed: a sequence has too few pages, or all have ended."""
         status: int = self._library.drafter_follow_up(
-            self._handle, ctypes.addressof(self._native), ctypes.byref(_FrameOutputs(*outputs)),
+            self._handle, ctypes.addressof(self._frame), ctypes.byref(_FrameOutputs(*outputs)),
             *self._arguments,
         )  # fmt: skip
         if status == -3:
             return None
         if status < 0:
             raise MemoryError("the native drafter ran out of memory")
-        num_rows, num_moves, written = self._sizes
-        frame = self.frame
-        return FollowUp(len(frame.seq_ids), self._numbers[:written], num_rows, num_moves, frame.pages)
+        made = self._next
+        numbers, pages = self._numbers[: made.num_numbers], self._next_pages[: made.num_pages]
+        reads = len(self.frame.next_inputs) > 0
+        return FollowUp(made.spans, numbers, made.rows, made.moves, pages, reads)
 
     def trees(self) -> tuple[list[DraftTree], float]:
         """The trees of the next frame, and the accepted nodes to expect of them."""
@@ -196,7 +213,6 @@ class NativeDrafter:
         self._handle = handle
         self._delete = weakref.finalize(self, library.drafter_delete, handle)
         self._trees, self._followers_trees = _Trees(1, 64), _Trees(1, 64)
-        self._numbers = np.zeros(0, np.int32)  # of a follow-up
 
     def begin(
         self, seq_id: int, tokens: list[int], salt: bytes | None, prediction: Sequence[int] = ()
@@ -257,12 +273,7 @@ class NativeDrafter:
         """For a frame in flight: verdicts, new tokens and the next trees in one call."""
         num, budget = len(frame.seq_ids), len(prices.seconds) - 1
         self._followers_trees = trees = self._followers_trees.holding(num, budget)
-        size = 7 * num + 2 * budget + 2 * len(frame.inputs)  # spans, inputs, parents and moves
-        if len(self._numbers) < size:
-            self._numbers = np.zeros(size, np.int32)
-        return NativeFollower(
-            self._library, self._handle, frame, prices, max_nodes, min_prob, trees, self._numbers
-        )
+        return NativeFollower(self._library, self._handle, frame, prices, max_nodes, min_prob, trees)
 
     def forget(self, seq_id: int, *, store: bool = True) -> None:
         """Drop a sequence; its text goes to the store, if it shares and `store`."""

@@ -57,7 +57,7 @@ def _library() -> ctypes.CDLL | None:
     address, whole = ctypes.c_void_p, ctypes.c_int64
     function = library.samewise_pack
     function.restype = whole
-    function.argtypes = [*(address, address, whole, address, whole, ctypes.c_char_p, whole, whole, whole)]
+    function.argtypes = [*(address, address, whole, address, whole, address, whole, whole, whole)]
     return library
 
 
@@ -87,14 +87,15 @@ class Packer:
         `num_keep` is -1 where no rows are chosen.
         """
         num, pages = len(numbers), b"".join(tables)
-        return self._fill(host, num_spans, struct.pack(f"{num}i", *numbers), num, pages, num_keep, num_moves)
+        packed = struct.pack(f"{num}i", *numbers)
+        return self._fill(host, num_spans, packed, num, pages, len(pages) // 4, num_keep, num_moves)
 
-    def pack_follow_up(self, host: int, follow_up: FollowUp) -> int:
+    def pack_follow_up(self, host: int, follow_up: FollowUp, num_keep: int = -1) -> int:
         """Fill the buffer with a frame that is given as numbers already."""
-        numbers = follow_up.numbers
+        numbers, pages = follow_up.numbers, follow_up.pages
         return self._fill(
-            host, follow_up.num_spans, numbers.ctypes.data, len(numbers), follow_up.pages, -1,
-            follow_up.num_moves,
+            host, follow_up.num_spans, numbers.ctypes.data, len(numbers), pages.ctypes.data, len(pages),
+            num_keep, follow_up.num_moves,
         )  # fmt: skip
 
     def _fill(
@@ -103,12 +104,13 @@ class Packer:
         num_spans: int,
         numbers: bytes | int,
         num_numbers: int,
-        pages: bytes,
+        pages: bytes | int,
+        num_pages: int,
         num_keep: int,
         num_moves: int,
     ) -> int:
         end: int = self._pack(
-            self._address, host, num_spans, numbers, num_numbers, pages, len(pages) // 4, num_keep, num_moves
+            self._address, host, num_spans, numbers, num_numbers, pages, num_pages, num_keep, num_moves
         )
         if end < 0:
             _refuse(end, self._layout.num_rows)
