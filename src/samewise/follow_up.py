@@ -22,8 +22,9 @@ SPAN_LEN = 6
 class FollowedSequence(NamedTuple):
     """A sequence of the frame in flight, of the next one, or of both. FollowedSequence of drafter.cpp.
 
-    Where `next_rows` is 0 the frame in flight brings its next tokens, and its next rows depend on them. Above
-    0 it has that many rows of known tokens in the next frame, after those of the frame in flight.
+    Where `next_given` is 0 the frame in flight brings its next tokens, and its next rows depend on them.
+    Above 0 it has that many known tokens after those of the frame in flight, and `next_rows` of them are in
+    the next frame.
     """
 
     seq_id: int
@@ -31,8 +32,8 @@ class FollowedSequence(NamedTuple):
     given: int  # known tokens from `start` on; further rows are guesses
     num_parents: int  # 0: the guesses are a chain
     start: int  # position of the first row
+    next_given: int
     next_rows: int
-    next_given: int  # known tokens from the next first row on
     max_len: int  # tokens at which it ends
     num_pages: int
     num_stop_ids: int

@@ -69,8 +69,8 @@ def frame_of(texts, max_nodes, max_rows=256):
     spans = [text.span for text in texts]
     rows = [
         FollowedSequence(
-            text.seq_id, len(span.inputs), span.given, len(span.parents), span.start, text.reads,
-            text.reads + 3 if text.reads else 0, text.max_len, len(text.pages), len(text.stop_ids),
+            text.seq_id, len(span.inputs), span.given, len(span.parents), span.start,
+            text.reads and text.reads + 3, text.reads, text.max_len, len(text.pages), len(text.stop_ids),
         )
         for text, span in zip(texts, spans, strict=True)
     ]  # fmt: skip

@@ -117,7 +117,7 @@ class FollowedTrees(KnownTrees):
         return [p._replace(tokens=p.tokens[:num], parents=p.parents[:num]) for p in super().propose(asks)]
 
     def plan_follow_up(self, frame):
-        reading = frame.column("next_rows")
+        reading = frame.column("next_given")
         known = all(
             rows or seq_id in self._prompts for seq_id, rows in zip(frame.seq_ids, reading, strict=True)
         )
@@ -160,7 +160,9 @@ class FollowPlan:
         share = (frame.max_rows - len(known)) // frame.num_judged - 1
         for span, row, stop_ids in followed_spans(frame):
             own, truth = truth[: row.num_rows], truth[row.num_rows :]
-            if row.next_rows:
+            if row.next_given and not row.next_rows:
+                continue
+            if row.next_given:
                 start, inputs = row.start + row.num_rows, tuple(known[: row.next_rows])
                 spans.append(span._replace(start=start, inputs=inputs, given=row.next_given))
                 known = known[row.next_rows :]

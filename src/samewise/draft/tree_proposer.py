@@ -205,9 +205,9 @@ class TreeProposer(Proposer):
     ) -> TreeFollowUp | None:
         """A plan to grow trees when a frame lands; None where a sequence's text is not known to its end."""
         first, known = 0, self._known
-        columns = (frame.column(name) for name in ("num_rows", "given", "start", "next_rows"))
-        for seq_id, num_rows, given, start, next_rows in zip(frame.seq_ids, *columns, strict=True):
-            if not next_rows and known.get(seq_id) != (start + given, frame.inputs[first + given - 1]):
+        columns = (frame.column(name) for name in ("num_rows", "given", "start", "next_given"))
+        for seq_id, num_rows, given, start, next_given in zip(frame.seq_ids, *columns, strict=True):
+            if not next_given and known.get(seq_id) != (start + given, frame.inputs[first + given - 1]):
                 return None
             first += num_rows
         follower = self._drafter.follower(frame, prices, max_nodes, min_prob)

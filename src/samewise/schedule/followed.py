@@ -54,7 +54,7 @@ class _FrameMaker:
         self._paging, self._limits = paging, limits
         self._max_nodes = max_tree_nodes(limits, num_running)
         self._members: list[tuple[Sequence, FollowedSequence]] = []
-        self._inputs, self._parents, self._next_inputs = array("i"), array("i"), array("i")
+        self._inputs, self._parents = array("i"), array("i")
         self.num_judged = 0
 
     def add(self, seq: Sequence, span: Span) -> None:
@@ -80,33 +80,41 @@ class _FrameMaker:
     ) -> None:
         stop_ids = seq.request.sampling.stop_ids
         member = FollowedSequence(
-            seq.request.id, num_rows, given, num_parents, start, 0, next_given, seq.max_len, 0, len(stop_ids)
+            seq.request.id, num_rows, given, num_parents, start, next_given, 0, seq.max_len, 0, len(stop_ids)
         )
         self._members.append((seq, member))
 
     def give_rows(self) -> bool:
-        """Rows for the sequences that read known tokens; False where there are too few rows or pages."""
+        """Rows for the sequences that read known tokens, those that waited longest first.
+
+        False where there are too few rows for the others, or too few pages.
+        """
         left = self._limits.max_rows - self.num_judged
+        if left < 0:
+            return False
         left -= min(left // DRAFT_SHARE, self.num_judged * self._max_nodes)
-        for i, (seq, member) in enumerate(self._members):
-            start, num = member.start + member.num_rows, min(left, member.next_given)
-            if member.next_given:
-                if num <= 0 or not self._paging.grow(seq, start + num):
-                    return False
-                self._next_inputs.extend(seq.tokens[start : start + num])
-                left -= num
-            self._members[i] = seq, member._replace(next_rows=num, num_pages=len(seq.pages))
-        return left >= 0
+        reading = [(seq.last_served, i) for i, (seq, member) in enumerate(self._members) if member.next_given]
+        for _, i in sorted(reading):
+            seq, member = self._members[i]
+            num = min(left, member.next_given)
+            if not self._paging.grow(seq, member.start + member.num_rows + num):
+                return False
+            self._members[i] = seq, member._replace(next_rows=num)
+            left -= num
+        return True
 
     def frame(self) -> FrameToFollow:
         """What was collected."""
         limits, sequences, stop_ids = self._limits, array("q"), array("i")
+        next_inputs = array("i")
         for seq, member in self._members:
-            sequences.extend(member)
+            sequences.extend(member._replace(num_pages=len(seq.pages)))
             stop_ids.extend(seq.request.sampling.stop_ids)
+            start = member.start + member.num_rows
+            next_inputs.extend(seq.tokens[start : start + member.next_rows])
         return FrameToFollow(
             [member.seq_id for _, member in self._members], self.num_judged, sequences, self._inputs,
-            self._parents, self._next_inputs, b"".join([seq.pages for seq, _ in self._members]), stop_ids,
+            self._parents, next_inputs, b"".join([seq.pages for seq, _ in self._members]), stop_ids,
             limits.page, self._max_nodes, min(limits.max_depth, limits.max_draft, limits.max_rows - 1),
             limits.max_rows,
         )  # fmt: skip

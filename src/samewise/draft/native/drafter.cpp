@@ -59,8 +59,8 @@ struct FollowedSequence {
     int64_t given;        // of them, or of the rows to come, known tokens; the others are guesses
     int64_t num_parents;  // 0: the guesses are a chain
     int64_t start;        // position of the first row
-    int64_t next_rows;    // above 0: its tokens are known, and so are its rows in the next frame
-    int64_t next_given;
+    int64_t next_given;   // above 0: known tokens that are left to read; there is nothing to judge
+    int64_t next_rows;    // of them, in the next frame
     int64_t max_len;  // tokens at which it ends
     int64_t num_pages;
     int64_t num_stop_ids;
@@ -1038,7 +1038,7 @@ struct Drafter {
         for (int64_t i = 0; i < frame.num; i++) {
             const FollowedSequence& followed = frame.sequences[i];
             Judged one{nullptr, static_cast<int32_t>(path.size()), 0, 0, false, 0};
-            if (!followed.next_rows) {
+            if (!followed.next_given) {
                 one.sequence = get(followed.id);
                 if (one.sequence == nullptr) return false;
                 const int64_t first = followed.given - 1;
@@ -1046,7 +1046,7 @@ struct Drafter {
                 end(followed, stop_ids, one);
                 if (one.length > followed.num_pages * frame.page) return false;
             }
-            any_left = any_left || !one.ended;
+            any_left = any_left || (one.sequence != nullptr ? !one.ended : followed.next_rows > 0);
             judged.push_back(one);
             inputs += followed.num_rows;
             parents += followed.num_parents;
@@ -1140,12 +1140,13 @@ struct Drafter {
             const FollowedSequence& followed = frame.sequences[i];
             const Judged& one = judged[i];
             const int32_t num_pages = static_cast<int32_t>(followed.num_pages);
+            const bool in_frame = followed.next_given ? followed.next_rows > 0 : !one.ended;
             if (followed.next_rows) {
                 const int64_t start = followed.start + followed.num_rows;
                 number = write_span(number, followed.next_rows, followed.next_given, start, num_pages, 0);
                 inputs.insert(inputs.end(), known, known + followed.next_rows);
                 known += followed.next_rows;
-            } else if (!one.ended) {
+            } else if (in_frame) {
                 const int32_t count = static_cast<int32_t>(trees.counts[i]);
                 bool chain = true;
                 for (int32_t node = 0; node < count; node++) chain = chain && parents[node] == node - 1;
@@ -1156,7 +1157,7 @@ struct Drafter {
                 tokens += count;
                 parents += count;
             }
-            if (!one.ended) page = std::copy(pages, pages + num_pages, page);
+            if (in_frame) page = std::copy(pages, pages + num_pages, page);
             pages += num_pages;
         }
         next.num_spans = (number - next.numbers) / kSpanLen;
