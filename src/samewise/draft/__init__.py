@@ -6,5 +6,5 @@ proposers ngram and recycle and the trees of auto, grown by native/ or tree_draf
 suffix_counts and estimates as tree says; auto/ the choice among them; cost_model measured costs and
 acceptance; tuning every hand-set constant; build makes the proposer that a configuration names.
 State: each proposer owns what it knows of its sequences; the engine owns the proposer.
-Imports: execute and the rooms below it; never verify or schedule.
+Imports: execute and the rooms below it, follow_up; never verify or schedule.
 """

@@ -114,9 +114,8 @@ class Engine:
         began = time.perf_counter()
         self._weights.check_some()
         with self._calls.delivery, self.parts.process.pinned():
-            launched, followed = self._launch_ahead(), None
-            if launched is None:
-                followed = self._start_follow_up()
+            launched = self._launch_ahead()
+            followed = self._start_follow_up() if launched is None else None
             deltas, self._held = self._held + self._land(), []
             if followed is not None:
                 launched = self._launch_follow_up(followed)

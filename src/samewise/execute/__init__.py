@@ -6,5 +6,5 @@ Holds: load, choices and budget turn a configuration into a model on a device; r
     of device and libraries; process_state pins the switches of torch while an engine works, thread_pool the
     modes of torch's threads.
 State: the Runner owns modules, KV tensors, staging buffers and graphs. Nothing else keeps state.
-Imports: model, kv, kernels, config, machine, user_cache, types, errors.
+Imports: model, kv, kernels, config, follow_up, machine, user_cache, types, errors.
 """

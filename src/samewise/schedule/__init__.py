@@ -2,7 +2,8 @@
 
 Holds: scheduler (queues, frames, commit); order (when a frame runs, which sequences go first); plan (a
 sequence's next span); drafts (its draft and tokens); paging (its pages);
+followed (what is known of the next frame before this one has landed);
 limits (what may be spent); registry (what survives a failure); suspects (sequences of a failed step).
 State: the Scheduler owns every Sequence and every page number.
-Imports: kv (pages and the prefix index), counters, types, errors.
+Imports: kv (pages and the prefix index), counters, follow_up, types, errors.
 """

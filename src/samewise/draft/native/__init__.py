@@ -1,6 +1,7 @@
-"""The tree drafter in C++: the same trees as `draft.tree_drafter`, about thirty times as fast.
+"""The tree drafter in C++: the same trees as `draft.tree_drafter`, about thirty times as fast, and follow-ups.
 
 Holds: drafter.cpp, and drafter, its ctypes side.
 State: each NativeDrafter owns one drafter in C++.
-Imports: draft.tree_drafter and what it is made of; kernels.native.build, which compiles the source; errors.
+Imports: draft.tree_drafter and what it is made of; kernels.native.build, which compiles the source;
+follow_up; errors.
 """
