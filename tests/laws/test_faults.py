@@ -312,10 +312,10 @@ def test_with_blame_only_the_request_that_fails_alone_ends_with_an_error(monkeyp
     poison = Case("poison", random_prompt(21, 9), max_tokens=9)
     run = engine.verifier.run
 
-    def run_or_fail(spans):
+    def run_or_fail(spans, started=None):
         if any(span.prompt_len == 21 for span in spans):
             raise ZeroDivisionError("planted")
-        return run(spans)
+        return run(spans, started)
 
     monkeypatch.setattr(engine.verifier, "run", run_or_fail)
     outputs = [FullTranscript() for _ in range(len(REQUESTS) + 1)]

@@ -92,7 +92,6 @@ class Engine:
         self._calls = Calls(self, self.scheduler.registry, self._repair)
         self._flight: FrameInFlight | None = None  # the frame in flight
         self._plan: FollowUpPlan | None = None  # for the frame after it
-        self._can_follow = self.runner.packs_natively
         self._landed_frame: _LandedFrame | None = None  # the frame that landed in this step
         self._landed = 0.0  # when the last frame's verdicts arrived
         self._held: list[Delta] = []  # committed outside of step(), returned by the next one
@@ -157,7 +156,9 @@ class Engine:
 
     def _plan_follow_up(self) -> FollowUpPlan | None:
         """While a frame runs: gather what can be known of the next one; None where the loop must plan it."""
-        if self._flight is None or not self.verifier.ahead or self.proposer.quiet or not self._can_follow:
+        if self._flight is None or not self.verifier.ahead or self.proposer.quiet:
+            return None
+        if not self.runner.packs_natively:
             return None
         frame = self.scheduler.to_follow(self._flight.spans)
         return None if frame is None else self.proposer.plan_follow_up(frame)

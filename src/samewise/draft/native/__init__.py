@@ -1,4 +1,4 @@
-"""The tree drafter in C++: the same trees as `draft.tree_drafter`, about thirty times as fast, and follow-ups.
+"""The tree drafter in C++, and follow-ups: the same trees as `draft.tree_drafter`, thirty times as fast.
 
 Holds: drafter.cpp, and drafter, its ctypes side.
 State: each NativeDrafter owns one drafter in C++.
