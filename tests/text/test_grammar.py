@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from samewise import SamplingParams
 from samewise.errors import BadParameter
 from samewise.testing import byte_tokenizer
-from samewise.text.grammar import MAX_COMPILED, GrammarGuide, Grammars
+from samewise.text.grammar import GrammarGuide, Grammars
 from samewise.types import Finish, Grammar, Sampling
 
 EOS, VOCAB = 257, 320
@@ -210,16 +210,6 @@ def test_properties_follow_the_order_of_the_schema():
     assert guide.fits([], ids('{"a')) == 2
 
 
-def test_cache_of_compiled_grammars_is_bounded():
-    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
-    for number in range(MAX_COMPILED + 5):
-        grammars.check(Grammar.regex(f"a{{1,{number + 1}}}"))
-    assert len(grammars._compiled) == MAX_COMPILED
-    first = next(iter(grammars._compiled))
-    grammars.check(first)
-    assert next(iter(grammars._compiled)) != first
-
-
 def test_threads_may_share_grammars():
     grammars = Grammars(TOKENIZER, VOCAB, [EOS])
     results = []
@@ -236,13 +226,6 @@ def test_threads_may_share_grammars():
         thread.join()
     assert len(results) == 16
     assert len(set(results)) == len(SAMPLES)
-
-
-def test_compiled_grammar_does_not_wait_for_a_compilation():
-    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
-    grammars.check(SAMPLES["regex"])
-    with grammars._compile_lock:  # as if another thread were compiling
-        assert grammars.guide(SAMPLES["regex"], END_IDS).mask(()) is not None
 
 
 class FailingMatcher:
