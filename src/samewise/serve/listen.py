@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import stat
 from dataclasses import dataclass
@@ -52,6 +53,24 @@ class Listen:
                 f"cannot listen on {self.host} port {self.port}: {error.strerror or error}; "
                 "choose another --host or --port"
             ) from error
+
+    def file_id(self) -> tuple[int, int] | None:
+        """Device and inode of the Unix socket's file; None: there is none."""
+        try:
+            status = None if self.unix_socket is None else self.unix_socket.lstat()
+        except OSError:
+            return None
+        return None if status is None else (status.st_dev, status.st_ino)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs on this machine can connect."""
+        if self.unix_socket is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name
+            return False
 
     def address(self, listening: socket.socket) -> str:
         """The URL for clients."""
