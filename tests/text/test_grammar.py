@@ -274,6 +274,66 @@ def test_failure_on_a_guess_does_not_affect_committed_tokens():
     assert guide.take(2) is Finish.ABORT
 
 
+EXHAUSTING = Grammar.regex("(a{0,1000}){0,1000}")  # llguidance gives up on it after about 100 letters
+
+
+def exhaust(guide):
+    """Commit tokens until llguidance gives up; returns how many."""
+    (a,) = ids("a")
+    for num in range(2000):
+        if guide.mask(()) is None or guide.take(a) is Finish.ABORT:
+            return num
+    raise AssertionError
+
+
+def test_sequence_that_exhausts_a_grammar_does_not_end_others_of_it():
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    other = grammars.guide(EXHAUSTING, END_IDS)
+    ended = grammars.guide(EXHAUSTING, END_IDS)
+    assert ended.take(ids("a")[0]) is None
+    masks = other.masks(ids("aaa"))
+    assert 50 < exhaust(grammars.guide(EXHAUSTING, END_IDS)) < 1000
+    for text in ("", "a", "aa"):
+        assert other.mask(ids(text)) == masks[len(text)]
+    assert [other.take(token) for token in ids("aaa")] == [None] * 3
+    assert other.mask(()) == masks[3]
+    assert ended.take(EOS) is Finish.STOP
+    assert grammars.guide(EXHAUSTING, END_IDS).masks(ids("aaa")) == masks
+
+
+def test_answer_to_an_exhausted_grammar_may_be_resumed():
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    other = grammars.guide(EXHAUSTING, END_IDS)
+    assert other.take(ids("a")[0]) is None
+    expected = other.mask(())
+    exhaust(grammars.guide(EXHAUSTING, END_IDS))
+    other.restore(ids("a"))
+    assert other.mask(()) == expected
+
+
+def test_guess_that_exhausts_a_grammar_does_not_end_its_sequence():
+    guide = Grammars(TOKENIZER, VOCAB, [EOS]).guide(EXHAUSTING, END_IDS)
+    first, long = guide.mask(()), ids("a" * 1500)
+    for _ in range(3):
+        fitting = guide.fits([], long)
+        assert fitting < 1500
+        assert None not in guide.masks(long[:fitting])
+        assert guide.take(long[0]) is None
+        assert guide.mask(()) == first
+    assert fitting == 0  # guesses made two lexers fail, and are not followed any more
+
+
+def test_heavy_grammar_that_is_exhausted_is_not_compiled_in_the_engines_thread():
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    compiled = grammars.compile(EXHAUSTING)
+    compiled.is_heavy = True
+    other = compiled.guide(END_IDS)
+    exhaust(compiled.guide(END_IDS))
+    assert other.mask(()) is None
+    assert other.take(ids("a")[0]) is Finish.ABORT
+    assert grammars.compile(EXHAUSTING) is not compiled
+
+
 def test_text_that_reads_like_a_special_token_is_generated_as_text():
     for grammar in (
         Grammar.regex("a<s>b"),

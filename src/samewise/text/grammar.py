@@ -309,7 +309,7 @@ class GrammarGuide:
         if self._failed:
             return Finish.ABORT
         if token in self._end_ids:
-            return Finish.STOP if self._matcher.is_accepting() else Finish.ABORT
+            return Finish.STOP if self._accepts() else Finish.ABORT
         if not self._commit(token) and not (self._renew() and self._commit(token)):
             return Finish.ABORT
         self._committed.append(token)
@@ -321,6 +321,13 @@ class GrammarGuide:
         """Return to the state after these committed tokens."""
         self._committed, self._masks = list(tokens), {}
         self._return_to_committed()
+
+    def _accepts(self) -> bool:
+        """Whether the text may end after the committed tokens."""
+        if self._matcher.is_accepting():
+            return True
+        self._matcher.compute_bitmask()  # llguidance notices here that a lexer failed
+        return self._renew() and bool(self._matcher.is_accepting())
 
     def _commit(self, token: int) -> bool:
         return self._advance((token,)) == 1 and not self._matcher.is_error()
@@ -390,7 +397,10 @@ class GrammarGuide:
     def _advance(self, path: tuple[int, ...]) -> int:
         """Move along a path as far as the grammar allows, but not over an end token; returns how far."""
         for num, token in enumerate(path):
-            if token in self._end_ids or not self._matcher.try_consume_tokens([token]):
+            if token in self._end_ids:
+                return num
+            if not self._matcher.try_consume_tokens([token]):
+                self._matcher.compute_bitmask()  # tells a lexer that failed from a token that is not allowed
                 return num
         return len(path)
 

@@ -8,6 +8,7 @@ cause none of it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -112,15 +113,15 @@ def _source(grammar: Grammar) -> str:
     schema = json.loads(grammar.text) if grammar.text else {"type": "object"}
     if schema.pop("x-guidance", None) is not None:
         raise GrammarRefused(grammar.kind, "'x-guidance' is not part of JSON Schema; leave it out")
-    _refuse_long_integers(grammar.kind, schema)
+    _refuse_large_numbers(grammar.kind, schema)
     try:
         return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise GrammarRefused(grammar.kind, f"the schema cannot be read: {error}") from error
 
 
-def _refuse_long_integers(kind: str, schema: Mapping[str, Any]) -> None:
-    """llguidance reads integers of at most 64 bits, and reports longer ones by an exception of its own."""
+def _refuse_large_numbers(kind: str, schema: Mapping[str, Any]) -> None:
+    """llguidance reads finite numbers and integers of at most 64 bits, and misreads others or fails."""
     parts: list[object] = [schema]
     while parts:
         part = parts.pop()
@@ -129,10 +130,10 @@ def _refuse_long_integers(kind: str, schema: Mapping[str, Any]) -> None:
         elif isinstance(part, list):
             parts += part
         elif isinstance(part, int) and not -(2**63) <= part < 2**64:
-            raise GrammarRefused(
-                kind,
-                f"the schema holds a number of {part.bit_length()} bits; give integers of at most 64 bits",
-            )
+            size = f"a number of {part.bit_length()} bits"
+            raise GrammarRefused(kind, f"the schema holds {size}; give integers of at most 64 bits")
+        elif isinstance(part, float) and not math.isfinite(part):
+            raise GrammarRefused(kind, "the schema holds a number beyond 1.8e308; give a smaller one")
 
 
 def _first_lines(message: str) -> str:
