@@ -232,13 +232,29 @@ def test_full_queue_refuses_further_grammars(make_grammars):
     queue = grammars._queue
     wait_until(lambda: not queue._lanes[0]._waiting)
     waiting = [grammars.start(multiples(number)) for number in (999959, 999953)]
-    with pytest.raises(QueueFull, match="2 grammars wait") as refused:
+    with pytest.raises(QueueFull, match="too many grammars wait") as refused:
         grammars.start(multiples(999931))
     assert refused.value.param == "grammar"
     grammars.close()
     for future in (running, *waiting):
         with pytest.raises(MachineError, match="closed"):
             future.result(timeout=30)
+
+
+def test_one_owner_may_take_a_share_of_the_queue(make_grammars):
+    grammars = make_grammars(quick_seconds=60.0, quick_waiting=8)
+    grammars.start(multiples(999961))
+    wait_until(lambda: not grammars._queue._lanes[0]._waiting)
+    numbers = iter(range(900001, 999999, 2))
+    for _ in range(2):
+        grammars.start(multiples(next(numbers)), owner=b"a")
+    with pytest.raises(QueueFull, match="2 of your grammars"):
+        grammars.start(multiples(next(numbers)), owner=b"a")
+    grammars.start(multiples(next(numbers)), owner=b"b")
+    for _ in range(5):
+        grammars.start(multiples(next(numbers)))
+    with pytest.raises(QueueFull, match="too many"):
+        grammars.start(multiples(next(numbers)), owner=b"c")
 
 
 def test_full_slow_lane_refuses_further_slow_grammars(make_grammars):

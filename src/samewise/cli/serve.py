@@ -60,6 +60,10 @@ def serve(
         bool,
         _server("--hide-prompts", help="Receipts keep only a digest of the prompt."),
     ] = False,
+    no_special_tokens_in_content: Annotated[
+        bool,
+        _server("--no-special-tokens-in-content", help="Read control tokens in messages as text."),
+    ] = False,
     log_level: Annotated[str, _server(help=", ".join(LOG_LEVELS) + ".")] = "info",
     json_logs: Annotated[bool, _server("--json-logs", help="One JSON object a line.")] = False,
     api_key: Annotated[
@@ -122,6 +126,7 @@ def serve(
         allowed_origins=tuple(allowed_origins or ()), max_body=max_body_bytes,
         allowed_hosts=_hosts(listen, keys, allowed_hosts or ()),
         shutdown_timeout=shutdown_timeout, receipts=receipts, hide_prompts=hide_prompts,
+        special_tokens_in_content=not no_special_tokens_in_content,
         signer=None if receipt_key is None else SigningKey.load(receipt_key),
     )  # fmt: skip
     set_up(log_level, as_json=json_logs)

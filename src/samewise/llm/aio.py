@@ -260,19 +260,24 @@ class AsyncLLM:
                 pass
             return reader.output()
 
-    async def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
+    async def chat_prompt(self, messages: Any, /, **template: Any) -> list[int]:
         """Token ids of a conversation under the model's chat template."""
         with self.expecting():
             return await asyncio.to_thread(self.intake.chat_prompt, messages, **template)
 
-    async def compile_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+    async def compile_grammar(
+        self, params: SamplingParams, *, owner: bytes | None = None
+    ) -> CompiledGrammar | None:
         """Compile a request's grammar; no thread is blocked while it waits. None: it has none.
 
-        Hold on to the result until the request was checked: the check finds it then, whatever else is compiled.
+        Hold on to the result until the request was checked: the check finds it then, whatever else was
+        compiled meanwhile. Grammars of one `owner` take no more than a share of the queue.
         """
-        if params.grammar is None:
+        grammar = params.grammar
+        if grammar is None:
             return None
-        return await asyncio.wrap_future(await asyncio.to_thread(self.intake.start_compiling, params.grammar))
+        compiling = await asyncio.to_thread(self.intake.start_compiling, grammar, owner=owner)
+        return await asyncio.wrap_future(compiling)
 
     @contextmanager
     def expecting(self) -> Iterator[None]:

@@ -7,9 +7,10 @@ result without checking it again. The methods only read, so any thread may call 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 from samewise.errors import BadParameter, BadPrompt, PromptTooLong
@@ -18,6 +19,7 @@ from samewise.params import SamplingParams, derive_seed
 from samewise.schedule.limits import Limits
 from samewise.text.byte_tokens import TokenBytes
 from samewise.text.chat_template import Messages, render_chat, template_of
+from samewise.text.control_tokens import MARK, ControlTokens
 from samewise.text.detokenize import TextStream
 from samewise.text.grammar import CompiledGrammar, Grammars
 from samewise.types import Grammar, Guide, Request, Sampling
@@ -50,7 +52,9 @@ class CheckedRequest:
         """The request's seed: given, or derived from the prompt."""
         return self.sampling.seed
 
-    def request(self, request_id: int, index: int, *, salt: bytes, leader: int | None) -> Request:
+    def request(
+        self, request_id: int, index: int, *, salt: bytes, leader: int | None, owner: bytes = b""
+    ) -> Request:
         """The engine's request for choice `index` of n. `leader`: the first choice's request id."""
         params = self.params
         return Request(
@@ -65,6 +69,7 @@ class CheckedRequest:
             share=params.share,
             speculate=params.speculate,
             prediction=self.prediction,
+            owner=owner,
         )
 
 
@@ -91,6 +96,10 @@ class Intake:
         self._grammars = Grammars(loaded.tokenizer, loaded.arch.vocab, loaded.eos_ids)
         self._token_bytes = TokenBytes.of(loaded.tokenizer)
         self._token_texts: dict[int, str] = {}  # a cache of `decode_token`
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
 
     # ---- requests
 
@@ -138,12 +147,13 @@ class Intake:
         self._limits.refuse_misfit(len(before) + len(after), 0)
         return CheckedScore(before, after)
 
-    def start_compiling(self, grammar: Grammar) -> Future[CompiledGrammar]:
+    def start_compiling(self, grammar: Grammar, *, owner: bytes | None = None) -> Future[CompiledGrammar]:
         """A future of a compiled grammar, for a caller that must not block in `check`.
 
-        Raises, and fails, as `check` does. `check` finds the grammar as long as the result is held.
+        Raises, and fails, as `check` does. `check` finds the grammar as long as the result is held. Grammars
+        of one `owner` take no more than a share of the queue.
         """
-        return self._grammars.start(grammar)
+        return self._grammars.start(grammar, owner=owner)
 
     def stop_compiling(self) -> None:
         """End the processes that compile grammars; requests that wait for one fail. Compiled ones go on."""
@@ -174,10 +184,22 @@ class Intake:
 
     # ---- text and tokens
 
-    def chat_prompt(self, messages: Messages, **template: Any) -> list[int]:
-        """Token ids of a conversation under the model's chat template; see `render_chat`."""
+    def chat_prompt(
+        self, messages: Messages, /, *, special_tokens_in_content: bool = True, **template: Any
+    ) -> list[int]:
+        """Token ids of a conversation under the model's chat template; see `render_chat`.
+
+        `special_tokens_in_content=False`: control tokens in messages, tools and other values are encoded as
+        text; only the template's own take effect.
+        """
+        marks = not special_tokens_in_content and self.tokenizer is not None
+        if marks:
+            messages = [self._control_tokens.mark(message) for message in messages]
+            template = self._control_tokens.mark(template)
         text = render_chat(self.tokenizer, messages, date=self._date, **template)
         self._refuse_endless(text)
+        if marks and MARK in text:
+            return _encode(lambda: self._control_tokens.encode(text))
         return self.encode(text, add_special_tokens=False)
 
     def template(self, tools: Any = None) -> str:
@@ -187,12 +209,7 @@ class Intake:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A text's token ids."""
         self._refuse_without_tokenizer()
-        try:
-            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate cannot be encoded
-            raise BadPrompt(
-                f"the text cannot be tokenised: {error}; is it valid Unicode?", param="prompt"
-            ) from error
+        return _encode(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -270,7 +287,10 @@ class Intake:
         return tuple(prediction[:longest])
 
     def _encode_word(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        try:
+            return self.encode(text, add_special_tokens=False)
+        except BadPrompt as error:
+            raise BadParameter(f"bad_words: {error}", param="bad_words") from error
 
     def _refuse_endless(self, text: str) -> None:
         """Refuse a text that cannot fit by its characters alone: tokenising megabytes takes seconds."""
@@ -285,6 +305,16 @@ class Intake:
     def _refuse_without_tokenizer(self) -> None:
         if self.tokenizer is None:
             raise BadPrompt("this model has no tokenizer; it reads and writes token ids", param="prompt")
+
+
+def _encode(encode: Callable[[], Iterable[int]]) -> list[int]:
+    """Token ids, with the errors of a tokenizer as BadPrompt."""
+    try:
+        return list(encode())
+    except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate cannot be encoded
+        raise BadPrompt(
+            f"the text cannot be tokenised: {error}; is it valid Unicode?", param="prompt"
+        ) from error
 
 
 def _as_ids(prompt: Any, *, param: str = "prompt") -> list[int]:

@@ -79,7 +79,7 @@ class RequestChecker(Protocol[Checked_co]):
         """The chat template's text."""
         ...
 
-    def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
+    def chat_prompt(self, messages: Any, /, **template: Any) -> list[int]:
         """Token ids of a conversation."""
         ...
 
@@ -98,6 +98,7 @@ class ParseOptions:
     template: Callable[[Any], str] | None = None  # the chat template's text, given the tools
     special_tokens: Mapping[str, int] = field(default_factory=dict)  # for grammars over tool calls
     contract_id: str = ""  # ids of tool calls are derived from it
+    special_tokens_in_content: bool = True  # False: control tokens in messages are text, whatever a body says
     # Limits of one body: far above what clients send, and low enough to bound the work for one request.
     max_choices: int = 1024  # prompts × n
     max_n: int = MAX_N
@@ -108,7 +109,14 @@ class ParseOptions:
     max_messages: int = 4096
 
     @classmethod
-    def of(cls, intake: RequestChecker[Any], *, proposer: str, contract_id: str) -> ParseOptions:
+    def of(
+        cls,
+        intake: RequestChecker[Any],
+        *,
+        proposer: str,
+        contract_id: str,
+        special_tokens_in_content: bool = True,
+    ) -> ParseOptions:
         """The options for a model."""
         return cls(
             defaults=intake.default_params(),
@@ -117,6 +125,7 @@ class ParseOptions:
             template=intake.template,
             special_tokens=special_tokens(intake.tokenizer),
             contract_id=contract_id,
+            special_tokens_in_content=special_tokens_in_content,
         )
 
 
@@ -278,7 +287,8 @@ def _chat(body: ChatBody, options: ParseOptions) -> ParsedRequest:
         endpoint=CHAT,
         params=params,
         messages=conversation(body.messages),
-        template=template_kwargs(body) | ({"tools": list(tools.tools)} if tools.tools else {}),
+        template=template_kwargs(body, special=options.special_tokens_in_content)
+        | ({"tools": list(tools.tools)} if tools.tools else {}),
         make_parser=_make_parser(tools, options.contract_id),
         **_common(body, options),
     )

@@ -184,7 +184,7 @@ class Service:
         with llm.expecting():
             parsed, name, checked = await self._intakes.run(prepare, owner=active.owner)
         if parsed.params.grammar is not None:  # compiled before a thread is taken for the rest
-            compiled = await self._compile(parsed)
+            compiled = await self._compile(parsed, active.owner)
             checked = await self._intakes.run(lambda: parsed.check(llm.intake), owner=active.owner)
             del compiled
         salt = salt_of(request.state.key_digest, parsed.cache_salt)
@@ -192,10 +192,10 @@ class Service:
         active.read_from(readers, self.unread)
         return parsed, name
 
-    async def _compile(self, parsed: ParsedRequest) -> object:
+    async def _compile(self, parsed: ParsedRequest, owner: bytes | None) -> object:
         """The request's compiled grammar, to be held until the request was checked."""
         try:
-            return await self.worker.llm.compile_grammar(parsed.params)
+            return await self.worker.llm.compile_grammar(parsed.params, owner=owner)
         except CallerError as error:
             raise ApiError.of(error) from error
         except MachineError as error:
@@ -279,7 +279,10 @@ class Service:
         llm, options = self.worker.llm, self._parse_options
         if options is None or options.contract_id != llm.contract.id:  # new weights are another contract
             options = self._parse_options = ParseOptions.of(
-                llm.intake, proposer=llm.config.proposer, contract_id=llm.contract.id
+                llm.intake,
+                proposer=llm.config.proposer,
+                contract_id=llm.contract.id,
+                special_tokens_in_content=self.settings.special_tokens_in_content,
             )
         return options
 
@@ -344,7 +347,8 @@ class Service:
             else:
                 refuse_unsupported(body, add_special_tokens=False)
                 messages = conversation(body.messages or [])
-                tokens = llm.intake.chat_prompt(messages, **template_kwargs(body))
+                special = self.settings.special_tokens_in_content
+                tokens = llm.intake.chat_prompt(messages, **template_kwargs(body, special=special))
         except CallerError as error:
             raise ApiError.of(error, prompt_field="messages" if body.messages else "prompt") from error
         reply: TokenizeReply = {

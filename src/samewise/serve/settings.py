@@ -93,6 +93,7 @@ class ServeSettings:
     shutdown_timeout: float = 30.0  # seconds for active requests to end after SIGTERM
     receipts: Path | None = None  # folder for a receipt of every answer
     hide_prompts: bool = False  # receipts hold only a digest of the prompt
+    special_tokens_in_content: bool = True  # False: control tokens in messages are read as text
     signer: SigningKey | None = field(default=None, repr=False)  # signs receipts
 
     def __post_init__(self) -> None:

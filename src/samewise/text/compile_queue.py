@@ -36,6 +36,7 @@ class CompileLimits:
     num_bytes: int = 256 << 20  # of memory, while compiling
     quick_waiting: int = 32  # grammars waiting for the quick lane, at most: about 3 seconds of trials
     slow_waiting: int = 4  # and for the slow lane: about 8 seconds
+    owner_share: float = 0.25  # of the waiting grammars may be one owner's; at least one may
     idle_seconds: float = 120.0  # after which a lane's thread and child end
 
 
@@ -45,6 +46,7 @@ class _Job(Generic[C]):
 
     grammar: Grammar
     make: Callable[[Grammar, Trial], C]
+    owner: bytes | None
     result: Future[C] = field(default_factory=Future)
 
 
@@ -66,15 +68,18 @@ class CompileQueue(Generic[C]):
         )
         self._lanes = (quick, slow)
 
-    def submit(self, grammar: Grammar, make: Callable[[Grammar, Trial], C]) -> Future[C]:
+    def submit(
+        self, grammar: Grammar, make: Callable[[Grammar, Trial], C], *, owner: bytes | None = None
+    ) -> Future[C]:
         """A future of `make(grammar, trial)`, which runs in a lane's thread after the trial.
 
-        Raises QueueFull. The future fails with BadParameter for a grammar that is refused or needs too much,
-        with QueueFull where too many slow ones wait, and with MachineError after `close`.
+        An `owner` has a share of the places; without one, all of them may be taken. Raises QueueFull. The
+        future fails with BadParameter for a grammar that is refused or needs too much, with QueueFull where
+        too many slow ones wait, and with MachineError after `close`.
         """
         if os.getpid() != self._pid:
             self._begin()  # a fork has the lanes' state but not their threads
-        job = _Job(grammar, make)
+        job = _Job(grammar, make, owner)
         job.result.set_running_or_notify_cancel()  # callers share it, so that none may cancel it
         self._lanes[0].put(job)
         return job.result
@@ -110,10 +115,7 @@ class _Lane(Generic[C]):
         with self._changed:
             if self._closed:
                 raise _closed()
-            if len(self._waiting) >= self._max_waiting:
-                raise QueueFull(
-                    f"{len(self._waiting)} grammars wait to be compiled; try again later", param="grammar"
-                )
+            self._refuse_full(job.owner)
             self._waiting.append(job)
             self._changed.notify()
             if not self._running:
@@ -128,6 +130,16 @@ class _Lane(Generic[C]):
         self._process.kill()
         for job in failed:
             job.result.set_exception(_closed())
+
+    def _refuse_full(self, owner: bytes | None) -> None:
+        if len(self._waiting) >= self._max_waiting:
+            raise QueueFull("too many grammars wait to be compiled; try again later", param="grammar")
+        if owner is not None:
+            share = max(1, int(self._limits.owner_share * self._max_waiting))
+            if sum(job.owner == owner for job in self._waiting) >= share:
+                raise QueueFull(
+                    f"{share} of your grammars wait to be compiled; try again later", param="grammar"
+                )
 
     def _run(self) -> None:
         """The thread: jobs until none came for a while."""

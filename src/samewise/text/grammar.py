@@ -138,11 +138,11 @@ class Grammars:
         """The compiled grammar; waits for it. Raises as `start` and its future do."""
         return self.start(grammar).result()
 
-    def start(self, grammar: Grammar) -> Future[CompiledGrammar]:
+    def start(self, grammar: Grammar, *, owner: bytes | None = None) -> Future[CompiledGrammar]:
         """A future of the compiled grammar, done already if it was compiled before or is plain.
 
         Raises, or the future fails with, BadParameter for a grammar that cannot be followed or needs too
-        much, and QueueFull where too many wait or heavy ones fill the memory.
+        much, and QueueFull where too many wait (of one `owner`, or in all) or heavy ones fill the memory.
         """
         with self._lock:
             compiled = self._find(grammar)
@@ -154,7 +154,7 @@ class Grammars:
         self._make_trie()
         if is_plain(grammar) or not hasattr(os, "fork"):  # Windows has neither forks nor limits for them
             return _done(self._make(grammar, PLAIN))
-        return self._submit(grammar)
+        return self._submit(grammar, owner)
 
     def close(self) -> None:
         """End the children. What is being compiled fails, and so does what would need a child later."""
@@ -171,11 +171,11 @@ class Grammars:
         self._keep(compiled)
         return compiled
 
-    def _submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
+    def _submit(self, grammar: Grammar, owner: bytes | None) -> Future[CompiledGrammar]:
         with self._lock:
             if grammar in self._compiling:
                 return self._compiling[grammar]
-            result = self._get_queue().submit(grammar, self._make)
+            result = self._get_queue().submit(grammar, self._make, owner=owner)
             self._compiling[grammar] = result
         result.add_done_callback(lambda _: self._compiling.pop(grammar, None))
         return result
