@@ -328,3 +328,25 @@ def test_control_tokens_in_content_may_be_read_as_text() -> None:
     with pytest.raises(ApiError, match="as text") as refused:
         parse(CHAT, {"messages": USER, "special_tokens_in_content": True}, guarded)
     assert refused.value.param == "special_tokens_in_content"
+
+
+# ---- long lists
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", ["a"] * 65),
+        ("stop", "a" * 1025),
+        ("bad_words", ["a"] * 1025),
+        ("bad_words", ["a" * 1025]),
+        ("bad_words", ["a" * 1024] * 33),
+        ("stop_token_ids", [1] * 1025),
+        ("logit_bias", {str(token): 1.0 for token in range(1025)}),
+        ("allowed_token_ids", [1] * (2**18 + 1)),
+    ],
+)
+def test_lists_that_would_take_long_are_refused_by_field(field: str, value: Any) -> None:
+    with pytest.raises(ApiError) as refused:
+        complete(**{field: value})
+    assert (refused.value.status, refused.value.param) == (400, field)

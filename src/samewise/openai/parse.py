@@ -106,6 +106,8 @@ class ParseOptions:
     max_stops: int = 64
     max_stop_len: int = 1024  # characters
     max_listed: int = 1024  # entries of logit_bias, bad_words, stop_token_ids
+    max_allowed: int = 1 << 18  # entries of allowed_token_ids: the largest vocabularies have about as many
+    max_words_len: int = 1 << 15  # characters of all bad_words; each is tokenised twice, at 1 µs a character
     max_messages: int = 4096
 
     @classmethod
@@ -421,10 +423,13 @@ def _check_lists(body: Body, options: ParseOptions) -> None:
     for name, texts in (("stop", stops), ("bad_words", body.bad_words or ())):
         if any(len(text) > options.max_stop_len for text in texts):
             raise invalid(name, f"a text is longer than {options.max_stop_len} characters; shorten it")
-    for name in ("logit_bias", "bad_words", "stop_token_ids"):
+    for name in ("logit_bias", "bad_words", "stop_token_ids", "allowed_token_ids"):
         entries = getattr(body, name) or ()
-        if len(entries) > options.max_listed:
-            raise invalid(name, f"{len(entries)} entries are more than {options.max_listed}; give fewer")
+        limit = options.max_allowed if name == "allowed_token_ids" else options.max_listed
+        if len(entries) > limit:
+            raise invalid(name, f"{len(entries)} entries are more than {limit}; give fewer")
+    if (size := sum(map(len, body.bad_words or ()))) > options.max_words_len:
+        raise invalid("bad_words", f"{size} characters are more than {options.max_words_len}; give fewer")
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= 1024:
         raise invalid("cache_salt", "give 1 to 1024 characters")
 
