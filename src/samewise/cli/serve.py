@@ -158,6 +158,7 @@ def _load(config: EngineConfig) -> AsyncLLM:
         from samewise.llm.aio import AsyncLLM
 
         llm = AsyncLLM.over(build(config))
+        llm.intake.prepare_grammars()
         gc.freeze()
     return llm
 

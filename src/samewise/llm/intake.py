@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -154,6 +155,11 @@ class Intake:
         of one `owner` take no more than a share of the queue.
         """
         return self._grammars.start(grammar, owner=owner)
+
+    def prepare_grammars(self) -> None:
+        """Do now what the first grammar would wait for, if this model can follow grammars at all."""
+        with suppress(BadParameter):  # no tokenizer, or llguidance is not installed: requests are told
+            self._grammars.prepare()
 
     def stop_compiling(self) -> None:
         """End the processes that compile grammars; requests that wait for one fail. Compiled ones go on."""

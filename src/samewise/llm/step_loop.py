@@ -58,7 +58,7 @@ class StepLoop:
         # there, so that the engine has no sequence of this loop that is not here.
         self._open: dict[int, tuple[Answer, Choice]] = {}
         self._scores: dict[int, Score] = {}
-        self._shared: FairQueue[tuple[Request, Guide | None]] = FairQueue(engine.limits.max_num_seqs)
+        self._shared: FairQueue[tuple[Request, Guide | None]] = FairQueue(_num_shared(engine))
         self._num_submitted = 0
         self._dropped: deque[Answer | Score] = deque()  # to be aborted, in order
         self._changed: dict[Answer, None] = {}  # answers that `step` has not returned since they got a delta
@@ -113,7 +113,9 @@ class StepLoop:
 
     def _add(self, answer: Answer, index: int, salt: bytes, owner: bytes | None) -> None:
         leader = answer.choices[0].engine_id if answer.choices else None
-        request = answer.checked.request(self.engine.new_id(), index, salt=salt, leader=leader)
+        request = answer.checked.request(
+            self.engine.new_id(), index, salt=salt, leader=leader, owner=owner or b""
+        )
         guide = self.intake.guide(answer.checked)
         self._open[request.id] = answer, answer.add_choice(index, request.id)
         if owner is None:
@@ -299,6 +301,15 @@ class StepLoop:
             output, params, contract=engine.contract, model=engine.config.model, settings=engine.settings,
             hide_prompt=hide_prompt, key=key,
         )  # fmt: skip
+
+
+def _num_shared(engine: Engine) -> int:
+    """Sequences that owners share: as many as run at once, at most a quarter of the widest frame's rows.
+
+    Where rows are what takes the time, on CPU, more sequences would make frames longer and nothing faster,
+    and a newcomer waits for the frame that is running.
+    """
+    return min(engine.limits.max_num_seqs, max(1, engine.limits.max_rows // 4))
 
 
 __all__ = ["Score", "StepLoop"]
