@@ -202,6 +202,16 @@ def test_plain_grammars_need_no_child(monkeypatch):
     grammars.check(Grammar.json_schema({"type": "object", "properties": {"a": {"type": "string"}}}))
 
 
+def test_preparing_converts_the_tokenizer_and_starts_no_child(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    grammars.prepare()
+    monkeypatch.setattr(grammars, "_tokenizer", None)
+    grammars.check(Grammar.json_object())
+    with pytest.raises(BadParameter, match="tokenizer"):
+        Grammars(None, VOCAB, [EOS]).prepare()
+
+
 # ---- the queue
 
 

@@ -156,6 +156,12 @@ class Grammars:
             return _done(self._make(grammar, PLAIN))
         return self._submit(grammar, owner)
 
+    def prepare(self) -> None:
+        """Convert the tokenizer now, which stops other threads for about a second. Raises BadParameter."""
+        self._make_trie()
+        with self._lock:
+            self._get_queue()
+
     def close(self) -> None:
         """End the children. What is being compiled fails, and so does what would need a child later."""
         with self._lock:
