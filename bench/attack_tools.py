@@ -153,7 +153,9 @@ class Server:
         return 0
 
     def log_text(self) -> str:
-        return self.log.read_text(errors="replace")
+        """The log, at most its first 16 MiB."""
+        with self.log.open(errors="replace") as file:
+            return file.read(16 * MIB)
 
     def log_lines(self) -> int:
         return self.log_text().count("\n")
