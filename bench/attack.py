@@ -140,15 +140,20 @@ def report(rows: list[dict]) -> None:
             print(f"DID NOT HOLD {row['line']} {row['name']}: {broken[:600]}")
 
 
+def ordered() -> list[Attack]:
+    """The attacks in the order of the table: F1 to F11, then those without a number."""
+    return sorted(ATTACKS, key=lambda one: int(one.line[1:]) if one.line[1:].isdecimal() else 99)
+
+
 def selected(only: str | None) -> list[Attack]:
     if only is None:
-        return ATTACKS
+        return ordered()
     wanted = [word.strip().lower() for word in only.split(",")]
     known = {one.line.lower() for one in ATTACKS} | {one.name for one in ATTACKS}
     for word in wanted:
         if word not in known:
             sys.exit(f"no attack {word!r}; --list names them")
-    return [one for one in ATTACKS if one.line.lower() in wanted or one.name in wanted]
+    return [one for one in ordered() if one.line.lower() in wanted or one.name in wanted]
 
 
 async def run_all(args: argparse.Namespace) -> list[dict]:
@@ -177,7 +182,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder for the JSON and the picture of the soak's memory")
     args = parser.parse_args()
     if args.list:
-        for one in ATTACKS:
+        for one in ordered():
             print(f"{one.line:6}{one.name:28}{one.title}")
         return
     resource.setrlimit(
