@@ -130,16 +130,14 @@ def test_warnings_of_one_kind_are_logged_once_a_second(caplog: pytest.LogCapture
 
 def test_places_are_given_back_when_the_engine_is_done_though_answers_are_unread() -> None:
     async def work() -> None:
-        async with served_app(on_port=True, max_queued=4, max_num_seqs=4) as served:
-            body = SHORT | {"n": 4, "max_tokens": 450, "logprobs": 20, "ignore_eos": True}
-            unread = [unread_stream(served, body) for _ in range(2)]
+        async with served_app(on_port=True, max_queued=16, max_num_seqs=16) as served:
+            body = SHORT | {"n": 16, "max_tokens": 450, "logprobs": 20, "ignore_eos": True}
             counters = served.llm._engine.scheduler.counters
-            await wait_until(lambda: counters.output_tokens >= 8 * 450)
-            await wait_until(lambda: not served.worker._num_choices)
-            assert served.worker.num_active  # answers are still being sent
-            assert (await served.complete())["choices"]
-            for sock in unread:
-                sock.close()
+            with unread_stream(served, body), unread_stream(served, body):
+                await wait_until(lambda: counters.requests == 32)
+                await wait_until(lambda: not served.worker._num_choices, 120)
+                assert served.worker.num_active  # answers are still being sent
+                assert (await served.complete())["choices"]
             await served.check_idle()
 
     run(work())

@@ -334,4 +334,12 @@ class GuardedServer(uvicorn.Server):
             self._warned("a connection could not be set up: %r", error)
 
 
-__all__ = ["Connections", "GuardedProtocol", "GuardedServer", "Phase", "RateLimitedWarning", "guarded"]
+__all__ = [
+    "Connections",
+    "GuardedProtocol",
+    "GuardedServer",
+    "HeadLimit",
+    "Phase",
+    "RateLimitedWarning",
+    "guarded",
+]
