@@ -130,7 +130,7 @@ def test_warnings_of_one_kind_are_logged_once_a_second(caplog: pytest.LogCapture
 
 def test_places_are_given_back_when_the_engine_is_done_though_answers_are_unread() -> None:
     async def work() -> None:
-        async with served_app(on_port=True, max_queued=16, max_num_seqs=16) as served:
+        async with served_app(on_port=True, max_queued=32, max_num_seqs=16) as served:
             body = SHORT | {"n": 16, "max_tokens": 450, "logprobs": 20, "ignore_eos": True}
             counters = served.llm._engine.scheduler.counters
             with unread_stream(served, body), unread_stream(served, body):
