@@ -1,5 +1,7 @@
 """The user's cache folder: which one it is, and entries that are missing, damaged or unwritable."""
 
+import stat
+
 import pytest
 
 from samewise import user_cache
@@ -53,3 +55,57 @@ def test_a_failed_write_leaves_the_old_content_and_no_temporary_file(tmp_path):
         user_cache.write_atomically(path, "not bytes")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+# ---- a folder that is shared with other users
+
+
+def test_folders_are_made_private_and_own_ones_are_closed_to_others(cache):
+    user_cache.put("kind", {"a": 1}, "value")
+    for folder in (cache, cache / "facts", cache / "facts" / "kind"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (cache / "facts").chmod(0o777)
+    assert user_cache.get("kind", {"a": 1}) == "value"
+    assert stat.S_IMODE((cache / "facts").stat().st_mode) == 0o700
+
+
+def test_a_folder_that_is_only_readable_for_others_stays_as_it_is(cache):
+    (cache / "facts").mkdir(parents=True)
+    (cache / "facts").chmod(0o755)
+    user_cache.put("kind", {"a": 1}, "value")
+    assert stat.S_IMODE((cache / "facts").stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o620, 0o602])
+def test_an_entry_that_others_may_write_counts_as_absent(cache, mode):
+    user_cache.put("kind", {"a": 1}, "value")
+    (entry,) = (cache / "facts" / "kind").iterdir()
+    entry.chmod(mode)
+    assert user_cache.get("kind", {"a": 1}) is None
+    user_cache.put("kind", {"a": 1}, "value")
+    assert user_cache.get("kind", {"a": 1}) == "value"
+
+
+def test_an_entry_behind_a_symbolic_link_counts_as_absent(cache, tmp_path):
+    user_cache.put("kind", {"a": 1}, "value")
+    (entry,) = (cache / "facts" / "kind").iterdir()
+    entry.rename(tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
+    assert user_cache.get("kind", {"a": 1}) is None
+
+
+def test_another_users_folder_is_not_used(cache, monkeypatch):
+    """This process's user counts as another one, so that the test needs no second user."""
+    (cache / "facts").mkdir(parents=True)
+    monkeypatch.setattr(user_cache, "_is_owned", lambda _: False)
+    assert user_cache.folder("facts") == cache / f"facts-{user_cache._user()}"
+    assert user_cache.folder("models") == cache / "models"  # not there yet
+    with pytest.raises(PermissionError, match="other users may write"):
+        user_cache.make_private(cache / "facts")
+
+
+def test_a_folder_behind_this_users_own_link_is_used(cache, tmp_path):
+    (tmp_path / "large disk").mkdir()
+    cache.mkdir()
+    (cache / "models").symlink_to(tmp_path / "large disk")
+    assert user_cache.folder("models") == cache / "models"

@@ -230,6 +230,7 @@ class Request:
     share: bool = True  # whether drafts for other requests may use its text
     speculate: bool = True  # whether it gets drafts; without, one token per frame
     prediction: tuple[int, ...] = ()  # what the caller expects the output to be; drafts are taken from it
+    owner: bytes = b""  # sequences of one owner do not delay the first token of another's
 
     @property
     def first_scored(self) -> int | None:

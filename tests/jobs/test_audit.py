@@ -215,3 +215,15 @@ def test_no_engine_is_loaded_without_a_replay(receipt_folder: Path) -> None:
         audit_files(list(store.read([receipt_folder])), signed_by="another key", model="/not/there")
     )
     assert {finding.status for finding in findings} == {Status.NOT_SIGNED}
+
+
+def test_receipt_whose_grammar_takes_too_long_to_compile_is_unreadable(llm: LLM, auditor: Auditor) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, grammar=Grammar.json_schema({"type": "integer"}))
+    (receipt,) = llm.receipts(llm.generate("abc", params, use_tqdm=False)[0], params)
+    slow = Grammar.json_schema({"type": "integer", "multipleOf": 9999991})  # over 300 seconds
+    text = json.dumps(receipt.body).replace(json.dumps(params.grammar.text), json.dumps(slow.text))
+    forged = forge(receipt, lambda body: body.update(json.loads(text)))
+    assert forged.params.grammar == slow
+    (finding,) = audit_all(auditor, [forged])
+    assert finding.status is Status.UNREADABLE
+    assert "seconds to compile" in finding.details[0]

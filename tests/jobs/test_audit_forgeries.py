@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from audit_cases import PROMPTS, audit_all, forge, set_token
 from samewise import LLM, SamplingParams
 from samewise.jobs.audit import Auditor, Status
 from samewise.receipts import Receipt, loads, logprob_check
-from samewise.receipts.create import UNRECORDED
+from samewise.receipts.receipt import UNRECORDED
 
 # ---- forgeries with a digest of their own: the replay finds them
 
@@ -86,13 +87,24 @@ def test_extended_answer_is_different(auditor: Auditor, receipts: list[Receipt])
     ]
 
 
-@pytest.mark.parametrize("change", [{"finish_reason": "abort"}, {"stop_reason": 300}, {"stop_reason": "!"}])
+OTHER_REASON = {"stop": "length", "length": "stop"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda output: {"finish_reason": OTHER_REASON[output["finish_reason"]]},
+        lambda _: {"stop_reason": 300},
+        lambda _: {"stop_reason": "!"},
+    ],
+)
 def test_changed_finish_reason_is_different(
-    auditor: Auditor, receipts: list[Receipt], change: dict[str, Any]
+    auditor: Auditor, receipts: list[Receipt], change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    findings = audit_all(
-        auditor, [forge(receipt, lambda body: body["output"].update(change)) for receipt in receipts]
-    )
+    def forged(receipt: Receipt) -> Receipt:
+        return forge(receipt, lambda body: body["output"].update(change(body["output"])))
+
+    findings = audit_all(auditor, [forged(receipt) for receipt in receipts])
     assert {finding.status for finding in findings} == {Status.DIFFERENT}
 
 
@@ -145,7 +157,7 @@ def test_changed_token_limits_are_different_at_that_token(llm: LLM, auditor: Aud
     (receipt,) = llm.receipts(output, LONG_PARAMS)
     token = receipt.token_ids[9]
     for change in (
-        {"logit_bias": {str(token): -100}},
+        {"logit_bias": {str(token): -100.0}},
         {"stop_token_ids": [token]},
         {"allowed_token_ids": [t for t in range(320) if t != token]},
         {"max_tokens": 10},

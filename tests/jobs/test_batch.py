@@ -399,3 +399,65 @@ def test_a_line_whose_later_prompt_is_refused_leaves_nothing_running(tmp_path):
     assert (summary.answered, summary.failed) == (0, 1)
     assert engine.idle
     engine.check()
+
+
+# ---- lines that fail
+
+
+def test_lines_after_one_that_cannot_be_served_are_answered(engine: Engine, tmp_path: Path) -> None:
+    schema = {"type": "integer", "maximum": 2**70}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    source = write_lines(
+        tmp_path / "in.jsonl",
+        chat_line("a", chat_template_kwargs={"self": 1}),
+        completion_line("b", response_format=form),
+        completion_line("c", bad_words=["\ud800"]),
+        completion_line("d"),
+    )
+    summary = run(source, tmp_path / "out.jsonl", lambda: engine)
+    assert (summary.answered, summary.failed) == (1, 3)
+    errors = {
+        line["custom_id"]: line["response"]["body"]["error"]["param"]
+        for line in read_output(tmp_path / "out.jsonl")
+        if line["response"]["status_code"] == 400
+    }
+    assert errors == {"a": "chat_template_kwargs", "b": "response_format", "c": "bad_words"}
+
+
+def test_any_exception_of_a_line_is_its_error(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from samewise.jobs import batch
+
+    parse = batch.parse
+
+    def fail(url: str, body: Any, options: Any) -> Any:
+        if body["prompt"] == "say b":
+            raise ZeroDivisionError("a secret")
+        return parse(url, body, options)
+
+    monkeypatch.setattr(batch, "parse", fail)
+    source = write_lines(tmp_path / "in.jsonl", *(completion_line(name) for name in "abc"))
+    summary = run(source, tmp_path / "out.jsonl", lambda: engine)
+    assert (summary.answered, summary.failed) == (2, 1)
+    (failed,) = (line for line in read_output(tmp_path / "out.jsonl") if line["custom_id"] == "b")
+    assert failed["response"]["status_code"] == 500
+    assert "secret" not in json.dumps(failed)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_request_that_makes_a_step_fail_does_not_end_the_batch(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = engine.step, iter(range(1000))
+
+    def fail_once() -> Any:
+        if next(calls) == 1:
+            raise ZeroDivisionError
+        return step()
+
+    monkeypatch.setattr(engine, "step", fail_once)
+    source = write_lines(tmp_path / "in.jsonl", *(completion_line(name) for name in "abc"))
+    summary = run(source, tmp_path / "out.jsonl", lambda: engine)
+    assert summary.answered + summary.failed == 3
+    assert summary.answered >= 2

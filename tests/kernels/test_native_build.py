@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from samewise import user_cache
 from samewise.errors import MachineError
 from samewise.kernels.attention import native
 from samewise.kernels.attention.base import PAGE, Rows
@@ -43,7 +46,8 @@ def executable(path: Path, text: str) -> Path:
 @needs_compiler
 def test_the_library_is_built_once_and_loaded_from_the_cache_afterwards(empty_cache, monkeypatch):
     native.NativeKernel()
-    assert [p.name for p in empty_cache.iterdir()] == [native_build.library_path().name]
+    name = native_build.library_path().name
+    assert sorted(p.name for p in empty_cache.iterdir()) == [name, f"{name}.sha256"]
     built = native_build.library_path().stat().st_mtime_ns
     forget_library()
     monkeypatch.setattr(native_build, "build", lambda *_: pytest.fail("built again"))
@@ -127,6 +131,112 @@ def test_a_failing_compiler_is_quoted_in_the_error(monkeypatch, empty_cache, tmp
     assert not list(empty_cache.glob(".building-*"))
 
 
+# ---- files that are damaged, or that another user could have put there
+
+TINY = 'extern "C" int answer() { return %d; }\n'
+
+
+@pytest.fixture
+def tiny(empty_cache, tmp_path):
+    """A source file that builds in no time, and its library in the cache, not yet loaded."""
+    source = tmp_path / "tiny.cpp"
+    source.write_text(TINY % 1)
+    target = native_build.library_path((source,))
+    native_build.build(target, sources=(source,))
+    return source, target
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """A library with another answer, as another user would build it."""
+    source = tmp_path / "planted.cpp"
+    source.write_text(TINY % 666)
+    native_build.build(tmp_path / "planted" / "lib.so", sources=(source,))
+    return tmp_path / "planted" / "lib.so"
+
+
+def plant(planted, target):
+    """Put another library in place of one, with the digest that fits it."""
+    shutil.copy(planted, target)
+    digest = hashlib.sha256(target.read_bytes()).hexdigest()
+    target.with_name(f"{target.name}.sha256").write_bytes(native_build._digest_line(digest, target))
+
+
+@needs_compiler
+def test_folders_of_the_cache_are_private_and_others_write_access_is_taken(tiny, empty_cache):
+    assert stat.S_IMODE(empty_cache.stat().st_mode) == 0o700
+    assert stat.S_IMODE(empty_cache.parent.stat().st_mode) == 0o700
+    empty_cache.chmod(0o777)
+    assert native_build._cache_dir() == empty_cache
+    assert stat.S_IMODE(empty_cache.stat().st_mode) == 0o700
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "no digest", "another's digest"])
+def test_a_damaged_library_is_built_again(tiny, damage):
+    """A library cut short ends the process with SIGBUS when it is loaded."""
+    source, target = tiny
+    content, digest = target.read_bytes(), target.with_name(f"{target.name}.sha256")
+    changes = {
+        "cut": lambda: os.truncate(target, len(content) // 2),
+        "empty": lambda: os.truncate(target, 0),
+        "changed": lambda: target.write_bytes(content[:-1] + bytes([content[-1] ^ 1])),
+        "no digest": digest.unlink,
+        "another's digest": lambda: digest.write_text(digest.read_text().replace(target.name, "other.so")),
+    }
+    changes[damage]()
+    assert native_build._library((source,)).answer() == 1
+    assert target.read_bytes() == content
+    assert target.name in digest.read_text()
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o722, 0o702, 0o720])
+def test_a_library_that_others_may_write_is_not_loaded(tiny, planted, mode):
+    source, target = tiny
+    plant(planted, target)
+    target.chmod(mode)
+    assert native_build._library((source,)).answer() == 1
+    assert stat.S_IMODE(target.stat().st_mode) & 0o022 == 0
+
+
+@needs_compiler
+def test_a_library_of_another_user_is_not_loaded(tiny, planted, monkeypatch):
+    """This process's user counts as another one, so that the test needs no second user."""
+    source, target = tiny
+    plant(planted, target)
+    user = target.stat().st_uid
+    monkeypatch.setattr(user_cache, "_is_owned", lambda status: status.st_uid != user)
+    assert native_build._load_cached(target) is None
+    monkeypatch.undo()
+    monkeypatch.setenv("SAMEWISE_CACHE", str(target.parents[1]))
+    assert native_build._library((source,)).answer() == 666  # the same file, once it is this user's
+
+
+@needs_compiler
+def test_a_library_behind_a_symbolic_link_is_not_loaded(tiny, planted):
+    source, target = tiny
+    target.unlink()
+    target.symlink_to(planted)
+    assert native_build._library((source,)).answer() == 1
+    assert not target.is_symlink()
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="gives files to another user")
+def test_another_users_folder_is_left_alone_and_libraries_go_beside_it(tiny, planted):
+    source, target = tiny
+    plant(planted, target)
+    for path in (target.parent, *target.parent.iterdir()):
+        os.chown(path, 12345, 12345)
+    assert native_build._cache_dir() == target.parent.with_name("native-0")
+    for _ in range(2):  # built, then loaded
+        assert native_build._library((source,)).answer() == 1
+    assert (target.parent.with_name("native-0") / target.name).exists()
+    os.chown(target.parent.with_name("native-0"), 12345, 12345)
+    assert native_build._library((source,)).answer() == 1  # built in a temporary folder
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
@@ -147,4 +257,4 @@ def test_concurrent_processes_build_one_library_and_use_torchs_openmp(tmp_path):
         for _ in range(2)
     ]
     assert [p.communicate()[0].split() for p in processes] == [["1", "True"]] * 2
-    assert [p.suffix for p in (tmp_path / "native").iterdir()] == [".so"]
+    assert sorted(p.suffix for p in (tmp_path / "native").iterdir()) == [".sha256", ".so"]

@@ -147,9 +147,9 @@ def test_a_completion_that_cannot_be_scored_is_refused_at_intake(
 
 
 def test_only_a_request_with_a_grammar_gets_a_guide(intake: Intake) -> None:
-    assert intake.guide(intake.check("a", greedy()).sampling) is None
-    sampling = intake.check("a", greedy(grammar=Grammar.regex("[ab]+"))).sampling
-    assert intake.guide(sampling) is not intake.guide(sampling)  # each sequence has a guide of its own
+    assert intake.guide(intake.check("a", greedy())) is None
+    checked = intake.check("a", greedy(grammar=Grammar.regex("[ab]+")))
+    assert intake.guide(checked) is not intake.guide(checked)  # each sequence has a guide of its own
 
 
 @pytest.mark.parametrize(

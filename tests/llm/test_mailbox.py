@@ -82,4 +82,4 @@ def test_a_call_in_a_closed_loop_does_nothing() -> None:
     loop, mailbox = asyncio.new_event_loop(), Mailbox()
     loop.close()
     call_in_loop(loop, mailbox.put, CHUNK)
-    assert mailbox._items == []
+    assert not mailbox._items

@@ -33,6 +33,28 @@ def test_folder_appears_complete_and_is_made_once(target):
     assert leftovers(target) == ["thing-1"]
 
 
+@pytest.mark.parametrize("damage", ["cut", "gone", "list"])
+def test_a_damaged_folder_is_made_again(target, damage, capsys):
+    def fill(folder):
+        (folder / "file").write_text("content")
+
+    make_once(target, fill)
+    file = target / ("digests.json" if damage == "list" else "file")
+    file.unlink() if damage == "gone" else os.truncate(file, 3)
+    make_once(target, fill)
+    assert (target / "file").read_text() == "content"
+    assert leftovers(target) == ["thing-1"]
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_a_folder_of_an_earlier_version_without_digests_is_used(target):
+    target.mkdir(parents=True)
+    make_once(target, lambda _: pytest.fail("made again"))
+    (target / "model.safetensors").write_bytes(b"cut")
+    make_once(target, lambda folder: (folder / "file").write_text("new"))
+    assert (target / "file").read_text() == "new"
+
+
 def test_failure_leaves_nothing_and_can_be_retried(target):
     def fail(folder):
         (folder / "half").write_text("x")
@@ -99,4 +121,4 @@ def test_killed_process_holds_no_lock_and_its_files_are_removed(target):
     process.join()
     make_once(target, lambda folder: (folder / "file").touch())
     assert leftovers(target) == ["thing-1"]
-    assert [p.name for p in target.iterdir()] == ["file"]
+    assert sorted(p.name for p in target.iterdir()) == ["digests.json", "file"]

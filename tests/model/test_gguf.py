@@ -24,6 +24,7 @@ def test_gguf_file_is_converted_once(gguf_file, cache):
     assert sorted(p.name for p in source.path.iterdir()) == [
         "chat_template.jinja",
         "config.json",
+        "digests.json",
         "generation_config.json",
         "model.safetensors",
         "tokenizer.json",

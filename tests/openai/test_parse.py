@@ -303,3 +303,50 @@ def test_surrogates_and_numbers_survive_the_encoding() -> None:
     assert json.loads(encode_json({"a": "\ud800é"})) == {"a": "\ud800é"}
     assert encode_event({"a": "é\n"}) == 'data: {"a":"é\\n"}\n\n'.encode()
     assert json.loads(encode_json([0.1 + 0.2])) == [0.1 + 0.2]
+
+
+# ---- chat templates
+
+
+@pytest.mark.parametrize(
+    "name", ["self", "tokenizer", "date", "conversation", "conversations", "tokenize", "messages", "a b"]
+)
+def test_names_that_are_not_a_templates_are_refused_by_field(name: str) -> None:
+    with pytest.raises(ApiError, match=name) as refused:
+        chat(chat_template_kwargs={name: 1})
+    assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
+
+
+def test_control_tokens_in_content_may_be_read_as_text() -> None:
+    assert "special_tokens_in_content" not in chat().template
+    assert "special_tokens_in_content" not in chat(special_tokens_in_content=True).template
+    assert chat(special_tokens_in_content=False).template["special_tokens_in_content"] is False
+    guarded = ParseOptions(special_tokens_in_content=False)
+    for given_fields in ({}, {"special_tokens_in_content": False}):
+        parsed = parse(CHAT, {"messages": USER} | given_fields, guarded)
+        assert parsed.template["special_tokens_in_content"] is False
+    with pytest.raises(ApiError, match="as text") as refused:
+        parse(CHAT, {"messages": USER, "special_tokens_in_content": True}, guarded)
+    assert refused.value.param == "special_tokens_in_content"
+
+
+# ---- long lists
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", ["a"] * 65),
+        ("stop", "a" * 1025),
+        ("bad_words", ["a"] * 1025),
+        ("bad_words", ["a" * 1025]),
+        ("bad_words", ["a" * 1024] * 33),
+        ("stop_token_ids", [1] * 1025),
+        ("logit_bias", {str(token): 1.0 for token in range(1025)}),
+        ("allowed_token_ids", [1] * (2**18 + 1)),
+    ],
+)
+def test_lists_that_would_take_long_are_refused_by_field(field: str, value: Any) -> None:
+    with pytest.raises(ApiError) as refused:
+        complete(**{field: value})
+    assert (refused.value.status, refused.value.param) == (400, field)

@@ -1,5 +1,6 @@
 """Receipts: content, detection of changes, signatures, files."""
 
+import base64
 import copy
 import json
 import math
@@ -15,9 +16,11 @@ from samewise.contract import Contract
 from samewise.errors import BadParameter, BadReceipt
 from samewise.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from samewise.receipts import Receipt, loads, make, store
+from samewise.receipts.digests import canonical_json, content_digest
 from samewise.receipts.reader import from_body
 from samewise.receipts.signing import SigningKey, new_key, read_public
 from samewise.testing import tiny_engine
+from samewise.types import Grammar
 
 CONTRACT = Contract.of({"weights": "abc", "dtype": "float32"})
 LOGPROBS = [-0.25, -1.5, -0.0, -math.inf]
@@ -185,6 +188,9 @@ def test_truncated_receipt_is_refused() -> None:
     [
         ({"samewise_receipt": 2}, "version 2 .* reads version 1"),
         ({"samewise_receipt": "1"}, "version '1'"),
+        ({"samewise_receipt": True}, "version True"),
+        ({"samewise_receipt": 1.0}, "version 1.0"),
+        ({"settings": {"frame_rows": [16]}}, "frame_rows="),
         ({"extra": 1}, "'extra' is unknown"),
         ({"model": 3}, "'model' is 3"),
         ({"settings": {"trust_remote_code": True}}, "trust_remote_code"),
@@ -193,11 +199,20 @@ def test_truncated_receipt_is_refused() -> None:
         ({"index": True}, "whole number"),
         ({"output": []}, "not an object"),
         ({"output": {"token_ids": [1, -1], "finish_reason": "stop", "stop_reason": None}}, "token ids"),
-        ({"logprobs": {"digest": "x", "checks": "0000"}}, "4 tokens and 1 checksums"),
+        ({"output": {"token_ids": [1], "finish_reason": "abort", "stop_reason": None}}, "'abort'"),
+        ({"output": {"token_ids": [1], "finish_reason": "stop"}}, "'stop_reason' in 'output' is missing"),
+        ({"logprobs": {"digest": "sha256:" + "0" * 64, "checks": "0000"}}, "4 tokens and 1 checksums"),
+        ({"logprobs": {"digest": "x", "checks": "0000"}}, "'x' and not a SHA-256"),
+        ({"logprobs": {"digest": "sha256:" + "0" * 64, "checks": "00zz"}}, "hexadecimal checksums"),
         ({"params": {"seed": 1, "temprature": 2}}, "did you mean 'temperature'"),
         ({"params": {"seed": None}}, "no seed"),
         ({"contract": {"id": "sw-1", "facts": {"a": "b"}}}, "the facts are those of"),
-        ({"prompt": {"digest": "sha256:0", "num_tokens": 1, "token_ids": [5]}}, "prompt is not the one"),
+        (
+            {"prompt": {"digest": "sha256:" + "0" * 64, "num_tokens": 1, "token_ids": [5]}},
+            "prompt is not the one",
+        ),
+        ({"params": {"seed": 1, "prediction": "x"}}, "'prediction'"),
+        ({"params": {"seed": 1, "grammar": {"kind": "regex", "text": "a", "note": 1}}}, "note"),
         ({"signature": {"algorithm": "rot13"}}, "not ed25519"),
         ({"digest": None}, "'digest' is None"),
     ],
@@ -205,6 +220,66 @@ def test_truncated_receipt_is_refused() -> None:
 def test_invalid_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(BadReceipt, match=message):
         loads(json.dumps(json.loads(make_receipt().dumps()) | change))
+
+
+def object_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all objects of a receipt whose fields are named by the format."""
+    if not isinstance(value, dict) or path[-1:] in [("facts",), ("logit_bias",)]:
+        return []
+    return [path, *(inner for name, entry in value.items() for inner in object_paths(entry, (*path, name)))]
+
+
+def at(document: Any, path: tuple[Any, ...]) -> Any:
+    for name in path:
+        document = document[name]
+    return document
+
+
+GRAMMAR_PARAMS = SamplingParams(grammar=Grammar.regex("[a-d]+"), max_tokens=4, n=2)
+RECEIPTS = {"sampled": make_receipt(), "grammar": make_receipt(GRAMMAR_PARAMS)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [(kind, path) for kind, receipt in RECEIPTS.items() for path in object_paths(receipt.body)],
+    ids=str,
+)
+def test_an_unknown_field_is_refused_at_any_depth_although_the_digest_fits(
+    kind: str, path: tuple[Any, ...]
+) -> None:
+    body = copy.deepcopy(RECEIPTS[kind].body)
+    at(body, path)["note"] = "approved by all"
+    resealed = body | {"digest": content_digest(canonical_json(body))}
+    with pytest.raises(BadReceipt, match="note"):
+        loads(json.dumps(resealed))
+    with pytest.raises(BadReceipt, match="note"):
+        loads(json.dumps(resealed), check=False)
+
+
+def wrong_types(value: Any) -> list[Any]:
+    """Values that Python takes for equal, or converts, or that a loose reader would accept instead."""
+    if isinstance(value, bool):
+        return [int(value), float(value), str(value), None]
+    if isinstance(value, int):
+        return [float(value), str(value), *([bool(value)] if value in (0, 1) else [])]
+    if isinstance(value, float):
+        return [str(value), *([int(value)] if value.is_integer() else [])]
+    return [[value], {"value": value}] if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize("leaf", leaf_paths(make_receipt().body), ids=str)
+def test_a_value_of_another_type_is_refused_although_the_digest_fits(leaf: tuple[Any, ...]) -> None:
+    for wrong in wrong_types(at(make_receipt().body, leaf)):
+        body = copy.deepcopy(make_receipt().body)
+        at(body, leaf[:-1])[leaf[-1]] = wrong
+        with pytest.raises(BadReceipt):
+            loads(json.dumps(body | {"digest": content_digest(canonical_json(body))}))
+
+
+def test_numbers_that_overflow_are_refused() -> None:
+    for number in ("1e999", "-1e999", "9" * 5000):
+        with pytest.raises(BadReceipt):
+            loads(make_receipt().dumps().replace('"temperature":0.7', f'"temperature":{number}'))
 
 
 @pytest.mark.parametrize(
@@ -252,6 +327,28 @@ def test_signature_is_invalid_for_another_body(key_file: Path) -> None:
     assert not read.signature_valid
     forged["signature"]["value"] = "nonsense"
     assert not loads(json.dumps(forged)).signature_valid
+
+
+def test_a_signature_has_one_text(key_file: Path) -> None:
+    """Base64 has unused bits, so that several texts stand for one value."""
+    signed = json.loads(make_receipt().signed(SigningKey.load(key_file)).dumps())
+    for name in ("key", "value"):
+        document = copy.deepcopy(signed)
+        text = document["signature"][name]
+        last = text.rstrip("=")[-1]
+        alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+        other = alphabet[alphabet.index(last) ^ 1]  # differs in a bit that is not read
+        document["signature"][name] = text.rstrip("=")[:-1] + other + "=" * text.count("=")
+        assert base64.b64decode(document["signature"][name]) == base64.b64decode(text)
+        assert not loads(json.dumps(document)).signature_valid
+
+
+@pytest.mark.parametrize("extra", [{"note": 1}, {"key": None}, {"value": True}, {"algorithm": "ED25519"}])
+def test_a_signature_has_exactly_its_fields(key_file: Path, extra: dict[str, Any]) -> None:
+    document = json.loads(make_receipt().signed(SigningKey.load(key_file)).dumps())
+    document["signature"] |= extra
+    with pytest.raises(BadReceipt):
+        loads(json.dumps(document), check=False)
 
 
 def test_private_keys_are_private_and_never_overwritten(key_file: Path, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from starlette.applications import Starlette
 
 from samewise import AsyncLLM
 from samewise.serve.app import make_app
+from samewise.serve.connections import GuardedServer
+from samewise.serve.limits import ServeLimits
 from samewise.serve.settings import ServeSettings
 from samewise.testing import paced, tiny_engine
 
@@ -29,7 +31,8 @@ def run(work: Coroutine[Any, Any, T], seconds: float = 240) -> T:
     async def timed() -> T:
         return await asyncio.wait_for(work, seconds)
 
-    return asyncio.run(timed())
+    with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
+        return runner.run(timed())
 
 
 @dataclass
@@ -126,10 +129,11 @@ async def served_app(
 
 
 @asynccontextmanager
-async def listening(app: Starlette) -> AsyncIterator[str]:
-    """The application on a free port."""
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=2)
+async def listening(app: Starlette, limits: ServeLimits | None = None) -> AsyncIterator[str]:
+    """The application on a free port, with limits on connections."""
+    server = GuardedServer(
+        uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=2),
+        limits or app.state.service.settings.limits,
     )
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     with socket.create_server(("127.0.0.1", 0)) as listener:

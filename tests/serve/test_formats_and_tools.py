@@ -1,5 +1,6 @@
 """`response_format` and tools through the server, whole and streamed."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -191,5 +192,65 @@ def test_completions_refuse_tools():
             status, error = await served.refusal(COMPLETIONS, {"prompt": "a", "tools": [TOOL]})
             assert (status, error["param"]) == (400, "tools")
             await served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "tools": []})
+
+    run(work())
+
+
+# ---- grammars that take long to compile
+
+SLOW = {"type": "integer", "multipleOf": 9999991}  # over 300 seconds
+SLOW_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SLOW}}
+
+
+def test_grammar_that_takes_long_is_refused_while_others_are_answered():
+    async def work():
+        async with served_app() as served:
+            slow = asyncio.create_task(served.refusal(CHAT, chat_body(response_format=SLOW_FORMAT)))
+            await asyncio.sleep(0.05)
+            await served.complete()
+            await served.chat(response_format=FORMAT)
+            assert not slow.done()
+            status, error = await slow
+            assert (status, error["param"]) == (400, "response_format")
+            assert "seconds to compile" in error["message"]
+            await served.check_idle()
+
+    run(work())
+
+
+def test_draining_does_not_wait_for_a_grammar():
+    async def work():
+        async with served_app() as served:
+            body = chat_body(response_format=SLOW_FORMAT)
+            slow = asyncio.create_task(served.refusal(CHAT, body))
+            await asyncio.sleep(0.2)
+            assert await served.worker.drain(30)
+            status, error = await slow
+            assert (status, error["code"]) == (503, "draining")
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("chat_template_kwargs", {"chat_template_kwargs": {"self": 1}}),
+        (
+            "response_format",
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"maximum": 2**70}},
+                }
+            },
+        ),
+        ("special_tokens_in_content", {"special_tokens_in_content": "no"}),
+    ],
+)
+def test_odd_values_are_refused_by_field(field, body):
+    async def work():
+        async with served_app() as served:
+            status, error = await served.refusal(CHAT, chat_body(**body))
+            assert (status, error["param"]) == (400, field)
 
     run(work())

@@ -380,6 +380,14 @@ def test_a_unix_socket_replaces_only_abandoned_sockets(tmp_path: Path) -> None:
         Listen(unix_socket=tmp_path / "no" / "s").open()
 
 
+def test_answers_are_sent_without_waiting_for_acknowledgements() -> None:
+    with Listen(port=0).open() as listening:
+        with socket.create_connection(listening.getsockname()):
+            accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_the_address_is_a_url() -> None:
     with Listen(port=0).open() as listening:
         assert Listen(port=0).address(listening).startswith("http://127.0.0.1:")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from samewise import SamplingParams
 from samewise.errors import BadParameter
 from samewise.testing import byte_tokenizer
-from samewise.text.grammar import MAX_COMPILED, GrammarGuide, Grammars
+from samewise.text.grammar import GrammarGuide, Grammars
 from samewise.types import Finish, Grammar, Sampling
 
 EOS, VOCAB = 257, 320
@@ -210,16 +210,6 @@ def test_properties_follow_the_order_of_the_schema():
     assert guide.fits([], ids('{"a')) == 2
 
 
-def test_cache_of_compiled_grammars_is_bounded():
-    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
-    for number in range(MAX_COMPILED + 5):
-        grammars.check(Grammar.regex(f"a{{1,{number + 1}}}"))
-    assert len(grammars._compiled) == MAX_COMPILED
-    first = next(iter(grammars._compiled))
-    grammars.check(first)
-    assert next(iter(grammars._compiled)) != first
-
-
 def test_threads_may_share_grammars():
     grammars = Grammars(TOKENIZER, VOCAB, [EOS])
     results = []
@@ -236,13 +226,6 @@ def test_threads_may_share_grammars():
         thread.join()
     assert len(results) == 16
     assert len(set(results)) == len(SAMPLES)
-
-
-def test_compiled_grammar_does_not_wait_for_a_compilation():
-    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
-    grammars.check(SAMPLES["regex"])
-    with grammars._compile_lock:  # as if another thread were compiling
-        assert grammars.guide(SAMPLES["regex"], END_IDS).mask(()) is not None
 
 
 class FailingMatcher:
@@ -289,6 +272,66 @@ def test_failure_on_a_guess_does_not_affect_committed_tokens():
     assert guide.mask((2,)) is None
     assert guide.mask((3,)) == b"\x7f\xff"
     assert guide.take(2) is Finish.ABORT
+
+
+EXHAUSTING = Grammar.regex("(a{0,1000}){0,1000}")  # llguidance gives up on it after about 100 letters
+
+
+def exhaust(guide):
+    """Commit tokens until llguidance gives up; returns how many."""
+    (a,) = ids("a")
+    for num in range(2000):
+        if guide.mask(()) is None or guide.take(a) is Finish.ABORT:
+            return num
+    raise AssertionError
+
+
+def test_sequence_that_exhausts_a_grammar_does_not_end_others_of_it():
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    other = grammars.guide(EXHAUSTING, END_IDS)
+    ended = grammars.guide(EXHAUSTING, END_IDS)
+    assert ended.take(ids("a")[0]) is None
+    masks = other.masks(ids("aaa"))
+    assert 50 < exhaust(grammars.guide(EXHAUSTING, END_IDS)) < 1000
+    for text in ("", "a", "aa"):
+        assert other.mask(ids(text)) == masks[len(text)]
+    assert [other.take(token) for token in ids("aaa")] == [None] * 3
+    assert other.mask(()) == masks[3]
+    assert ended.take(EOS) is Finish.STOP
+    assert grammars.guide(EXHAUSTING, END_IDS).masks(ids("aaa")) == masks
+
+
+def test_answer_to_an_exhausted_grammar_may_be_resumed():
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    other = grammars.guide(EXHAUSTING, END_IDS)
+    assert other.take(ids("a")[0]) is None
+    expected = other.mask(())
+    exhaust(grammars.guide(EXHAUSTING, END_IDS))
+    other.restore(ids("a"))
+    assert other.mask(()) == expected
+
+
+def test_guess_that_exhausts_a_grammar_does_not_end_its_sequence():
+    guide = Grammars(TOKENIZER, VOCAB, [EOS]).guide(EXHAUSTING, END_IDS)
+    first, long = guide.mask(()), ids("a" * 1500)
+    for _ in range(3):
+        fitting = guide.fits([], long)
+        assert fitting < 1500
+        assert None not in guide.masks(long[:fitting])
+        assert guide.take(long[0]) is None
+        assert guide.mask(()) == first
+    assert fitting == 0  # guesses made two lexers fail, and are not followed any more
+
+
+def test_heavy_grammar_that_is_exhausted_is_not_compiled_in_the_engines_thread():
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    compiled = grammars.compile(EXHAUSTING)
+    compiled.is_heavy = True
+    other = compiled.guide(END_IDS)
+    exhaust(compiled.guide(END_IDS))
+    assert other.mask(()) is None
+    assert other.take(ids("a")[0]) is Finish.ABORT
+    assert grammars.compile(EXHAUSTING) is not compiled
 
 
 def test_text_that_reads_like_a_special_token_is_generated_as_text():

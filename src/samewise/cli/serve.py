@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -15,17 +16,28 @@ from samewise.cli.options import Settings, engine_options
 from samewise.config import SETTINGS, EngineConfig
 from samewise.errors import BadParameter, MachineError
 from samewise.receipts.signing import SigningKey
+from samewise.serve.limits import ServeLimits
 from samewise.serve.listen import Listen
 from samewise.serve.logs import set_up
-from samewise.serve.settings import KEY_VARIABLE, LOG_LEVELS, MAX_QUEUED, ServeSettings, gather_keys
+from samewise.serve.settings import (
+    KEY_VARIABLE,
+    LOCAL_HOSTS,
+    LOG_LEVELS,
+    MAX_QUEUED,
+    Keys,
+    ServeSettings,
+    gather_keys,
+)
 
 if TYPE_CHECKING:
     from samewise.llm.aio import AsyncLLM
 
 DEFAULT_LISTEN = Listen()
 DEFAULT_SETTINGS = ServeSettings()
+DEFAULT_LIMITS = DEFAULT_SETTINGS.limits
 _server = partial(typer.Option, rich_help_panel="Server")
 _access = partial(typer.Option, rich_help_panel="Access")
+_limit = partial(typer.Option, rich_help_panel="Limits")
 
 
 @engine_options("serve", max_queued=MAX_QUEUED)
@@ -38,7 +50,6 @@ def serve(
         Optional[list[str]],
         _server(help="What the model is called; repeatable."),
     ] = None,
-    max_body_bytes: Annotated[int, _server(help="Larger bodies get 413.")] = DEFAULT_SETTINGS.max_body,
     shutdown_timeout: Annotated[
         float,
         _server(help="Seconds that requests may take to end after SIGTERM."),
@@ -48,6 +59,10 @@ def serve(
     hide_prompts: Annotated[
         bool,
         _server("--hide-prompts", help="Receipts keep only a digest of the prompt."),
+    ] = False,
+    no_special_tokens_in_content: Annotated[
+        bool,
+        _server("--no-special-tokens-in-content", help="Read control tokens in messages as text."),
     ] = False,
     log_level: Annotated[str, _server(help=", ".join(LOG_LEVELS) + ".")] = "info",
     json_logs: Annotated[bool, _server("--json-logs", help="One JSON object a line.")] = False,
@@ -60,8 +75,33 @@ def serve(
         Optional[list[str]],
         _access(help="Origins of web pages that may call the server; repeatable."),
     ] = None,
+    allowed_hosts: Annotated[
+        Optional[list[str]],
+        _access(help="Host names of this server, if not this machine's own; repeatable. Only without a key."),
+    ] = None,
     ssl_certfile: Annotated[Optional[Path], _access(help="Certificate chain, PEM.")] = None,
     ssl_keyfile: Annotated[Optional[Path], _access(help="Its key, PEM.")] = None,
+    max_body_bytes: Annotated[int, _limit(help="Larger bodies get 413.")] = DEFAULT_SETTINGS.max_body,
+    max_bodies_bytes: Annotated[int, _limit(help="Of all bodies together.")] = DEFAULT_LIMITS.max_bodies,
+    max_unread_bytes: Annotated[
+        int,
+        _limit(help="Memory of answers that clients do not read; the largest is dropped first."),
+    ] = DEFAULT_LIMITS.max_unread,
+    max_connections: Annotated[
+        Optional[int],
+        _limit(help="Open connections; by default as many as the limit on files allows."),
+    ] = DEFAULT_LIMITS.max_connections,
+    head_timeout: Annotated[
+        float,
+        _limit(help="Seconds for TLS and a request's head."),
+    ] = DEFAULT_LIMITS.head_timeout,
+    body_timeout: Annotated[
+        float, _limit(help="Seconds for a request's body.")
+    ] = DEFAULT_LIMITS.body_timeout,
+    write_timeout: Annotated[
+        float,
+        _limit(help="Seconds in which a client must read some of its answer."),
+    ] = DEFAULT_LIMITS.write_timeout,
     *,
     settings: Settings,
 ) -> None:
@@ -75,10 +115,18 @@ def serve(
             f"log_level={log_level!r}: choose one of {', '.join(LOG_LEVELS)}", param="log_level"
         )
     config = EngineConfig.of(model=model, **settings)
+    limits = ServeLimits(
+        max_connections=max_connections, head_timeout=head_timeout, body_timeout=body_timeout,
+        write_timeout=write_timeout, max_bodies=max_bodies_bytes, max_unread=max_unread_bytes,
+    )  # fmt: skip
+    listen = Listen(host=host, port=port, unix_socket=unix_socket, certificate=ssl_certfile, key=ssl_keyfile)
+    keys = gather_keys(api_key or (), api_key_file)
     served = ServeSettings(
-        model_names=tuple(served_model_name or ()), keys=gather_keys(api_key or (), api_key_file),
+        model_names=tuple(served_model_name or ()), keys=keys, limits=limits,
         allowed_origins=tuple(allowed_origins or ()), max_body=max_body_bytes,
+        allowed_hosts=_hosts(listen, keys, allowed_hosts or ()),
         shutdown_timeout=shutdown_timeout, receipts=receipts, hide_prompts=hide_prompts,
+        special_tokens_in_content=not no_special_tokens_in_content,
         signer=None if receipt_key is None else SigningKey.load(receipt_key),
     )  # fmt: skip
     set_up(log_level, as_json=json_logs)
@@ -86,11 +134,21 @@ def serve(
         from samewise.serve.process import run
     except ModuleNotFoundError as error:
         raise MachineError(f"samewise serve needs {error.name}: pip install 'samewise[serve]'") from error
-    listen = Listen(host=host, port=port, unix_socket=unix_socket, certificate=ssl_certfile, key=ssl_keyfile)
     code = run(lambda: _load(config), served, listen, version=samewise.__version__)
     gc.unfreeze()  # undo what _load froze, for libraries that look for leaks at exit
     if code:
         raise typer.Exit(code)
+
+
+def _hosts(listen: Listen, keys: Keys, given: Sequence[str]) -> tuple[str, ...] | None:
+    """The names that a Host header may hold; None: any.
+
+    Without a key, on an address of this machine alone: its own names. Any other name would be that of a web
+    page which has made its name lead here. Elsewhere the server's names are not known.
+    """
+    if keys or listen.unix_socket is not None or not (listen.is_local or given):
+        return None
+    return (*LOCAL_HOSTS, listen.host, *given)
 
 
 def _load(config: EngineConfig) -> AsyncLLM:
@@ -100,6 +158,7 @@ def _load(config: EngineConfig) -> AsyncLLM:
         from samewise.llm.aio import AsyncLLM
 
         llm = AsyncLLM.over(build(config))
+        llm.intake.prepare_grammars()
         gc.freeze()
     return llm
 

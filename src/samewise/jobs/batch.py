@@ -7,6 +7,7 @@ engine as others end, so answers are in the order in which they were finished.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from samewise.engine import Engine
-from samewise.errors import BadParameter, CallerError
+from samewise.errors import BadParameter, CallerError, GuaranteeLost, RequestFailed, SamewiseError
 from samewise.jobs.batch_file import BatchLine, OutputFile, OutputLine, is_answer, line_numbers, read_lines
 from samewise.llm.answer import Answer
 from samewise.llm.step_loop import StepLoop
@@ -25,6 +26,8 @@ from samewise.openai.parse import ParsedRequest, ParseOptions, parse, served_nam
 from samewise.openai.replies import refuse_aborted, respond
 from samewise.outputs import RequestOutput
 from samewise.receipts import SigningKey, is_complete
+
+log = logging.getLogger("samewise")
 
 
 @dataclass(slots=True)
@@ -105,8 +108,12 @@ class BatchRunner:
             salt = (parsed.cache_salt or "").encode(errors="surrogatepass")
             return _LiveLine(line, parsed, self._submit_all(checked, salt))
         except (ApiError, CallerError) as error:
-            reply = ApiError.of(error)
-            return _response(line, reply.status, reply.body())
+            return _failure(line, error)
+        except SamewiseError:
+            raise  # of the machine or the engine: the other lines would fail too
+        except Exception as error:
+            log.exception("line %d failed", line.number)
+            return _failure(line, error)
 
     def _submit_all(self, checked: list[Any], salt: bytes) -> list[Answer]:
         """The answers of all prompts of a line. If one prompt is refused, those before it are aborted."""
@@ -127,7 +134,7 @@ class BatchRunner:
 
     def _step(self, live: dict[Answer, _LiveLine]) -> list[tuple[BatchLine, OutputLine]]:
         finished: list[tuple[BatchLine, OutputLine]] = []
-        for answer in self._loop.step():
+        for answer in self._step_engine():
             entry = live.get(answer)
             if entry is not None and entry.finished:
                 for one in entry.answers:
@@ -136,19 +143,38 @@ class BatchRunner:
                 finished.append((entry.line, self._answer(entry)))
         return finished
 
+    def _step_engine(self) -> list[Answer]:
+        """One step. A request that makes it fail ends with an error, and the others are computed again."""
+        try:
+            return self._loop.step()
+        except Exception as error:
+            if self._loop.engine.lost is not None or isinstance(error, GuaranteeLost):
+                raise
+            log.exception("a step failed; its requests are computed again, one at a time")
+            return self._loop.recover(blame=True)
+
     def _answer(self, entry: _LiveLine) -> OutputLine:
+        if any(answer.failed for answer in entry.answers):
+            return _failure(entry.line, RequestFailed("see the log"))
+        try:
+            return _response(entry.line, 200, self._respond(entry))
+        except (ApiError, CallerError) as error:
+            return _failure(entry.line, error)
+        except SamewiseError:
+            raise
+        except Exception as error:
+            log.exception("the answer to line %d cannot be written", entry.line.number)
+            return _failure(entry.line, error)
+
+    def _respond(self, entry: _LiveLine) -> Mapping[str, Any]:
         parsed, intake = entry.parsed, self._loop.intake
         outputs = [answer.output() for answer in entry.answers]
-        try:
-            refuse_aborted(outputs)
-        except ApiError as error:
-            return _response(entry.line, error.status, error.body())
-        body = respond(
+        refuse_aborted(outputs)
+        return respond(
             parsed, outputs, model=parsed.model or self._names[0], created=int(time.time()),
             id=("chatcmpl-" if parsed.chat else "cmpl-") + _id(entry.line), decode=intake.decode,
             token_bytes=intake.token_bytes, receipts=self._receipts(parsed, outputs),
         )  # fmt: skip
-        return _response(entry.line, 200, body)
 
     def _receipts(self, parsed: ParsedRequest, outputs: list[RequestOutput]) -> list[OutputLine] | None:
         if not parsed.receipt or not all(map(is_complete, outputs)):
@@ -221,6 +247,11 @@ def _response(line: BatchLine, status: int, body: Mapping[str, Any]) -> OutputLi
     line_id = _id(line)
     response = {"status_code": status, "request_id": "req_" + line_id, "body": body}
     return {"id": "batch_req_" + line_id, "custom_id": line.custom_id, "response": response, "error": None}
+
+
+def _failure(line: BatchLine, error: Exception) -> OutputLine:
+    reply = ApiError.of(error)
+    return _response(line, reply.status, reply.body())
 
 
 def _id(line: BatchLine) -> str:

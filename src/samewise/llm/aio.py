@@ -27,11 +27,12 @@ from samewise.engine import Engine, build
 from samewise.errors import GuaranteeLost, MachineError, RequestFailed
 from samewise.llm.answer import Answer
 from samewise.llm.intake import CheckedRequest, Intake, Prompt
-from samewise.llm.mailbox import Item, LoopWaker, Mailbox, call_in_loop
+from samewise.llm.mailbox import Item, LoopWaker, Mailbox, UnreadBudget, call_in_loop
 from samewise.llm.step_loop import StepLoop
 from samewise.outputs import Chunk, RequestOutput
 from samewise.params import SamplingParams
 from samewise.receipts.receipt import Receipt
+from samewise.text.grammar import CompiledGrammar
 from samewise.verify.probe import ProbeReport
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ class ResponseReader:
         self._failure: BaseException | None = None
 
     async def next_chunks(self) -> list[Chunk]:
-        """The chunks since the last call, waiting for at least one; empty when the request is over.
+        """Chunks since the last call, in order, at least one; empty when the request is over.
 
         Raises the error that ended the request, after the chunks before it were returned.
         """
@@ -112,16 +113,40 @@ class ResponseReader:
         return self._answer.output()
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(len(choice.token_ids) for choice in self._answer.choices)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._answer.checked.token_ids)
+
+    @property
     def finished(self) -> bool:
         """Whether the answer is complete and was read to its end."""
         return self._ended and self._answer.finished
 
     def fail(self, error: BaseException) -> None:
-        """Make the reader raise `error` next."""
+        """Make the reader raise `error`, after what came before it."""
         self._mailbox.put(error)
+
+    def drop(self, error: BaseException) -> None:
+        """Make the reader raise `error` next, in place of what it has not read, and abort the request."""
+        self._mailbox.replace(error)
+        self._close(self._answer)
+
+    def limit(self, budget: UnreadBudget, drop: Callable[[], object]) -> None:
+        """Count the chunks that are not read in a budget; `drop` is called when they are too many."""
+        self._mailbox.limit(budget, drop)
+
+    def on_end(self, call: Callable[[], object]) -> None:
+        """Call this when the engine is done with the request, however much of it was read."""
+        self._mailbox.on_end(call)
 
     def close(self) -> None:
         """Abort the request if it is still running. Closing twice is fine."""
+        self._mailbox.close()
         self._close(self._answer)
 
     def __enter__(self) -> ResponseReader:
@@ -164,12 +189,18 @@ class AsyncLLM:
     # ---- requests
 
     async def submit(
-        self, checked: Sequence[CheckedRequest], *, salt: bytes = b"", streamed: bool = True
+        self,
+        checked: Sequence[CheckedRequest],
+        *,
+        salt: bytes = b"",
+        owner: bytes | None = None,
+        streamed: bool = True,
     ) -> list[ResponseReader]:
         """Queue checked requests, all of them or none, in one call to the engine's thread.
 
-        `streamed=False`: only the outputs are wanted, so the readers receive no chunks. The caller closes the
-        readers.
+        Requests of one `owner` get no more of the engine's places than its share, so that those of another
+        owner start at once; without an owner they are served by arrival. `streamed=False`: only the outputs
+        are wanted, so the readers receive no chunks. The caller closes the readers.
         """
         loop = asyncio.get_running_loop()
         readers = [_Reader(loop, Mailbox()) for _ in checked]
@@ -178,7 +209,7 @@ class AsyncLLM:
         def add() -> None:
             try:
                 for one, reader in zip(checked, readers, strict=True):
-                    answers.append(self._loop.submit(one, salt=salt, streamed=streamed))
+                    answers.append(self._loop.submit(one, salt=salt, owner=owner, streamed=streamed))
                     self._readers[answers[-1]] = reader
             except BaseException:
                 self._drop(answers)
@@ -204,8 +235,10 @@ class AsyncLLM:
     ) -> ResponseReader:
         """Check one request in a thread of its own and submit it."""
         params = params or self.default_params
+        compiled = await self.compile_grammar(params)
         with self.expecting():  # tokenising a long prompt takes milliseconds
             checked = await asyncio.to_thread(self.intake.check, prompt, params)
+        del compiled
         (reader,) = await self.submit([checked], salt=salt, streamed=streamed)
         return reader
 
@@ -227,10 +260,24 @@ class AsyncLLM:
                 pass
             return reader.output()
 
-    async def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
+    async def chat_prompt(self, messages: Any, /, **template: Any) -> list[int]:
         """Token ids of a conversation under the model's chat template."""
         with self.expecting():
             return await asyncio.to_thread(self.intake.chat_prompt, messages, **template)
+
+    async def compile_grammar(
+        self, params: SamplingParams, *, owner: bytes | None = None
+    ) -> CompiledGrammar | None:
+        """Compile a request's grammar; no thread is blocked while it waits. None: it has none.
+
+        Hold on to the result until the request was checked: the check finds it then, whatever else was
+        compiled meanwhile. Grammars of one `owner` take no more than a share of the queue.
+        """
+        grammar = params.grammar
+        if grammar is None:
+            return None
+        compiling = await asyncio.to_thread(self.intake.start_compiling, grammar, owner=owner)
+        return await asyncio.wrap_future(compiling)
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
@@ -289,15 +336,16 @@ class AsyncLLM:
         return not self._stopped.is_set()
 
     async def stats(self) -> dict[str, Any]:
-        """The engine's counters."""
-        return await self._call(self._engine.stats)
+        """The engine's counters; requests that wait for their owner's share count as waiting."""
+        return await self._call(self._stats)
 
     async def live(self, since: int = 0) -> dict[str, Any]:
         """The engine's counters and its frames after number `since`; see Engine.live."""
-        return await self._call(lambda: self._engine.live(since))
+        return await self._call(lambda: self._live(since))
 
     def close(self) -> None:
         """Stop the engine's thread. Requests still running end with an error."""
+        self.intake.stop_compiling()
         if self._thread.is_alive():
             self._calls.put(None)
             self._thread.join()
@@ -350,6 +398,13 @@ class AsyncLLM:
 
     # ---- in the engine's thread
 
+    def _stats(self) -> dict[str, Any]:
+        stats = self._engine.stats()
+        return stats | {"waiting": stats["waiting"] + self._loop.num_held}
+
+    def _live(self, since: int) -> dict[str, Any]:
+        return self._engine.live(since) | {"stats": self._stats()}
+
     def _run_engine(self) -> None:
         """Take calls, step while there is work, block while there is none."""
         try:
@@ -359,6 +414,7 @@ class AsyncLLM:
                 self._step_seconds = time.monotonic() - began
                 self._deliver(changed)
         except BaseException as error:
+            log.exception("the engine has stopped")  # here alone: callers may be clients of others
             self._failure = error
         self._stopped.set()  # before readers are told, so that they find it set
         for reader in self._readers.values():

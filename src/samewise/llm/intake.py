@@ -7,19 +7,23 @@ result without checking it again. The methods only read, so any thread may call 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
-from samewise.errors import BadParameter, BadPrompt
+from samewise.errors import BadParameter, BadPrompt, PromptTooLong
 from samewise.execute.load import Loaded
 from samewise.params import SamplingParams, derive_seed
 from samewise.schedule.limits import Limits
 from samewise.text.byte_tokens import TokenBytes
 from samewise.text.chat_template import Messages, render_chat, template_of
+from samewise.text.control_tokens import MARK, ControlTokens
 from samewise.text.detokenize import TextStream
-from samewise.text.grammar import Grammars
-from samewise.types import Guide, Request, Sampling
+from samewise.text.grammar import CompiledGrammar, Grammars
+from samewise.types import Grammar, Guide, Request, Sampling
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`, as vLLM takes them."""
@@ -28,8 +32,8 @@ GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 """Sampling parameters that a checkpoint's generation_config.json may set."""
 
 CHARACTERS_PER_TOKEN = 32
-"""Characters of a prediction read per token of the context, at most: bounds the work for a huge text. Tokens
-of plain text have 3 to 5 characters, of indented code up to 20."""
+"""Characters of a prompt or prediction read per token of the context, at most: bounds the work for a huge
+text. Tokens of plain text have 3 to 5 characters, of indented code up to 20."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +46,16 @@ class CheckedRequest:
     max_tokens: int
     sampling: Sampling  # of the first choice
     prediction: tuple[int, ...] = ()  # of the output; at most as long as the context
+    grammar: CompiledGrammar | None = field(default=None, compare=False)  # kept in memory by the request
 
     @property
     def seed(self) -> int:
         """The request's seed: given, or derived from the prompt."""
         return self.sampling.seed
 
-    def request(self, request_id: int, index: int, *, salt: bytes, leader: int | None) -> Request:
+    def request(
+        self, request_id: int, index: int, *, salt: bytes, leader: int | None, owner: bytes = b""
+    ) -> Request:
         """The engine's request for choice `index` of n. `leader`: the first choice's request id."""
         params = self.params
         return Request(
@@ -63,6 +70,7 @@ class CheckedRequest:
             share=params.share,
             speculate=params.speculate,
             prediction=self.prediction,
+            owner=owner,
         )
 
 
@@ -90,11 +98,15 @@ class Intake:
         self._token_bytes = TokenBytes.of(loaded.tokenizer)
         self._token_texts: dict[int, str] = {}  # a cache of `decode_token`
 
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
+
     # ---- requests
 
     def check(self, prompt: Prompt, params: SamplingParams) -> CheckedRequest:
         """A request that can be submitted, or the error that says what is wrong with it."""
-        text, ids = self._token_ids(prompt)
+        text, ids = self._token_ids(prompt, cut=params.truncate_prompt_tokens is not None)
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
         self.refuse_unknown_tokens(ids)
@@ -106,8 +118,7 @@ class Intake:
             raise BadParameter(
                 f"stop={params.stop!r}: this model has no tokenizer; use stop_token_ids", param="stop"
             )
-        if params.grammar is not None:
-            self._grammars.check(params.grammar)
+        grammar = None if params.grammar is None else self._grammars.compile(params.grammar)
         sampling = params.resolve(
             vocab=self._vocab,
             eos_ids=self._eos_ids,
@@ -115,7 +126,8 @@ class Intake:
             seed=derive_seed(self._seed, ids) if params.seed is None else params.seed,
             index=0,
         )
-        return CheckedRequest(text, ids, params, max_tokens, sampling, self._prediction(params.prediction))
+        prediction = self._prediction(params.prediction)
+        return CheckedRequest(text, ids, params, max_tokens, sampling, prediction, grammar)
 
     def check_score(self, prompt: Prompt, completion: str | Sequence[int]) -> CheckedScore:
         """A completion that can be scored after its prompt."""
@@ -136,11 +148,26 @@ class Intake:
         self._limits.refuse_misfit(len(before) + len(after), 0)
         return CheckedScore(before, after)
 
-    def guide(self, sampling: Sampling) -> Guide | None:
+    def start_compiling(self, grammar: Grammar, *, owner: bytes | None = None) -> Future[CompiledGrammar]:
+        """A future of a compiled grammar, for a caller that must not block in `check`.
+
+        Raises, and fails, as `check` does. `check` finds the grammar as long as the result is held. Grammars
+        of one `owner` take no more than a share of the queue.
+        """
+        return self._grammars.start(grammar, owner=owner)
+
+    def prepare_grammars(self) -> None:
+        """Do now what the first grammar would wait for, if this model can follow grammars at all."""
+        with suppress(BadParameter):  # no tokenizer, or llguidance is not installed: requests are told
+            self._grammars.prepare()
+
+    def stop_compiling(self) -> None:
+        """End the processes that compile grammars; requests that wait for one fail. Compiled ones go on."""
+        self._grammars.close()
+
+    def guide(self, checked: CheckedRequest) -> Guide | None:
         """A new grammar guide for one sequence; None for a request without a grammar."""
-        if sampling.grammar is None:
-            return None
-        return self._grammars.guide(sampling.grammar, sampling.stop_ids)
+        return None if checked.grammar is None else checked.grammar.guide(checked.sampling.stop_ids)
 
     def default_params(self) -> SamplingParams:
         """The checkpoint's own generation defaults."""
@@ -163,9 +190,22 @@ class Intake:
 
     # ---- text and tokens
 
-    def chat_prompt(self, messages: Messages, **template: Any) -> list[int]:
-        """Token ids of a conversation under the model's chat template; see `render_chat`."""
+    def chat_prompt(
+        self, messages: Messages, /, *, special_tokens_in_content: bool = True, **template: Any
+    ) -> list[int]:
+        """Token ids of a conversation under the model's chat template; see `render_chat`.
+
+        `special_tokens_in_content=False`: control tokens in messages, tools and other values are encoded as
+        text; only the template's own take effect.
+        """
+        marks = not special_tokens_in_content and self.tokenizer is not None
+        if marks:
+            messages = [self._control_tokens.mark(message) for message in messages]
+            template = self._control_tokens.mark(template)
         text = render_chat(self.tokenizer, messages, date=self._date, **template)
+        self._refuse_endless(text)
+        if marks and MARK in text:
+            return _encode(lambda: self._control_tokens.encode(text))
         return self.encode(text, add_special_tokens=False)
 
     def template(self, tools: Any = None) -> str:
@@ -175,12 +215,7 @@ class Intake:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A text's token ids."""
         self._refuse_without_tokenizer()
-        try:
-            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate cannot be encoded
-            raise BadPrompt(
-                f"the text cannot be tokenised: {error}; is it valid Unicode?", param="prompt"
-            ) from error
+        return _encode(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -217,8 +252,8 @@ class Intake:
             token_bytes=self._token_bytes,
         )
 
-    def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(the prompt as text, or None; its token ids)."""
+    def _token_ids(self, prompt: Prompt, *, cut: bool = False) -> tuple[str | None, list[int]]:
+        """(the prompt as text, or None; its token ids). `cut`: only some of them are used."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), _as_ids(prompt["prompt_token_ids"])
@@ -233,6 +268,8 @@ class Intake:
                 raise BadPrompt("this model has no tokenizer; give token ids instead of text", param="prompt")
             if not prompt:
                 raise BadPrompt("the prompt is empty; give some text or token ids", param="prompt")
+            if not cut:
+                self._refuse_endless(prompt)
             return prompt, self.encode(prompt)
         return None, _as_ids(prompt)
 
@@ -256,11 +293,34 @@ class Intake:
         return tuple(prediction[:longest])
 
     def _encode_word(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        try:
+            return self.encode(text, add_special_tokens=False)
+        except BadPrompt as error:
+            raise BadParameter(f"bad_words: {error}", param="bad_words") from error
+
+    def _refuse_endless(self, text: str) -> None:
+        """Refuse a text that cannot fit by its characters alone: tokenising megabytes takes seconds."""
+        longest = self._limits.longest
+        if len(text) > longest * CHARACTERS_PER_TOKEN:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters, more than {CHARACTERS_PER_TOKEN} for each of the "
+                f"{longest} tokens of the longest context; shorten it",
+                param="prompt",
+            )
 
     def _refuse_without_tokenizer(self) -> None:
         if self.tokenizer is None:
             raise BadPrompt("this model has no tokenizer; it reads and writes token ids", param="prompt")
+
+
+def _encode(encode: Callable[[], Iterable[int]]) -> list[int]:
+    """Token ids, with the errors of a tokenizer as BadPrompt."""
+    try:
+        return list(encode())
+    except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate cannot be encoded
+        raise BadPrompt(
+            f"the text cannot be tokenised: {error}; is it valid Unicode?", param="prompt"
+        ) from error
 
 
 def _as_ids(prompt: Any, *, param: str = "prompt") -> list[int]:

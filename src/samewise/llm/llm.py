@@ -67,8 +67,12 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens_in_content: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, under the model's own chat template."""
+        """Answer one conversation or several, under the model's own chat template.
+
+        `special_tokens_in_content=False`: control tokens in messages, such as `<|im_end|>`, are read as text.
+        """
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
             raise BadPrompt(
                 "a conversation is a list of messages, mappings with 'role' and 'content', "
@@ -76,7 +80,7 @@ class LLM:
                 param="messages",
             )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        template = chat_template_kwargs or {}
+        template = dict(chat_template_kwargs or {}, special_tokens_in_content=special_tokens_in_content)
         prompts = [
             self.chat_prompt(conversation, add_generation_prompt=add_generation_prompt, **template)  # type: ignore[arg-type]
             for conversation in conversations
@@ -106,7 +110,7 @@ class LLM:
         """Answer one conversation, streamed."""
         return self.stream(self.chat_prompt(messages), sampling_params)
 
-    def chat_prompt(self, messages: Messages, **template: Any) -> list[int]:
+    def chat_prompt(self, messages: Messages, /, **template: Any) -> list[int]:
         """Token ids of a conversation under the model's own chat template."""
         return self._loop.intake.chat_prompt(messages, **template)
 

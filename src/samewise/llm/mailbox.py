@@ -1,10 +1,11 @@
-"""Carry chunks from the engine's thread to coroutines in other event loops."""
+"""Carry chunks from the engine's thread to coroutines in other event loops, and bound what is not read."""
 
 from __future__ import annotations
 
 import asyncio
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from samewise.outputs import Chunk
@@ -16,26 +17,135 @@ _LoopCall = tuple[asyncio.AbstractEventLoop, Callable[..., object], object]
 """An event loop, a function to call in it, and the function's argument."""
 
 
+CHUNK_BYTES = 512
+LOGPROB_BYTES = 192
+"""Bytes of memory of a chunk, and of each log-probability in it with its dictionary entry. Found by measuring
+100,000 of each; rounded up."""
+
+
+MAX_TAKEN = 128
+"""Items that a reader gets at once: what it has taken is not counted as unread any more. Set by hand."""
+
+
+def chunk_size(chunk: Chunk) -> int:
+    """About how many bytes of memory a chunk takes."""
+    num_logprobs = sum(map(len, chunk.logprobs or ()))
+    return CHUNK_BYTES + len(chunk.text) + 64 * len(chunk.token_ids) + LOGPROB_BYTES * num_logprobs
+
+
+class UnreadBudget:
+    """Bytes that wait to be read, over all readers of one event loop.
+
+    Where they exceed the limit, the reader with the most unread bytes loses its answer: `drop` of its account
+    is called. A client that reads has next to nothing unread, so it is never the one.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._accounts: dict[UnreadAccount, None] = {}  # those above 0
+
+    def account(self, drop: Callable[[], object]) -> UnreadAccount:
+        """An account for one reader. Close it in the end."""
+        return UnreadAccount(self, drop)
+
+    def change(self, account: UnreadAccount, size: int) -> None:
+        """Note that an account has changed by `size` bytes."""
+        account.size += size
+        self.used += size
+        if account.size:
+            self._accounts[account] = None
+        else:
+            self._accounts.pop(account, None)
+        while self.used > self.limit and self._accounts:
+            largest = max(self._accounts, key=lambda one: one.size)
+            largest.close()
+            largest.drop()
+
+
+class UnreadAccount:
+    """The unread bytes of one reader. Owned by an UnreadBudget; once closed it stays at 0."""
+
+    def __init__(self, budget: UnreadBudget, drop: Callable[[], object]) -> None:
+        self._budget, self.drop = budget, drop
+        self.size = 0
+        self.closed = False
+
+    def add(self, size: int) -> None:
+        """`size` more bytes wait."""
+        if not self.closed:
+            self._budget.change(self, size)
+
+    def remove(self, size: int) -> None:
+        """`size` bytes were read."""
+        if not self.closed:
+            self._budget.change(self, -min(size, self.size))
+
+    def close(self) -> None:
+        """Nothing waits any more. Closing twice is fine."""
+        if not self.closed:
+            self.closed = True
+            self._budget.change(self, -self.size)
+
+
 class Mailbox:
     """Items for one reader, put and taken in the reader's event loop. Cheaper than asyncio.Queue."""
 
     def __init__(self) -> None:
-        self._items: list[Item] = []
+        self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._account: UnreadAccount | None = None
+        self._on_end: Callable[[], object] | None = None
+        self._ended = False
 
     def put(self, item: Item) -> None:
         """Add an item and wake the reader."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if not isinstance(item, Chunk):
+            self._end()
+        elif self._account is not None:
+            self._account.add(chunk_size(item))
 
     async def take(self) -> list[Item]:
-        """All items there are; waits for the first."""
+        """The items there are, at most MAX_TAKEN of them; waits for the first."""
         if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        items, self._items = self._items, []
+        items = [self._items.popleft() for _ in range(min(MAX_TAKEN, len(self._items)))]
+        if self._account is not None:
+            self._account.remove(sum(chunk_size(item) for item in items if isinstance(item, Chunk)))
         return items
+
+    def replace(self, error: BaseException) -> None:
+        """Drop what is unread, and let the reader raise `error` next."""
+        self._items.clear()
+        self.put(error)
+
+    def limit(self, budget: UnreadBudget, drop: Callable[[], object]) -> None:
+        """Count the unread items in a budget; `drop` is called when they are too many."""
+        self._account = budget.account(drop)
+        self._account.add(sum(chunk_size(item) for item in self._items if isinstance(item, Chunk)))
+
+    def on_end(self, call: Callable[[], object]) -> None:
+        """Call this once no further chunk will come, whether what came was read or not."""
+        if self._ended:
+            call()
+        else:
+            self._on_end = call
+
+    def close(self) -> None:
+        """The reader is gone."""
+        self._items.clear()
+        if self._account is not None:
+            self._account.close()
+
+    def _end(self) -> None:
+        self._ended = True
+        call, self._on_end = self._on_end, None
+        if call is not None:
+            call()
 
 
 class LoopWaker:
@@ -87,4 +197,12 @@ def _put_all(items: list[tuple[Mailbox, Item]]) -> None:
         mailbox.put(item)
 
 
-__all__ = ["Item", "LoopWaker", "Mailbox", "call_in_loop"]
+__all__ = [
+    "Item",
+    "LoopWaker",
+    "Mailbox",
+    "UnreadAccount",
+    "UnreadBudget",
+    "call_in_loop",
+    "chunk_size",
+]

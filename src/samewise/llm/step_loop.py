@@ -2,6 +2,9 @@
 
 Detokenising and the search for stop strings run while the next frame is on the device. A stop string found in
 the text ends its sequence one frame late; the tokens of that frame are dropped.
+
+Requests with an owner (of an API key, in the server) share the engine's places: one that would take more than
+its owner's share is queued here, and added to the engine when places are free. See `shares`.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from samewise.engine.recovery import entry, is_nested, refuse_nested
 from samewise.errors import CallerError
 from samewise.llm.answer import Answer, Choice
 from samewise.llm.intake import CheckedRequest, CheckedScore, Intake
+from samewise.llm.shares import FairQueue
 from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
 from samewise.receipts import Receipt, make
 from samewise.receipts.signing import SigningKey
-from samewise.types import Delta, Finish, Received
+from samewise.types import Delta, Finish, Guide, Received, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +58,7 @@ class StepLoop:
         # there, so that the engine has no sequence of this loop that is not here.
         self._open: dict[int, tuple[Answer, Choice]] = {}
         self._scores: dict[int, Score] = {}
+        self._shared: FairQueue[tuple[Request, Guide | None]] = FairQueue(_num_shared(engine))
         self._num_submitted = 0
         self._dropped: deque[Answer | Score] = deque()  # to be aborted, in order
         self._changed: dict[Answer, None] = {}  # answers that `step` has not returned since they got a delta
@@ -68,6 +73,7 @@ class StepLoop:
         checked: CheckedRequest,
         *,
         salt: bytes = b"",
+        owner: bytes | None = None,
         only: int | None = None,
         streamed: bool = False,
         into: list[Answer] | None = None,
@@ -76,6 +82,7 @@ class StepLoop:
 
         The first sequence reads the prompt; the others wait for its pages where the prefix cache is on. The
         answer is appended to `into` before it is queued, so that a caller that is interrupted can abort it.
+        An `owner` has no more of the engine's places than its share; None: the request is added at once.
         """
         self._begin()
         self._num_submitted += 1
@@ -92,7 +99,8 @@ class StepLoop:
             into.append(answer)
         try:
             for index in range(checked.params.n) if only is None else (only,):
-                self._add(answer, index, salt)
+                self._add(answer, index, salt, owner)
+            self._admit_shared()
         except CallerError:
             self._drop(answer)  # a full queue may refuse the last of n
             self._unfinished = False
@@ -103,12 +111,45 @@ class StepLoop:
         self._unfinished = False
         return answer
 
-    def _add(self, answer: Answer, index: int, salt: bytes) -> None:
+    def _add(self, answer: Answer, index: int, salt: bytes, owner: bytes | None) -> None:
         leader = answer.choices[0].engine_id if answer.choices else None
-        request = answer.checked.request(self.engine.new_id(), index, salt=salt, leader=leader)
-        guide = self.intake.guide(request.sampling)
+        request = answer.checked.request(
+            self.engine.new_id(), index, salt=salt, leader=leader, owner=owner or b""
+        )
+        guide = self.intake.guide(answer.checked)
         self._open[request.id] = answer, answer.add_choice(index, request.id)
-        self.engine.add(request, guide)
+        if owner is None:
+            self.engine.add(request, guide)
+        else:
+            self._shared.push(owner, request.id, (request, guide))
+
+    def _admit_shared(self) -> None:
+        """Add to the engine the requests that now fit their owners' shares."""
+        while self._has_room() and (next_one := self._shared.pop()) is not None:
+            request, guide = next_one
+            answer, choice = self._open[request.id]
+            if choice.finish is not None:  # aborted by a call that was cut short
+                self._shared.forget(request.id)
+                del self._open[request.id]
+                continue
+            try:
+                self.engine.add(request, guide)
+            except BaseException:
+                self._shared.forget(request.id)
+                choice.finish = Finish.ERROR.value  # the next recovery tells the engine
+                self._changed[answer] = None
+                raise
+
+    def _has_room(self) -> bool:
+        """Whether the engine would queue a request."""
+        max_queued = self.engine.limits.max_queued
+        full = max_queued is not None and self.engine.scheduler.num_waiting >= max_queued
+        return self.engine.lost is None and not full
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait here for their owner's share."""
+        return self._shared.num_waiting
 
     @entry
     def submit_score(self, checked: CheckedScore, *, into: list[Score]) -> Score:
@@ -155,7 +196,8 @@ class StepLoop:
             running = [] if dropped.finished else [dropped.engine_id]
             dropped.finished = True
         for engine_id in running:
-            if self.engine.lost is None:  # a lost engine has nothing left to abort
+            waited = self._shared.forget(engine_id)
+            if not waited and self.engine.lost is None:  # a lost engine has nothing left to abort
                 self.engine.abort(engine_id)
             self._open.pop(engine_id, None)
             self._scores.pop(engine_id, None)
@@ -172,6 +214,7 @@ class StepLoop:
         self._begin()
         for delta in self.engine.step():
             self._dispatch(delta)
+        self._admit_shared()
         self._unfinished = False
         return self._take_changed()
 
@@ -194,6 +237,7 @@ class StepLoop:
         if answer.add(choice, delta).stop:
             self.engine.end(choice.engine_id)
         if choice.finish is not None:
+            self._shared.forget(delta.request_id)
             del self._open[delta.request_id]
 
     # ---- failures
@@ -215,12 +259,17 @@ class StepLoop:
         for answer, choice in updated if blame else ():
             self._changed[answer] = None
             choice.finish = Finish.ERROR.value
-        received = {number: answer.received(choice) for number, (answer, choice) in self._open.items()}
+        received = {
+            number: answer.received(choice)
+            for number, (answer, choice) in self._open.items()
+            if not self._shared.waits(number)
+        }
         for number, score in self._scores.items():
             received[number] = None if score.finished else Received(0, len(score.logprobs))
         self.engine.recover(received, blame=blame and not updated)
         for number, has in received.items():
             if has is None:
+                self._shared.forget(number)
                 self._open.pop(number, None)
                 self._scores.pop(number, None)
         self._unfinished = False
@@ -236,6 +285,7 @@ class StepLoop:
         while self._dropped:
             self._drop(self._dropped[0])  # may be cut short and repeated
             self._dropped.popleft()
+        self._admit_shared()
 
     def receipts(
         self,
@@ -251,6 +301,15 @@ class StepLoop:
             output, params, contract=engine.contract, model=engine.config.model, settings=engine.settings,
             hide_prompt=hide_prompt, key=key,
         )  # fmt: skip
+
+
+def _num_shared(engine: Engine) -> int:
+    """Sequences that owners share: as many as run at once, at most a quarter of the widest frame's rows.
+
+    Where rows are what takes the time, on CPU, more sequences would make frames longer and nothing faster,
+    and a newcomer waits for the frame that is running.
+    """
+    return min(engine.limits.max_num_seqs, max(1, engine.limits.max_rows // 4))
 
 
 __all__ = ["Score", "StepLoop"]

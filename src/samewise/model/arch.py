@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from samewise.errors import UnsupportedModel
+from samewise.model.folder import unreadable_as_unsupported
 from samewise.model.refuse import refuse
 from samewise.model.rope import pin_rope
 from samewise.model.source import Source
@@ -157,7 +158,10 @@ def _check_layers(config: Any, layers: tuple[AttentionFacts, ...]) -> None:
 
 def read_config(source: Source, *, trust_remote_code: bool) -> Any:
     """The model's own configuration."""
-    return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
+    with unreadable_as_unsupported(source, "config.json"):
+        return AutoConfig.from_pretrained(
+            source.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
 
 
 def layer_list(model: nn.Module, arch: Arch) -> tuple[str, nn.ModuleList]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,27 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from samewise.errors import UnknownModel
+from samewise.errors import SamewiseError, UnknownModel, UnsupportedModel
 from samewise.model.source import Source, weight_files
+
+
+@contextmanager
+def unreadable_as_unsupported(source: Source, what: str) -> Iterator[None]:
+    """Raise UnsupportedModel in place of what transformers and its libraries raise for a damaged file.
+
+    Which exception that is differs between files, damages and versions: json's, tokenizers' own, others.
+    """
+    try:
+        yield
+    except SamewiseError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise UnsupportedModel(
+            f"the {what} of {source.name!r} in {source.path} cannot be read ({reason}); it may be damaged: "
+            "download the model again",
+            param="model",
+        ) from error
 
 
 def read_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:
@@ -20,17 +40,19 @@ def read_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if not any((source.path / name).exists() for name in names):
         return None
-    return AutoTokenizer.from_pretrained(
-        source.path, trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    with unreadable_as_unsupported(source, "tokenizer"):
+        return AutoTokenizer.from_pretrained(
+            source.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
 
 
 def generation_defaults(source: Source) -> dict[str, Any]:
     """The content of generation_config.json; empty if there is none."""
     path = source.path / "generation_config.json"
-    if not path.exists():
+    if not path.is_file():
         return {}
-    fields = json.loads(path.read_text(encoding="utf-8"))
+    with unreadable_as_unsupported(source, "generation_config.json"):
+        fields = json.loads(path.read_text(encoding="utf-8"))
     return fields if isinstance(fields, dict) else {}
 
 
@@ -58,4 +80,4 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-__all__ = ["eos_ids", "generation_defaults", "read_tensors", "read_tokenizer"]
+__all__ = ["eos_ids", "generation_defaults", "read_tensors", "read_tokenizer", "unreadable_as_unsupported"]

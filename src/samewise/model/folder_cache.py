@@ -1,6 +1,10 @@
-"""Folders in the cache that are made once: complete or absent, and by one process at a time."""
+"""Folders in the cache that are made once: complete or absent, and by one process at a time.
+
+A folder lists the SHA-256 of its files (`DIGESTS`); one whose files no longer have them is made again.
+"""
 
 import errno
+import json
 import shutil
 import sys
 import tempfile
@@ -8,17 +12,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from samewise import user_cache
 from samewise.errors import MachineError
+from samewise.model.digest import file_digest, sha256_of
+from samewise.model.source import refuse_cut_short
+
+DIGESTS = "digests.json"
+"""The file in a folder that holds the SHA-256 of the others, by name."""
 
 
 def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Unless `folder` exists, make it: `fill(temporary folder)`, then a rename. A failure leaves nothing."""
-    if folder.is_dir():
+    """Unless `folder` is there and whole, make it: `fill(temporary folder)`, then a rename.
+
+    A failure leaves nothing.
+    """
+    if _is_whole(folder):
         return
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        user_cache.make_private(folder.parent)
         with _locked(folder):
-            if not folder.is_dir():
+            if not _is_whole(folder):
                 _fill(folder, fill)
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -26,6 +39,29 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
         raise MachineError(
             f"cannot write {folder}: {error}; set SAMEWISE_CACHE to a folder you can write to"
         ) from error
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder is there and its files have the listed digests.
+
+    Of a folder without a list, made by an earlier version, only the length of its weights is checked.
+    """
+    if not folder.is_dir():
+        return False
+    try:
+        if (folder / DIGESTS).exists():
+            listed = json.loads(user_cache.read_own(folder / DIGESTS))
+            whole = all(file_digest(folder / name) == digest for name, digest in listed.items())
+        else:
+            for weights in folder.glob("*.safetensors"):
+                refuse_cut_short(weights)
+            whole = True
+    except (OSError, ValueError, AttributeError) as error:  # UnsupportedModel is a ValueError
+        notify(f"{folder} is damaged and made again ({error})")
+        return False
+    if not whole:
+        notify(f"{folder} is damaged and made again: a file does not have its SHA-256")
+    return whole
 
 
 def _fill(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -36,9 +72,13 @@ def _fill(folder: Path, fill: Callable[[Path], None]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         fill(temporary)
+        digests = {file.name: sha256_of(file) for file in sorted(temporary.iterdir())}
+        (temporary / DIGESTS).write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
         for file in temporary.iterdir():
             file.chmod(0o644)
         temporary.chmod(0o755)
+        if folder.is_dir():  # damaged
+            shutil.rmtree(folder)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -84,4 +124,4 @@ def notify(message: str) -> None:
     print(f"samewise: {message}", file=sys.stderr, flush=True)
 
 
-__all__ = ["disk_full", "make_once", "notify", "require_space"]
+__all__ = ["DIGESTS", "disk_full", "make_once", "notify", "require_space"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from samewise.errors import UnsupportedModel
 from samewise.model.activation import ACTIVATION_MODULES, FrameActivation
 from samewise.model.attention_binding import ATTENTION
 from samewise.model.linear import FrameLinear
-from samewise.model.source import Source, weight_files
+from samewise.model.source import Source, refuse_cut_short, weight_files
+
+log = getLogger(__name__)
 
 PROGRESS_BYTES = 2**31  # above 2 GiB of weights loading takes seconds, and shows a progress bar
 
@@ -22,19 +26,57 @@ PROGRESS_BYTES = 2**31  # above 2 GiB of weights loading takes seconds, and show
 def load_model(
     source: Source, config: Any, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """The model on its device with its modules wrapped; its attention is not yet bound to KV pages."""
-    with _progress_bar_if_large(source):
-        model = AutoModelForCausalLM.from_pretrained(
+    """The model on its device with its modules wrapped; its attention is not yet bound to KV pages.
+
+    UnsupportedModel if weights are damaged, missing or of another shape than config.json says.
+    """
+    for file in weight_files(source.path):
+        refuse_cut_short(file)
+    with _progress_bar_if_large(source), _without_load_report():
+        model, info = AutoModelForCausalLM.from_pretrained(
             source.path,
             config=config,
             dtype=dtype,
             attn_implementation=ATTENTION,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
         )
+    _refuse_incomplete(source, info)
     model.to(device)
     own_memory(model)
     return wrap_modules(model)
+
+
+def _refuse_incomplete(source: Source, info: Mapping[str, Any]) -> None:
+    """Refuse weights that transformers would fill with random numbers: another model in every process."""
+    missing = sorted(info["missing_keys"])
+    mismatched = sorted(entry[0] for entry in info["mismatched_keys"])
+    for names, fault in ((missing, "lacks"), (mismatched, "has with another shape than config.json says")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UnsupportedModel(
+                f"the checkpoint {source.name!r} {fault}: {names[0]}{more}; download it again, or check that "
+                "config.json belongs to it",
+                param="model",
+            )
+    if unexpected := sorted(info["unexpected_keys"]):
+        log.warning(
+            "%s: %d tensors are not part of the model and not used, such as %s",
+            source.name, len(unexpected), unexpected[0],
+        )  # fmt: skip
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """transformers' table of missing and unexpected tensors is left out; `_refuse_incomplete` says it."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def own_memory(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from samewise.model.digest import file_digest
 from samewise.model.embedded import EMBEDDED, Wheel, fetch_gguf
 from samewise.model.folder_cache import disk_full, make_once, notify, require_space
 from samewise.model.source import Source, check_folder
-from samewise.user_cache import cache_dir
+from samewise.user_cache import folder as cache_folder
 
 CONVERSION = 2
 """Version in the name of a folder converted from a file: raised when `gguf.convert` writes other bytes."""
@@ -117,14 +117,14 @@ def _resolve_gguf(name: str, path: Path) -> Source:
             f"{name!r} is a file but not a .gguf; name a .gguf file or a folder with safetensors",
             param="model",
         )
-    folder = cache_dir() / "models" / f"gguf-{file_digest(path)[:32]}-{CONVERSION}"
+    folder = cache_folder("models") / f"gguf-{file_digest(path)[:32]}-{CONVERSION}"
     make_once(folder, lambda temporary: _convert(path, temporary, name))
     return Source(name, "gguf", folder, gguf=path)
 
 
 def resolve_embedded(name: str, wheel: Wheel) -> Source:
     """A built-in model: its wheel is fetched and converted into the cache the first time."""
-    folder = cache_dir() / "models" / f"{name}-{EMBEDDED_CONVERSION}"
+    folder = cache_folder("models") / f"{name}-{EMBEDDED_CONVERSION}"
 
     def fill(temporary: Path) -> None:
         require_space(temporary, DISK_PER_WHEEL * wheel.num_bytes, f"fetch and convert {name!r}")

@@ -112,6 +112,11 @@ def _sampling(name: str, description: str | None = None, **json_schema: Any) -> 
     return _ranged(description, **(json_schema_of(name) | json_schema))
 
 
+_CONTENT_TOKENS: Any = Field(
+    None, description="False: control tokens in messages are encoded as text. The server may always do so."
+)
+
+
 class StreamOptions(BaseModel):
     """What a stream carries besides the text."""
 
@@ -194,6 +199,7 @@ class ChatBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Anything] | None = None
+    special_tokens_in_content: bool | None = _CONTENT_TOKENS
 
 
 class TokenizeBody(BaseModel):
@@ -208,6 +214,7 @@ class TokenizeBody(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Anything] | None = None
+    special_tokens_in_content: bool | None = _CONTENT_TOKENS
     return_token_strs: bool | None = None
 
 

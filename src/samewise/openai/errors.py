@@ -38,7 +38,10 @@ class ErrorBody(TypedDict):
 
 
 class ApiError(SamewiseError):
-    """An error for the client. `status` is the HTTP status; the other values go into the body."""
+    """An error for the client. `status` is the HTTP status; message, kind, param and code are in the body.
+
+    `close`: the connection ends with the response, because the rest of the request is not read.
+    """
 
     def __init__(
         self,
@@ -49,10 +52,11 @@ class ApiError(SamewiseError):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        close: bool = False,
     ) -> None:
         super().__init__(message)
         self.message, self.status, self.kind = message, status, kind
-        self.param, self.code, self.retry_after = param, code, retry_after
+        self.param, self.code, self.retry_after, self.close = param, code, retry_after, close
 
     def body(self) -> ErrorBody:
         """The response body."""
@@ -61,11 +65,13 @@ class ApiError(SamewiseError):
     @property
     def headers(self) -> dict[str, str]:
         """Response headers."""
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return headers | ({"Connection": "close"} if self.close else {})
 
     @classmethod
     def of(cls, error: BaseException, *, prompt_field: str = "prompt") -> ApiError:
-        """Any exception as an ApiError. Internal errors keep their message to themselves.
+        """Any exception as an ApiError. The text of an error that is not the caller's is for the log alone:
+        it may tell of the machine, or quote another request.
 
         `prompt_field` is the field of the body that held the prompt.
         """
@@ -85,12 +91,12 @@ class ApiError(SamewiseError):
         if isinstance(error, CallerError):
             param = None if error.param is None else FIELD_OF_PARAM.get(error.param, error.param)
             return cls(message, param=param, code="invalid_value")
-        if isinstance(error, MachineError | RequestFailed):
-            code = "request_failed" if isinstance(error, RequestFailed) else "engine_failed"
-            return cls(message, status=500, kind="server_error", code=code)
-        return cls(
-            "the server failed; its log says how", status=500, kind="server_error", code="internal_error"
-        )
+        message, code = "the server failed; its log says how", "internal_error"
+        if isinstance(error, RequestFailed):
+            message, code = "this request failed and was ended; the server's log says how", "request_failed"
+        elif isinstance(error, MachineError):
+            message, code = "the engine failed; the server's log says how", "engine_failed"
+        return cls(message, status=500, kind="server_error", code=code)
 
 
 def unsupported(param: str, message: str) -> ApiError:

@@ -11,12 +11,20 @@ from samewise.openai.errors import ApiError, invalid, unsupported
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "messages", "tools")
+TEMPLATE_FIELDS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "messages",
+    "special_tokens_in_content",
+    "tools",
+)
 """Template variables that have a field of their own and cannot be set in chat_template_kwargs."""
 
 NOT_TEMPLATE = (
     "chat_template",
     "conversation",
+    "conversations",
+    "date",
     "documents",
     "max_length",
     "padding",
@@ -24,11 +32,13 @@ NOT_TEMPLATE = (
     "return_dict",
     "return_tensors",
     "sanitize_control_tokens",
+    "self",
     "tokenize",
+    "tokenizer",
     "tokenizer_kwargs",
     "truncation",
 )
-"""Keywords of transformers' apply_chat_template that are not template variables."""
+"""Keywords of the functions that render a template, here and in transformers; no template can see them."""
 
 
 def conversation(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -134,8 +144,12 @@ def predicted_text(prediction: Any) -> str | None:
     return "".join(part["text"] for part in content)
 
 
-def template_kwargs(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """Keywords for the chat template."""
+def template_kwargs(body: ChatBody | TokenizeBody, *, special: bool = True) -> dict[str, Any]:
+    """Keywords for the chat template. `special`: whether messages may hold special tokens."""
+    if body.special_tokens_in_content and not special:
+        raise invalid(
+            "special_tokens_in_content", "this server reads control tokens in messages as text; leave it out"
+        )
     continued = bool(body.continue_final_message)
     if continued and body.add_generation_prompt:
         raise invalid("continue_final_message", "excludes add_generation_prompt; give one of them")
@@ -148,6 +162,8 @@ def template_kwargs(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     kwargs["add_generation_prompt"] = (
         not continued if body.add_generation_prompt is None else body.add_generation_prompt
     )
+    if not special or body.special_tokens_in_content is False:
+        kwargs["special_tokens_in_content"] = False
     return kwargs | ({"continue_final_message": True} if continued else {})
 
 

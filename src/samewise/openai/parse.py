@@ -79,7 +79,7 @@ class RequestChecker(Protocol[Checked_co]):
         """The chat template's text."""
         ...
 
-    def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
+    def chat_prompt(self, messages: Any, /, **template: Any) -> list[int]:
         """Token ids of a conversation."""
         ...
 
@@ -98,6 +98,7 @@ class ParseOptions:
     template: Callable[[Any], str] | None = None  # the chat template's text, given the tools
     special_tokens: Mapping[str, int] = field(default_factory=dict)  # for grammars over tool calls
     contract_id: str = ""  # ids of tool calls are derived from it
+    special_tokens_in_content: bool = True  # False: control tokens in messages are text, whatever a body says
     # Limits of one body: far above what clients send, and low enough to bound the work for one request.
     max_choices: int = 1024  # prompts × n
     max_n: int = MAX_N
@@ -105,10 +106,19 @@ class ParseOptions:
     max_stops: int = 64
     max_stop_len: int = 1024  # characters
     max_listed: int = 1024  # entries of logit_bias, bad_words, stop_token_ids
+    max_allowed: int = 1 << 18  # entries of allowed_token_ids: the largest vocabularies have about as many
+    max_words_len: int = 1 << 15  # characters of all bad_words; each is tokenised twice, at 1 µs a character
     max_messages: int = 4096
 
     @classmethod
-    def of(cls, intake: RequestChecker[Any], *, proposer: str, contract_id: str) -> ParseOptions:
+    def of(
+        cls,
+        intake: RequestChecker[Any],
+        *,
+        proposer: str,
+        contract_id: str,
+        special_tokens_in_content: bool = True,
+    ) -> ParseOptions:
         """The options for a model."""
         return cls(
             defaults=intake.default_params(),
@@ -117,6 +127,7 @@ class ParseOptions:
             template=intake.template,
             special_tokens=special_tokens(intake.tokenizer),
             contract_id=contract_id,
+            special_tokens_in_content=special_tokens_in_content,
         )
 
 
@@ -278,7 +289,8 @@ def _chat(body: ChatBody, options: ParseOptions) -> ParsedRequest:
         endpoint=CHAT,
         params=params,
         messages=conversation(body.messages),
-        template=template_kwargs(body) | ({"tools": list(tools.tools)} if tools.tools else {}),
+        template=template_kwargs(body, special=options.special_tokens_in_content)
+        | ({"tools": list(tools.tools)} if tools.tools else {}),
         make_parser=_make_parser(tools, options.contract_id),
         **_common(body, options),
     )
@@ -411,10 +423,13 @@ def _check_lists(body: Body, options: ParseOptions) -> None:
     for name, texts in (("stop", stops), ("bad_words", body.bad_words or ())):
         if any(len(text) > options.max_stop_len for text in texts):
             raise invalid(name, f"a text is longer than {options.max_stop_len} characters; shorten it")
-    for name in ("logit_bias", "bad_words", "stop_token_ids"):
+    for name in ("logit_bias", "bad_words", "stop_token_ids", "allowed_token_ids"):
         entries = getattr(body, name) or ()
-        if len(entries) > options.max_listed:
-            raise invalid(name, f"{len(entries)} entries are more than {options.max_listed}; give fewer")
+        limit = options.max_allowed if name == "allowed_token_ids" else options.max_listed
+        if len(entries) > limit:
+            raise invalid(name, f"{len(entries)} entries are more than {limit}; give fewer")
+    if (size := sum(map(len, body.bad_words or ()))) > options.max_words_len:
+        raise invalid("bad_words", f"{size} characters are more than {options.max_words_len}; give fewer")
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= 1024:
         raise invalid("cache_salt", "give 1 to 1024 characters")
 

@@ -3,7 +3,7 @@
 Holds: `receipt` the Receipt type; `create` makes receipts of finished answers; `reader` parses and checks
 them; `digests` canonical JSON and digests; `signing` ed25519 keys and signatures; `store` receipts in files.
 State: none in memory; a receipts folder belongs to its callers.
-Imports: contract, errors, user_cache, outputs, params, types.
+Imports: config, contract, errors, user_cache, outputs, params, types.
 """
 
 from samewise.receipts.create import is_complete, make

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import fields
 
 from samewise.contract import Contract
 from samewise.errors import BadParameter
 from samewise.outputs import CompletionOutput, RequestOutput
 from samewise.params import SamplingParams
-from samewise.receipts.digests import logprob_check, logprob_digest, prompt_digest
+from samewise.receipts.digests import as_json, logprob_check, logprob_digest, prompt_digest
 from samewise.receipts.reader import from_body
-from samewise.receipts.receipt import KIND, NO_PROMISE, PROMISE, VERSION, Json, Receipt, Settings
+from samewise.receipts.receipt import (
+    COMPLETE,
+    KIND,
+    NO_PROMISE,
+    PROMISE,
+    UNRECORDED,
+    VERSION,
+    Json,
+    Receipt,
+    Settings,
+)
 from samewise.receipts.signing import SigningKey
-from samewise.types import Grammar
-
-COMPLETE = ("stop", "length")
-"""Finish reasons of a complete choice."""
-
-UNRECORDED = ("prediction",)
-"""Parameters that receipts do not hold."""
 
 
 def make(
@@ -108,15 +109,7 @@ def _params_json(params: SamplingParams, choice: CompletionOutput) -> Json:
         max_tokens = max(len(choice.token_ids), params.min_tokens)
     resolved = params.clone(seed=choice.seed, max_tokens=max_tokens)
     names = [entry.name for entry in fields(resolved) if entry.name not in UNRECORDED]
-    return {name: _as_json(getattr(resolved, name)) for name in names}
+    return {name: as_json(getattr(resolved, name)) for name in names}
 
 
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _as_json(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(entry) for entry in value]
-    return asdict(value) if isinstance(value, Grammar) else value
-
-
-__all__ = ["COMPLETE", "UNRECORDED", "is_complete", "make"]
+__all__ = ["is_complete", "make"]

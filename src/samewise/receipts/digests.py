@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from hashlib import sha256
 from typing import Any
+
+from samewise.types import Grammar
 
 CHECK_DIGITS = 4
 """Hexadecimal digits of one token's checksum: 16 bits locate a difference, the full digest shows equality."""
@@ -15,6 +18,15 @@ CHECK_DIGITS = 4
 def canonical_json(value: dict[str, Any]) -> bytes:
     """A JSON object in its one canonical form: sorted keys, no spaces, ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def as_json(value: Any) -> Any:
+    """A sampling parameter's value as receipts write it: JSON's objects, lists, texts and numbers."""
+    if isinstance(value, Mapping):
+        return {str(name): as_json(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(entry) for entry in value]
+    return asdict(value) if isinstance(value, Grammar) else value
 
 
 def content_digest(content: bytes) -> str:
@@ -39,6 +51,7 @@ def logprob_check(logprob: float) -> str:
 
 __all__ = [
     "CHECK_DIGITS",
+    "as_json",
     "canonical_json",
     "content_digest",
     "logprob_check",

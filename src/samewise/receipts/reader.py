@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import Any, NoReturn
 
+from samewise.config import SETTINGS
 from samewise.contract import Contract
 from samewise.errors import BadParameter, BadReceipt
 from samewise.params import SamplingParams
-from samewise.receipts.digests import CHECK_DIGITS, canonical_json, content_digest, prompt_digest
-from samewise.receipts.receipt import KIND, NO_PROMISE, PROMISE, VERSION, Json, Receipt
+from samewise.receipts.digests import CHECK_DIGITS, as_json, canonical_json, content_digest, prompt_digest
+from samewise.receipts.receipt import (
+    COMPLETE,
+    KIND,
+    NO_PROMISE,
+    PROMISE,
+    UNRECORDED,
+    VERSION,
+    Json,
+    Receipt,
+)
 from samewise.receipts.signing import ALGORITHM, Signature
 from samewise.types import Grammar
 
@@ -17,6 +29,19 @@ FIELDS = frozenset(
     {KIND, "promise", "contract", "model", "settings", "prompt", "params", "index", "output", "logprobs"}
 )
 """Fields of a receipt's body; each is required."""
+
+INNER_FIELDS = {
+    "contract": frozenset({"id", "facts"}),
+    "prompt": frozenset({"digest", "num_tokens", "token_ids"}),
+    "output": frozenset({"token_ids", "finish_reason", "stop_reason"}),
+    "logprobs": frozenset({"digest", "checks"}),
+    "signature": frozenset({"algorithm", "key", "value"}),
+}
+"""Fields of the objects inside a receipt; each is required, and no other is allowed: a replay checks nothing
+of a field that it does not know, so a receipt with one would say more than an audit shows."""
+
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+CHECKS = re.compile(rf"(?:[0-9a-f]{{{CHECK_DIGITS}}})*")
 
 RECEIPT_SETTINGS = frozenset(
     {"attention", "compile", "date", "device", "dtype", "frame_rows", "linear", "max_model_len", "revision"}
@@ -34,7 +59,7 @@ def from_json(document: Any, *, check: bool = True) -> Receipt:
     """Like `loads`, from parsed JSON."""
     if not isinstance(document, dict) or KIND not in document:
         raise BadReceipt(f"this is no receipt: a receipt is a JSON object with {KIND!r}", param=KIND)
-    if document[KIND] != VERSION:
+    if type(document[KIND]) is not int or document[KIND] != VERSION:  # True and 1.0 equal 1
         raise BadReceipt(
             f"the receipt has version {document[KIND]!r} and this samewise reads version {VERSION}; "
             "audit it with the samewise that made it, or a newer one",
@@ -59,31 +84,40 @@ def from_body(body: Json) -> Receipt:
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON strictly: a repeated key, NaN or an infinity is an error."""
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_not_finite)
+        return json.loads(
+            text, object_pairs_hook=_unique_keys, parse_constant=_not_finite, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise BadReceipt(f"this is no receipt, or a damaged one: {error}") from None
 
 
 def _read(body: Json, digest: str, signature: Signature | None) -> Receipt:
-    if odd := sorted(body.keys() ^ FIELDS):
-        _damaged(f"{odd[0]!r} is {'unknown' if odd[0] in body else 'missing'}", odd[0])
-    prompt, output, logprobs = (_object(body, name) for name in ("prompt", "output", "logprobs"))
+    _refuse_other_fields(body, FIELDS, None)
+    contract, prompt, output, logprobs = (
+        _inner(body, name) for name in ("contract", "prompt", "output", "logprobs")
+    )
     params = _params(_object(body, "params"))
     if body["promise"] != (PROMISE if params.verify else NO_PROMISE):
         _damaged(f"its promise is {body['promise']!r} and verify is {params.verify}", "promise")
-    prompt_ids = None if prompt.get("token_ids") is None else _token_ids(prompt, "token_ids")
-    checks = _text(logprobs, "checks")
+    prompt_ids = None if prompt["token_ids"] is None else _token_ids(prompt, "token_ids")
+    checks = _matching(logprobs, "checks", CHECKS, "hexadecimal checksums")
     receipt = Receipt(
-        body=body, stored_digest=digest, signature=signature, contract=_contract(_object(body, "contract")),
-        model=_text(body, "model"), settings=_object(body, "settings"),
-        prompt_digest=_text(prompt, "digest"), prompt_len=_count(prompt, "num_tokens"),
+        body=body, stored_digest=digest, signature=signature, contract=_contract(contract),
+        model=_text(body, "model"), settings=_settings(_object(body, "settings")),
+        prompt_digest=_digest(prompt), prompt_len=_count(prompt, "num_tokens"),
         prompt_token_ids=prompt_ids, params=params, index=_count(body, "index"),
-        token_ids=_token_ids(output, "token_ids"), finish_reason=_text(output, "finish_reason"),
-        stop_reason=_stop_reason(output), logprob_digest=_text(logprobs, "digest"),
+        token_ids=_token_ids(output, "token_ids"), finish_reason=_finish_reason(output),
+        stop_reason=_stop_reason(output), logprob_digest=_digest(logprobs),
         logprob_checks=tuple(checks[i : i + CHECK_DIGITS] for i in range(0, len(checks), CHECK_DIGITS)),
     )  # fmt: skip
     _refuse_contradictions(receipt)
     return receipt
+
+
+def _refuse_other_fields(value: Json, fields: frozenset[str], inside: str | None) -> None:
+    if odd := sorted(value.keys() ^ fields):
+        place = "" if inside is None else f" in {inside!r}"
+        _damaged(f"{odd[0]!r}{place} is {'unknown' if odd[0] in value else 'missing'}", inside or odd[0])
 
 
 def _refuse_contradictions(receipt: Receipt) -> None:
@@ -92,8 +126,6 @@ def _refuse_contradictions(receipt: Receipt) -> None:
         _damaged(f"{len(receipt.token_ids)} tokens and {len(receipt.logprob_checks)} checksums", "logprobs")
     if receipt.index >= receipt.params.n:
         _damaged(f"choice {receipt.index} of {receipt.params.n}", "index")
-    if odd := sorted(receipt.settings.keys() - RECEIPT_SETTINGS):
-        _damaged(f"the setting {odd[0]!r} is unknown", "settings")
     ids = receipt.prompt_token_ids
     if ids is not None and (len(ids), prompt_digest(ids)) != (receipt.prompt_len, receipt.prompt_digest):
         _damaged("its prompt is not the one whose digest it gives", "prompt")
@@ -110,6 +142,12 @@ def _not_finite(text: str) -> NoReturn:
     raise BadReceipt(f"the receipt holds {text}, which is not a finite number")
 
 
+def _finite(text: str) -> float:
+    """A number with a fraction or an exponent; json reads 1e999 as an infinity without a word."""
+    value = float(text)
+    return value if math.isfinite(value) else _not_finite(text)
+
+
 def _damaged(what: str, name: str) -> NoReturn:
     raise BadReceipt(f"the receipt is damaged: {what}", param=name)
 
@@ -121,11 +159,29 @@ def _object(parent: Json, name: str) -> Json:
     return value
 
 
+def _inner(parent: Json, name: str) -> Json:
+    """One of the objects of INNER_FIELDS, with exactly its fields."""
+    value = _object(parent, name)
+    _refuse_other_fields(value, INNER_FIELDS[name], name)
+    return value
+
+
 def _text(parent: Json, name: str) -> str:
     value = parent.get(name)
     if not isinstance(value, str):
         _damaged(f"{name!r} is {value!r} and not a text", name)
     return value
+
+
+def _matching(parent: Json, name: str, pattern: re.Pattern[str], meaning: str) -> str:
+    value = _text(parent, name)
+    if pattern.fullmatch(value) is None:
+        _damaged(f"{name!r} is {value[:80]!r} and not {meaning}", name)
+    return value
+
+
+def _digest(parent: Json) -> str:
+    return _matching(parent, "digest", DIGEST, "a SHA-256")
 
 
 def _count(parent: Json, name: str) -> int:
@@ -140,6 +196,24 @@ def _token_ids(parent: Json, name: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**32 for token in value):
         _damaged(f"{name!r} is not a list of token ids", name)
     return tuple(value)
+
+
+def _finish_reason(output: Json) -> str:
+    value = _text(output, "finish_reason")
+    if value not in COMPLETE:
+        _damaged(f"'finish_reason' is {value!r} and not one of {', '.join(COMPLETE)}", "finish_reason")
+    return value
+
+
+def _settings(value: Json) -> Json:
+    if odd := sorted(value.keys() - RECEIPT_SETTINGS):
+        _damaged(f"the setting {odd[0]!r} is unknown", "settings")
+    try:
+        for name, entry in value.items():
+            SETTINGS[name].check(entry)
+    except BadParameter as error:
+        raise BadReceipt(f"the receipt's settings cannot be read: {error}", param="settings") from None
+    return value
 
 
 def _stop_reason(output: Json) -> int | str | None:
@@ -160,14 +234,22 @@ def _contract(value: Json) -> Contract:
 
 
 def _params(value: Json) -> SamplingParams:
+    """The parameters, each in the form in which receipts write it: `1` for `1.0` or `true` is an error."""
     if value.get("seed") is None:
         _damaged("it has no seed", "params")
+    if odd := [name for name in UNRECORDED if name in value]:
+        _damaged(f"{odd[0]!r} is no parameter of receipts", "params")
     grammar = value.get("grammar")
     try:
         parsed = {} if grammar is None else {"grammar": Grammar(**grammar)}
-        return SamplingParams(**value | parsed)
-    except (BadParameter, TypeError) as error:
+        params = SamplingParams(**value | parsed)
+    except (BadParameter, TypeError, OverflowError) as error:
         raise BadReceipt(f"the receipt's parameters cannot be read: {error}", param="params") from None
+    for name, given in value.items():
+        written = as_json(getattr(params, name))
+        if canonical_json({name: given}) != canonical_json({name: written}):
+            _damaged(f"the parameter {name!r} is {given!r} and not {written!r}", "params")
+    return params
 
 
 def _signature(value: Any) -> Signature | None:
@@ -175,7 +257,8 @@ def _signature(value: Any) -> Signature | None:
         return None
     if not isinstance(value, dict) or value.get("algorithm") != ALGORITHM:
         _damaged(f"its signature is not {ALGORITHM}", "signature")
+    _refuse_other_fields(value, INNER_FIELDS["signature"], "signature")
     return Signature(_text(value, "key"), _text(value, "value"))
 
 
-__all__ = ["FIELDS", "RECEIPT_SETTINGS", "from_body", "from_json", "loads", "parse_json"]
+__all__ = ["FIELDS", "INNER_FIELDS", "RECEIPT_SETTINGS", "from_body", "from_json", "loads", "parse_json"]

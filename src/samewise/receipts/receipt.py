@@ -21,6 +21,12 @@ VERSION = 1
 PROMISE = "the same bits under this contract"
 NO_PROMISE = "none: the request was not verified"
 
+COMPLETE = ("stop", "length")
+"""Finish reasons of a complete choice; only such a choice has a receipt."""
+
+UNRECORDED = ("prediction",)
+"""Parameters that receipts do not hold."""
+
 Json = dict[str, Any]
 Settings = Mapping[str, str | int | bool | None]
 
@@ -85,4 +91,14 @@ class Receipt:
         return KIND.encode() + b"\n" + canonical_json(self.body)
 
 
-__all__ = ["KIND", "NO_PROMISE", "PROMISE", "VERSION", "Json", "Receipt", "Settings"]
+__all__ = [
+    "COMPLETE",
+    "KIND",
+    "NO_PROMISE",
+    "PROMISE",
+    "UNRECORDED",
+    "VERSION",
+    "Json",
+    "Receipt",
+    "Settings",
+]

@@ -35,8 +35,8 @@ class Signature:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
         try:
-            public = Ed25519PublicKey.from_public_bytes(base64.b64decode(self.key, validate=True))
-            public.verify(base64.b64decode(self.value, validate=True), message)
+            public = Ed25519PublicKey.from_public_bytes(_decode(self.key))
+            public.verify(_decode(self.value), message)
         except (InvalidSignature, ValueError, binascii.Error):
             return False
         return True
@@ -115,6 +115,14 @@ def read_public(path: str | os.PathLike[str]) -> str:
     if not isinstance(key, Ed25519PublicKey):
         raise _not_a_key(path, "public")
     return base64.b64encode(key.public_bytes_raw()).decode()
+
+
+def _decode(text: str) -> bytes:
+    """Base64 in its one form; ValueError for another text of the same bytes, as it is a changed receipt."""
+    content = base64.b64decode(text, validate=True)
+    if base64.b64encode(content).decode() != text:
+        raise ValueError("not canonical base64")
+    return content
 
 
 def _require_cryptography() -> None:

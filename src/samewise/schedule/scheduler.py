@@ -30,7 +30,7 @@ from samewise.schedule.drafts import (
 )
 from samewise.schedule.followed import frame_to_follow
 from samewise.schedule.limits import Limits
-from samewise.schedule.order import frame_due, serving_order
+from samewise.schedule.order import frame_due, serving_order, widest_frame
 from samewise.schedule.paging import Paging
 from samewise.schedule.plan import ask_of, continued, must_land, span_of
 from samewise.schedule.registry import Registry
@@ -169,7 +169,7 @@ class Scheduler:
         """The next frame, at most `max_rows` rows. Empty when no verification is due yet."""
         if not frame_due(self._running.values(), self._step, self.limits):
             return []
-        left = max_rows = self.limits.max_rows
+        left = max_rows = widest_frame(self._running.values(), self.limits)
         step, spans = self._step, list[Span]()
         for seq in self._order():
             if left == 0:
@@ -208,7 +208,7 @@ class Scheduler:
         for span in in_flight:
             row += len(span.inputs)
             last_rows[span.seq_id] = (span, row - 1)
-        left = max_rows = self.limits.max_rows
+        left = max_rows = widest_frame(self._running.values(), self.limits)
         spans: list[Span] = []
         served: list[Sequence] = []
         for seq in self._order():
@@ -423,7 +423,8 @@ class Scheduler:
     def _order(self) -> list[Sequence]:
         """Running sequences in the order they are served."""
         self._preempted = False
-        return serving_order(list(self._running.values()), self._step, self.limits.max_rows)
+        running = list(self._running.values())
+        return serving_order(running, self._step, widest_frame(running, self.limits))
 
     def _rows_with_pages(self, seq: Sequence, rows: int) -> int:
         """How many of `rows` rows the sequence can get pages for."""

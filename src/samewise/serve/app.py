@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from samewise.errors import CallerError, MachineError, SamewiseError
 from samewise.llm.aio import AsyncLLM
+from samewise.llm.mailbox import UnreadBudget
 from samewise.openai.bodies import (
     CHAT,
     COMPLETIONS,
@@ -35,7 +36,7 @@ from samewise.openai.bodies import (
     TokenizeReply,
     VersionReply,
 )
-from samewise.openai.errors import ApiError, invalid
+from samewise.openai.errors import ApiError, invalid, unavailable
 from samewise.openai.messages import conversation, template_kwargs
 from samewise.openai.parse import (
     ParsedRequest,
@@ -46,20 +47,44 @@ from samewise.openai.parse import (
     served_name,
     validate,
 )
-from samewise.openai.replies import refuse_aborted, respond
+from samewise.openai.replies import encode_slices, refuse_aborted, respond
 from samewise.openai.stream import DONE, StreamWriter, encode_event, join_chunks
-from samewise.outputs import RequestOutput
+from samewise.outputs import Chunk, RequestOutput
 from samewise.receipts import Receipt, is_complete
 from samewise.receipts.store import save
-from samewise.serve.http import EventStream, JsonResponse, error_response, read_body, until_disconnect
+from samewise.serve.http import (
+    SLICE_BYTES,
+    BodyBudget,
+    EventStream,
+    HeldBody,
+    JsonResponse,
+    SlicedResponse,
+    error_response,
+    refuse_crowded,
+    until_disconnect,
+)
 from samewise.serve.metrics import Metrics
-from samewise.serve.middleware import AuthMiddleware, RequestIdMiddleware
+from samewise.serve.middleware import AuthMiddleware, RequestIdMiddleware, WebPageMiddleware
 from samewise.serve.openapi import Endpoint, docs_page, openapi_document
 from samewise.serve.settings import ServeSettings
+from samewise.serve.threads import FairThreads
 from samewise.serve.web_page import PAGE_HEADERS, page_routes
 from samewise.serve.worker import ActiveRequest, State, Worker, salt_of
 
+T = TypeVar("T")
+
 log = logging.getLogger("samewise.serve")
+
+INTAKE_THREADS = 4
+RENDER_THREADS = 2
+"""Requests that are parsed and tokenised at once, and large answers that are rendered at once. Set by hand:
+more would take turns on the interpreter's lock, and delay the event loop by as much."""
+
+LARGE_ANSWER = 2048
+"""Tokens and log-probabilities above which an answer is rendered in a thread. Set by hand: 2 ms of work."""
+
+MAX_JOINED = 512
+"""Chunks that are joined to events at once, for a late reader. Set by hand: about 1 ms of work."""
 
 DESCRIPTION = (
     "OpenAI's interface to a model that answers the same way every time: for a verified request, tokens "
@@ -77,6 +102,9 @@ class Service:
     def __init__(self, worker: Worker, settings: ServeSettings, version: str) -> None:
         self.worker, self.settings, self.version = worker, settings, version
         self.metrics = Metrics(worker, settings)
+        self.unread = UnreadBudget(settings.limits.max_unread)
+        self._bodies = BodyBudget(settings.limits.max_bodies)
+        self._intakes, self._renders = FairThreads(INTAKE_THREADS), FairThreads(RENDER_THREADS)
         self._started = int(time.time())
         self._parse_options: ParseOptions | None = None  # of the current contract
 
@@ -115,13 +143,17 @@ class Service:
 
     async def _answer(self, request: Request, endpoint: str) -> Response:
         llm = self.worker.llm
-        raw = await read_body(request, self.settings.max_body)
-        active = self.worker.begin()
-        with ExitStack() as closing:
+        owner = self._owner(request)
+        with self._body(request) as body, ExitStack() as closing:
+            raw = await body.read(self.settings.limits.body_timeout)
+            active = self.worker.begin(owner)
             closing.callback(active.close)
             parsed, name = await until_disconnect(
                 request.receive, self._submit(request, endpoint, raw, active)
             )
+            del raw
+            answering = closing.pop_all()
+        with answering:
             fields: Any = {
                 "model": name,
                 "created": int(time.time()),
@@ -131,12 +163,8 @@ class Service:
             }
             if parsed.stream:
                 writer = StreamWriter(parsed, **fields, fingerprint=llm.contract.id)
-                return EventStream(self._events(parsed, active, writer), close=closing.pop_all().close)
-            outputs = await until_disconnect(request.receive, active.outputs())
-            refuse_aborted(outputs)
-            self.metrics.finished(parsed, outputs)
-            receipts = await self._receipts(parsed, outputs)
-            return JsonResponse(respond(parsed, outputs, **fields, receipts=receipts))
+                return EventStream(self._events(parsed, active, writer), close=answering.pop_all().close)
+            return await until_disconnect(request.receive, self._reply(parsed, active, fields))
 
     async def _submit(
         self, request: Request, endpoint: str, raw: bytes, active: ActiveRequest
@@ -148,16 +176,47 @@ class Service:
         llm, options = self.worker.llm, self._options()
 
         def prepare() -> tuple[ParsedRequest, str, list[Any]]:
-            parsed = parse(endpoint, read_json(raw), options)
+            parsed = parse(endpoint, self._json(raw), options)
             name = self._name(parsed.model, llm)
             active.reserve(parsed.num_choices)
-            return parsed, name, parsed.check(llm.intake)
+            return parsed, name, [] if parsed.params.grammar else parsed.check(llm.intake)
 
         with llm.expecting():
-            parsed, name, checked = await asyncio.to_thread(prepare)
+            parsed, name, checked = await self._intakes.run(prepare, owner=active.owner)
+        if parsed.params.grammar is not None:  # compiled before a thread is taken for the rest
+            compiled = await self._compile(parsed, active.owner)
+            checked = await self._intakes.run(lambda: parsed.check(llm.intake), owner=active.owner)
+            del compiled
         salt = salt_of(request.state.key_digest, parsed.cache_salt)
-        active.read_from(await llm.submit(checked, salt=salt, streamed=parsed.stream))
+        readers = await llm.submit(checked, salt=salt, owner=active.owner, streamed=parsed.stream)
+        active.read_from(readers, self.unread)
         return parsed, name
+
+    async def _compile(self, parsed: ParsedRequest, owner: bytes | None) -> object:
+        """The request's compiled grammar, to be held until the request was checked."""
+        try:
+            return await self.worker.llm.compile_grammar(parsed.params, owner=owner)
+        except CallerError as error:
+            raise ApiError.of(error) from error
+        except MachineError as error:
+            if self.worker.state is State.DRAINING:
+                raise unavailable("the server is shutting down", "draining") from error
+            raise
+
+    async def _reply(self, parsed: ParsedRequest, active: ActiveRequest, fields: Any) -> Response:
+        """A whole answer, rendered in a thread where it is large."""
+        await active.wait()
+
+        def render() -> tuple[list[RequestOutput], list[bytes]]:
+            outputs, receipts = self._finish(parsed, active)
+            return outputs, list(encode_slices(respond(parsed, outputs, **fields, receipts=receipts)))
+
+        large = _is_large(parsed, active)
+        outputs, pieces = await self._run(render, parsed, active)
+        self.metrics.finished(parsed, outputs)
+        if large:
+            return SlicedResponse(pieces, unread=self.unread)
+        return Response(b"".join(pieces), media_type=JsonResponse.media_type)
 
     async def _events(
         self, parsed: ParsedRequest, active: ActiveRequest, writer: StreamWriter
@@ -166,27 +225,33 @@ class Service:
         try:
             async with aclosing(active.chunks()) as batches:
                 async for batch in batches:
-                    data = b"".join(
-                        writer.encode(prompt_index, chunk, active.readers[prompt_index].prompt_output)
-                        for prompt_index, chunk in (batch if len(batch) == 1 else join_chunks(batch))
-                    )
-                    if data:
+                    for number, data in enumerate(_encoded(batch, active, writer)):
+                        if number:  # a late reader has many; others are served between them
+                            await asyncio.sleep(0)
                         yield data
-            outputs = [reader.output() for reader in active.readers]
-            refuse_aborted(outputs)
+            outputs, receipts = await self._run(lambda: self._finish(parsed, active), parsed, active)
             self.metrics.finished(parsed, outputs)
-            last = writer.last_events(outputs, await self._receipts(parsed, outputs))
-            yield b"".join(map(encode_event, last)) + DONE
+            yield b"".join(map(encode_event, writer.last_events(outputs, receipts))) + DONE
         except SamewiseError as error:
             yield encode_event(ApiError.of(error).body()) + DONE
 
-    async def _receipts(
-        self, parsed: ParsedRequest, outputs: Sequence[RequestOutput]
-    ) -> list[dict[str, Any]] | None:
-        """Receipts for the reply, if it asked for them. All are stored where a folder is configured."""
-        folder = self.settings.receipts
+    async def _run(self, work: Callable[[], T], parsed: ParsedRequest, active: ActiveRequest) -> T:
+        """The result of `work` on a complete answer: in a thread, unless it is small and stores nothing."""
+        if self.settings.receipts is None and not parsed.receipt and not _is_large(parsed, active):
+            return work()
+        return await self._renders.run(work, owner=active.owner)
+
+    def _finish(
+        self, parsed: ParsedRequest, active: ActiveRequest
+    ) -> tuple[list[RequestOutput], list[dict[str, Any]] | None]:
+        """The outputs of a complete answer, and receipts for the reply if it asked for them.
+
+        Receipts are stored where a folder is configured.
+        """
+        outputs, folder = [reader.output() for reader in active.readers], self.settings.receipts
+        refuse_aborted(outputs)
         if not (parsed.receipt or folder) or not all(map(is_complete, outputs)):
-            return None
+            return outputs, None
         receipts = [
             receipt
             for output in outputs
@@ -195,14 +260,29 @@ class Service:
             )
         ]
         if folder is not None:
-            await asyncio.to_thread(_store, folder, receipts)
-        return [receipt.as_json() for receipt in receipts] if parsed.receipt else None
+            _store(folder, receipts)
+        return outputs, [receipt.as_json() for receipt in receipts] if parsed.receipt else None
+
+    def _owner(self, request: Request) -> bytes | None:
+        """The key that a request came with, where requests of several keys share the server."""
+        digest: bytes = request.state.key_digest
+        return digest if self.settings.several_owners else None
+
+    def _body(self, request: Request) -> HeldBody:
+        return HeldBody(request, self._bodies, max_body=self.settings.max_body, owner=self._owner(request))
+
+    def _json(self, raw: bytes) -> Any:
+        refuse_crowded(raw, self.settings.limits.max_values)
+        return read_json(raw)
 
     def _options(self) -> ParseOptions:
         llm, options = self.worker.llm, self._parse_options
         if options is None or options.contract_id != llm.contract.id:  # new weights are another contract
             options = self._parse_options = ParseOptions.of(
-                llm.intake, proposer=llm.config.proposer, contract_id=llm.contract.id
+                llm.intake,
+                proposer=llm.config.proposer,
+                contract_id=llm.contract.id,
+                special_tokens_in_content=self.settings.special_tokens_in_content,
             )
         return options
 
@@ -240,11 +320,23 @@ class Service:
 
     async def tokenize(self, request: Request) -> Response:
         """Turn a prompt or a conversation into token ids."""
-        llm, raw = self.worker.llm, await read_body(request, self.settings.max_body)
-        return JsonResponse(await asyncio.to_thread(self._tokenize, raw, llm))
+        return await self._convert(request, self._tokenize)
+
+    async def _convert(self, request: Request, convert: Callable[[bytes, AsyncLLM], Any]) -> Response:
+        """The answer to a body, made in a thread."""
+        llm = self.worker.llm
+        with self._body(request) as body:
+            raw = await body.read(self.settings.limits.body_timeout)
+
+            def work() -> list[bytes]:
+                return list(encode_slices(convert(raw, llm)))
+
+            converted = self._intakes.run(work, owner=self._owner(request))
+            pieces = await until_disconnect(request.receive, converted)
+        return SlicedResponse(pieces, unread=self.unread)
 
     def _tokenize(self, raw: bytes, llm: AsyncLLM) -> TokenizeReply:
-        body = validate(TokenizeBody, read_json(raw))
+        body = validate(TokenizeBody, self._json(raw))
         self._name(body.model, llm)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give a prompt or messages, one of them")
@@ -255,7 +347,8 @@ class Service:
             else:
                 refuse_unsupported(body, add_special_tokens=False)
                 messages = conversation(body.messages or [])
-                tokens = llm.intake.chat_prompt(messages, **template_kwargs(body))
+                special = self.settings.special_tokens_in_content
+                tokens = llm.intake.chat_prompt(messages, **template_kwargs(body, special=special))
         except CallerError as error:
             raise ApiError.of(error, prompt_field="messages" if body.messages else "prompt") from error
         reply: TokenizeReply = {
@@ -269,11 +362,10 @@ class Service:
 
     async def detokenize(self, request: Request) -> Response:
         """Turn token ids into text."""
-        llm, raw = self.worker.llm, await read_body(request, self.settings.max_body)
-        return JsonResponse(await asyncio.to_thread(self._detokenize, raw, llm))
+        return await self._convert(request, self._detokenize)
 
     def _detokenize(self, raw: bytes, llm: AsyncLLM) -> DetokenizeReply:
-        body = validate(DetokenizeBody, read_json(raw))
+        body = validate(DetokenizeBody, self._json(raw))
         self._name(body.model, llm)
         try:
             return {"prompt": llm.intake.decode(body.tokens)}
@@ -315,9 +407,14 @@ def make_app(
     routes = [
         Route(endpoint.path, endpoint.handler, methods=[endpoint.method]) for endpoint in service.endpoints
     ]
-    routes += [*_document_routes(service), *page_routes(worker)]
+    routes += [*_document_routes(service), *page_routes(worker, settings.limits.max_listeners)]
     routes += [Route("/v1/responses", _no_responses, methods=["POST", "GET"])]
-    middleware = [Middleware(RequestIdMiddleware)]
+    # A key is not sent by browsers of their own accord, so with keys any page may try.
+    origins = None if settings.keys else settings.allowed_origins
+    middleware = [
+        Middleware(RequestIdMiddleware),
+        Middleware(WebPageMiddleware, origins=origins, hosts=settings.allowed_hosts),
+    ]
     if settings.allowed_origins:
         middleware.append(
             Middleware(
@@ -346,6 +443,33 @@ def _document_routes(service: Service) -> list[Route]:
         return Response(docs_page(document), headers=PAGE_HEADERS, media_type="text/html")
 
     return [Route("/openapi.json", openapi), Route("/docs", docs)]
+
+
+def _is_large(parsed: ParsedRequest, active: ActiveRequest) -> bool:
+    """Whether rendering a complete answer takes long."""
+    params = parsed.params
+    answers = sum(reader.num_tokens for reader in active.readers) * (1 + (params.logprobs or 0))
+    prompts = sum(reader.num_prompt_tokens for reader in active.readers)
+    return answers + prompts * (1 + (params.prompt_logprobs or 0)) > LARGE_ANSWER
+
+
+def _encoded(batch: list[tuple[int, Chunk]], active: ActiveRequest, writer: StreamWriter) -> Iterator[bytes]:
+    """The events of some chunks, as many together as are sent at once."""
+    events: list[bytes] = []
+    size = 0
+    for prompt_index, chunk in batch if len(batch) == 1 else _joined(batch):
+        events.append(writer.encode(prompt_index, chunk, active.readers[prompt_index].prompt_output))
+        size += len(events[-1])
+        if size >= SLICE_BYTES:
+            yield b"".join(events)
+            events, size = [], 0
+    if size:
+        yield b"".join(events)
+
+
+def _joined(batch: list[tuple[int, Chunk]]) -> Iterator[tuple[int, Chunk]]:
+    for start in range(0, len(batch), MAX_JOINED):
+        yield from join_chunks(batch[start : start + MAX_JOINED])
 
 
 def _store(folder: Path, receipts: Sequence[Receipt]) -> None:

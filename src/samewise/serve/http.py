@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from samewise.openai.errors import ApiError
+from samewise.llm.mailbox import UnreadBudget
+from samewise.llm.shares import within_share
+from samewise.openai.errors import RETRY_AFTER, ApiError
 from samewise.openai.replies import encode_json
 
 T = TypeVar("T")
+
+SLICE_BYTES = 64 * 2**10
+"""Bytes of a large answer that are sent at once. Set by hand: uvicorn's own limit of what is not sent yet."""
 
 
 class JsonResponse(Response):
@@ -27,29 +32,163 @@ class JsonResponse(Response):
         return encode_json(content)
 
 
+class SlicedResponse(Response):
+    """A large JSON response, rendered before, and sent in slices as its client reads it.
+
+    What is not sent yet counts in `unread`; where that is full and this answer is the largest in it, the
+    connection ends in the middle of the body.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Iterable[bytes], *, unread: UnreadBudget) -> None:
+        self._slices, self._unread = _slices(pieces), unread
+        super().__init__()
+        self.headers["content-length"] = str(sum(map(len, self._slices)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
+        """Send the slices."""
+        with suppress(ClientDisconnect):
+            await until_disconnect(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        sending = asyncio.current_task()
+        assert sending is not None
+        account = self._unread.account(sending.cancel)
+        account.add(sum(map(len, self._slices)))
+        try:
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            while self._slices:
+                data = self._slices.pop(0)
+                await send({"type": "http.response.body", "body": data, "more_body": bool(self._slices)})
+                account.remove(len(data))
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            if not account.closed:  # cancelled by the server, not by the budget
+                raise
+            raise ClientDisconnect from None
+        finally:
+            account.close()
+
+
+def _slices(pieces: Iterable[bytes]) -> list[bytes]:
+    """The same bytes in slices of about SLICE_BYTES. At least one slice."""
+    slices, current, size = [], [], 0
+    for piece in pieces:
+        for start in range(0, len(piece), SLICE_BYTES):
+            current.append(piece[start : start + SLICE_BYTES])
+            size += len(current[-1])
+            if size >= SLICE_BYTES:
+                slices.append(b"".join(current))
+                current, size = [], 0
+    return [*slices, b"".join(current)] if current or not slices else slices
+
+
 def error_response(error: BaseException) -> JsonResponse:
     """An exception as a response."""
     api_error = ApiError.of(error)
     return JsonResponse(api_error.body(), status_code=api_error.status, headers=api_error.headers)
 
 
-async def read_body(request: Request, max_body: int) -> bytes:
-    """The request's body; 413 as soon as it is known to be larger than `max_body` bytes."""
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > max_body:
-        raise _too_large(max_body)
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_body:
-            raise _too_large(max_body)
-        parts.append(part)
-    return b"".join(parts)
+# ---- bodies
+
+
+class BodyBudget:
+    """Bytes of all request bodies that are being received or read, with a share for each owner."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._owners: dict[object, int] = {}  # bytes by owner, none of them 0
+
+    def take(self, owner: object, size: int) -> bool:
+        """Take bytes for an owner; False where its share, or the whole, would be exceeded."""
+        own = self._owners.get(owner, 0)
+        if not within_share(own, self.used, self.limit, size):
+            return False
+        if size:
+            self.used += size
+            self._owners[owner] = own + size
+        return True
+
+    def give_back(self, owner: object, size: int) -> None:
+        """Give bytes back."""
+        self.used -= size
+        left = self._owners.get(owner, 0) - size
+        if left > 0:
+            self._owners[owner] = left
+        else:
+            self._owners.pop(owner, None)
+
+
+class HeldBody:
+    """The body of one request, counted in a budget while it is held. Use it in a `with`.
+
+    `owner` is the key the request came with; where there is none, each request is an owner of its own.
+    """
+
+    def __init__(self, request: Request, budget: BodyBudget, *, max_body: int, owner: bytes | None) -> None:
+        self._request, self._budget, self._max_body = request, budget, max_body
+        self._owner: object = self if owner is None else owner
+        self._size = 0
+
+    async def read(self, seconds: float) -> bytes:
+        """The body. 413 as soon as it is known to be too large, 408 where it takes too long."""
+        length = self._request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_body:
+            raise _too_large(self._max_body)
+        parts: list[bytes] = []
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in self._request.stream():
+                    self._add(part)
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(
+                f"the body did not arrive within {seconds:g} seconds; send it faster, or less of it",
+                status=408, code="body_timeout", close=True,
+            ) from None  # fmt: skip
+        return b"".join(parts)
+
+    def _add(self, part: bytes) -> None:
+        if self._size + len(part) > self._max_body:
+            raise _too_large(self._max_body)
+        if not self._budget.take(self._owner, len(part)):
+            raise ApiError(
+                "the server is reading too many large bodies; try again later",
+                status=429, kind="rate_limit_error", code="bodies_full", retry_after=RETRY_AFTER, close=True,
+            )  # fmt: skip
+        self._size += len(part)
+
+    def __enter__(self) -> HeldBody:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.give_back(self._owner, self._size)
+        self._size = 0
+
+
+def refuse_crowded(raw: bytes, max_values: int) -> None:
+    """Refuse a body of too many values: reading JSON cannot be interrupted, and delays other clients.
+
+    Separators inside of texts count too, so that counting is fast.
+    """
+    if len(raw) > max_values and sum(map(raw.count, (b",", b":", b"[", b"{"))) > max_values:
+        raise ApiError(
+            f"the body has more than {max_values} values; send less at once",
+            status=413,
+            code="body_too_large",
+        )
 
 
 def _too_large(max_body: int) -> ApiError:
     message = f"the body is larger than {max_body} bytes; send less at once"
-    return ApiError(message, status=413, code="body_too_large")
+    return ApiError(message, status=413, code="body_too_large", close=True)
+
+
+# ---- disconnects and streams
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -107,4 +246,14 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-__all__ = ["EventStream", "JsonResponse", "error_response", "read_body", "until_disconnect"]
+__all__ = [
+    "SLICE_BYTES",
+    "BodyBudget",
+    "EventStream",
+    "HeldBody",
+    "JsonResponse",
+    "SlicedResponse",
+    "error_response",
+    "refuse_crowded",
+    "until_disconnect",
+]

@@ -17,6 +17,7 @@ from typing import Any
 
 from samewise.engine.frame_log import KEPT, FrameRecord
 from samewise.errors import SamewiseError
+from samewise.openai.errors import ApiError
 from samewise.openai.stream import encode_event
 
 Json = dict[str, Any]
@@ -186,7 +187,7 @@ class LiveFeed:
                     self._wake()
                 await asyncio.sleep(self._times.sample)
         except SamewiseError as error:  # the engine has stopped or is not loaded yet
-            self._over = str(error)
+            self._over = ApiError.of(error).message
             self._wake()
 
     def _join(self) -> None:

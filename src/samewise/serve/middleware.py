@@ -1,4 +1,4 @@
-"""ASGI middleware: request ids, log lines, API keys, and a response for exceptions that are our bugs.
+"""ASGI middleware: request ids, log lines, API keys, web pages, and a response for our own bugs.
 
 Plain ASGI, so that a response sees its client disconnect directly. Log lines hold no prompt, key or query
 string.
@@ -26,6 +26,9 @@ PUBLIC_PREFIX = "/samewise/page/"
 
 POLLED_PATHS = ("/health", "/ready", "/metrics")
 """Paths that monitoring requests every few seconds; logged at debug level."""
+
+PORT = re.compile(r":\d*\Z")
+"""The port at the end of a Host header."""
 
 CLIENT_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 """Request ids that are accepted from clients."""
@@ -65,6 +68,53 @@ class RequestIdMiddleware:
             level = logging.DEBUG if scope["path"] in POLLED_PATHS else logging.INFO
             facts = _facts(scope, request_id, status, time.monotonic() - began)
             log.log(level, "%s %s %s", facts["method"], facts["path"], status or "-", extra={"facts": facts})
+
+
+class WebPageMiddleware:
+    """Refuses requests that a web page of another site makes through the browser of a user of this server.
+
+    A server without keys trusts whatever reaches its address, and a browser on the same machine does. Such a
+    browser names the page's origin; a page that made its own name lead to this server names that host.
+    """
+
+    def __init__(self, app: ASGIApp, origins: tuple[str, ...] | None, hosts: tuple[str, ...] | None) -> None:
+        # origins: allowed beside the server's own; hosts: allowed, without port. None: any.
+        self._app = app
+        self._origins = None if origins is None or "*" in origins else frozenset(map(str.lower, origins))
+        self._hosts = None if hosts is None else frozenset(map(str.lower, hosts))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] == "http":
+            refusal = self._refusal(Headers(scope=scope))
+            if refusal is not None:
+                await error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> ApiError | None:
+        host = headers.get("host", "").lower()
+        if self._hosts is not None and host and PORT.sub("", host) not in self._hosts:
+            return ApiError(
+                f"the host {host[:100]!r} is not a name of this server; start it with --allowed-hosts",
+                status=421, code="wrong_host",
+            )  # fmt: skip
+        origin = headers.get("origin", "").lower()
+        if self._origins is None or self._is_own(origin, host, headers) or origin in self._origins:
+            return None
+        return ApiError(
+            f"pages of {origin[:100] or 'another site'!r} may not call this server; start it with "
+            "--allowed-origins, or with a key",
+            status=403, code="wrong_origin",
+        )  # fmt: skip
+
+    @staticmethod
+    def _is_own(origin: str, host: str, headers: Headers) -> bool:
+        """Whether a request comes from this server's own page, from a link to it, or from no page at all."""
+        if origin:
+            return origin.partition("://")[2] == host
+        elsewhere = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        return not elsewhere or headers.get("sec-fetch-mode") == "navigate"
 
 
 class AuthMiddleware:
@@ -114,4 +164,4 @@ def _facts(scope: Scope, request_id: str, status: int, seconds: float) -> dict[s
     }  # fmt: skip
 
 
-__all__ = ["AuthMiddleware", "RequestIdMiddleware"]
+__all__ = ["AuthMiddleware", "RequestIdMiddleware", "WebPageMiddleware"]

@@ -19,6 +19,7 @@ import uvicorn
 
 from samewise.llm.aio import AsyncLLM
 from samewise.serve.app import make_app
+from samewise.serve.connections import GuardedServer
 from samewise.serve.listen import Listen
 from samewise.serve.settings import ServeSettings
 from samewise.serve.worker import State, Worker
@@ -40,12 +41,18 @@ TIMES = ProcessTimes()
 def run(load: Callable[[], AsyncLLM], settings: ServeSettings, listen: Listen, *, version: str) -> int:
     """Serve until a signal or the engine's end. Returns the exit code; raises what loading raises."""
     listening = listen.open()
+    bound = listen.file_id()
+    if not settings.keys and not listen.is_local:
+        log.warning(
+            "%s has no key and is open to all that reach it: give --api-key-file, or --host 127.0.0.1",
+            listen.address(listening),
+        )
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_Process(load, settings, listen, listening, version).serve())
     finally:
         listening.close()
-        if listen.unix_socket is not None:
+        if listen.unix_socket is not None and listen.file_id() == bound:  # else another server's by now
             listen.unix_socket.unlink(missing_ok=True)
 
 
@@ -54,8 +61,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvicorn.Config("", log_config=None).get_loop_factory()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers: _Process drains first, and exits with 0."""
+class _Server(GuardedServer):
+    """A server without signal handlers: _Process drains first, and exits with 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -84,10 +91,12 @@ class _Process:
                 lifespan="off",
                 ws="none",
                 server_header=False,
+                timeout_keep_alive=settings.limits.idle_timeout,
                 timeout_graceful_shutdown=TIMES.flush,
                 ssl_certfile=listen.certificate,
                 ssl_keyfile=listen.key,
-            )
+            ),
+            settings.limits,
         )
         self._stop = asyncio.Event()  # set by the first signal: drain
         self._stop_now = asyncio.Event()  # set by the second: abort what is still running
@@ -106,7 +115,7 @@ class _Process:
             log.info("ready: %s, contract %s", llm.config.model, llm.contract)
             stopped = asyncio.ensure_future(self._engine_stopped())
             if await self._before_stop(stopped, serving):
-                log.error("the engine has stopped; the server ends", exc_info=self._worker.failure)
+                log.error("the server ends: it has no engine")
                 return 1
             stopped.cancel()
             await self._drain()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -11,11 +12,17 @@ from pathlib import Path
 
 from samewise.errors import BadParameter
 from samewise.receipts.signing import SigningKey
+from samewise.serve.limits import ServeLimits
 
 KEY_VARIABLE = "SAMEWISE_API_KEY"
 MAX_QUEUED = 1024
 """Choices that may wait where `max_queued` is not set. Set by hand: minutes of work for a small machine."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+"""Names of this machine in a Host header. A page of another site that has its name lead here (DNS rebinding)
+sends that name."""
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
+"""An Origin header as browsers write it: no path and no slash at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +78,22 @@ def gather_keys(given: Iterable[str] = (), file: Path | None = None) -> Keys:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
-    """The server's settings. Limits of single bodies are in openai.parse.ParseOptions."""
+    """The server's settings. Limits of single bodies are in openai.parse.ParseOptions.
+
+    Without a key, web pages of other origins than `allowed_origins` are refused: a browser would let any page
+    that its user visits send requests to this server.
+    """
 
     model_names: tuple[str, ...] = ()  # accepted names; answers carry the first
     keys: Keys = field(default_factory=Keys)
-    allowed_origins: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may call the server; "*": of all
+    allowed_hosts: tuple[str, ...] | None = None  # names in the Host header; None: any
+    limits: ServeLimits = field(default_factory=ServeLimits)
     max_body: int = 8 * 2**20  # bytes; set by hand: a million tokens of text
     shutdown_timeout: float = 30.0  # seconds for active requests to end after SIGTERM
     receipts: Path | None = None  # folder for a receipt of every answer
     hide_prompts: bool = False  # receipts hold only a digest of the prompt
+    special_tokens_in_content: bool = True  # False: control tokens in messages are read as text
     signer: SigningKey | None = field(default=None, repr=False)  # signs receipts
 
     def __post_init__(self) -> None:
@@ -89,14 +103,40 @@ class ServeSettings:
             raise BadParameter(
                 f"shutdown_timeout={self.shutdown_timeout}: give seconds, 0 or more", param="shutdown_timeout"
             )
+        if self.max_body > self.limits.max_bodies:
+            raise BadParameter(
+                f"max_body={self.max_body} is more than max_bodies={self.limits.max_bodies}, the bytes of "
+                "all bodies together; raise that too",
+                param="max_bodies",
+            )
+        for origin in self.allowed_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise BadParameter(
+                    f"allowed_origins={origin!r}: give scheme://host or scheme://host:port, with no slash at "
+                    "the end, or *",
+                    param="allowed_origins",
+                )
         if any(not name for name in self.model_names):
             raise BadParameter(
                 "served_model_name is empty; leave it out or give a name", param="served_model_name"
             )
+
+    @property
+    def several_owners(self) -> bool:
+        """Whether requests come from owners that share the server: there are several keys."""
+        return len(self.keys.digests) > 1
 
 
 def _digest(key: str) -> bytes:
     return sha256(b"samewise api key\0" + key.encode("utf-8", "surrogatepass")).digest()
 
 
-__all__ = ["KEY_VARIABLE", "LOG_LEVELS", "MAX_QUEUED", "Keys", "ServeSettings", "gather_keys"]
+__all__ = [
+    "KEY_VARIABLE",
+    "LOCAL_HOSTS",
+    "LOG_LEVELS",
+    "MAX_QUEUED",
+    "Keys",
+    "ServeSettings",
+    "gather_keys",
+]

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from samewise.openai.errors import ApiError, unavailable
+from samewise.openai.errors import RETRY_AFTER, ApiError, unavailable
 from samewise.serve.http import EventStream
 from samewise.serve.live_feed import LiveFeed
 from samewise.serve.worker import State, Worker
@@ -35,7 +35,7 @@ PAGE_HEADERS = {
 }
 
 
-def page_routes(worker: Worker) -> list[Route]:
+def page_routes(worker: Worker, max_listeners: int) -> list[Route]:
     """The page, its files, and the live feed of a worker's engine."""
 
     async def live_stats(since: int) -> dict[str, Any]:
@@ -47,6 +47,11 @@ def page_routes(worker: Worker) -> list[Route]:
 
     async def live(_: Request) -> Response:
         worker.llm  # noqa: B018 - raises 503 while there is none
+        if feed.listeners >= max_listeners:
+            raise ApiError(
+                f"{max_listeners} pages listen to the live feed, the most allowed; close one, or try later",
+                status=429, kind="rate_limit_error", code="listeners_full", retry_after=RETRY_AFTER,
+            )  # fmt: skip
         return EventStream(feed.events(), close=lambda: None)
 
     async def index(request: Request) -> Response:

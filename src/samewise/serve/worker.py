@@ -10,19 +10,18 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from enum import StrEnum
 from hashlib import sha256
-from typing import TypeVar
 
 from samewise.llm.aio import AsyncLLM, ResponseReader
+from samewise.llm.mailbox import UnreadBudget
+from samewise.llm.shares import within_share
 from samewise.openai.errors import RETRY_AFTER, ApiError, unavailable
 from samewise.outputs import Chunk, RequestOutput
 from samewise.serve.settings import MAX_QUEUED
+from samewise.serve.threads import in_daemon_thread
 
 log = logging.getLogger("samewise.serve")
-
-T = TypeVar("T")
 
 ABORT_SECONDS = 5.0
 """Time for aborted requests to send their error before the connections are closed. Set
@@ -42,24 +41,45 @@ class ActiveRequest:
     """A client's request from its arrival to the end of its answer, with one reader per prompt.
 
     Owned by its Worker. Close it however it ends: what is still running is then aborted within one step.
+    `owner`: the key that the request came with, where there are several; None: there is one owner only.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, worker: Worker, owner: bytes | None = None) -> None:
+        self._worker, self.owner = worker, owner
         self.readers: list[ResponseReader] = []
         self._failure: ApiError | None = None
-        self.num_choices = 0  # counted by the worker; guarded by its lock
+        self.num_choices = 0  # places it has; counted by the worker, guarded by its lock
         self.closed = False
 
     def reserve(self, num_choices: int) -> None:
         """Take places for these choices, or raise what a full server answers. Any thread may call it."""
         self._worker.reserve(self, num_choices)
 
-    def read_from(self, readers: list[ResponseReader]) -> None:
-        """The request is on the engine: its answers are read from these."""
+    def read_from(self, readers: list[ResponseReader], unread: UnreadBudget | None = None) -> None:
+        """The request is on the engine: its answers are read from these.
+
+        Its places are given back as the engine is done with each, whether they were read or not. What is not
+        read counts in `unread`.
+        """
         self.readers = readers
+        each = self.num_choices // max(1, len(readers))
+        for reader in readers:
+            reader.on_end(lambda: self._worker.give_back(self, each))
+            if unread is not None:
+                reader.limit(unread, self._drop)
         if self._failure is not None:
             self.fail(self._failure)
+
+    def _drop(self) -> None:
+        """The client does not read, and the memory is needed: end the request."""
+        log.warning("an answer is dropped: its client does not read, and unread answers fill the memory")
+        for reader in self.readers:
+            reader.drop(
+                ApiError(
+                    "the answer was not read in time; read faster, or ask for less",
+                    status=408, kind="server_error", code="unread",
+                )
+            )  # fmt: skip
 
     def fail(self, error: ApiError) -> None:
         """End the request with an error, also one that is not on the engine yet."""
@@ -97,11 +117,15 @@ class ActiveRequest:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    async def outputs(self) -> list[RequestOutput]:
-        """The complete answers, one per prompt."""
+    async def wait(self) -> None:
+        """Wait until every answer is complete."""
         for reader in self.readers:
             while await reader.next_chunks():
                 pass
+
+    async def outputs(self) -> list[RequestOutput]:
+        """The complete answers, one per prompt."""
+        await self.wait()
         return [reader.output() for reader in self.readers]
 
 
@@ -112,8 +136,9 @@ class Worker:
         self._load = load
         self._llm: AsyncLLM | None = None
         self._active: dict[ActiveRequest, None] = {}
-        self._lock = threading.Lock()  # guards the two counts of choices
-        self._num_choices = 0  # over all active requests
+        self._lock = threading.Lock()  # guards the counts of choices
+        self._num_choices = 0  # places taken, over all active requests
+        self._choices_of: dict[bytes, int] = {}  # and by owner; none of them 0
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -128,7 +153,7 @@ class Worker:
     async def load(self) -> AsyncLLM:
         """Load the engine in a thread. Raises what loading raises."""
         if self._llm is None:
-            self._llm = await _in_daemon_thread(self._load)
+            self._llm = await in_daemon_thread(self._load)
         return self._llm
 
     @property
@@ -161,11 +186,11 @@ class Worker:
 
     # ---- one request
 
-    def begin(self) -> ActiveRequest:
+    def begin(self, owner: bytes | None = None) -> ActiveRequest:
         """A new request, which the caller closes. Raises 503 while draining."""
         if self._draining:
             raise unavailable("the server is shutting down; send the request to another server", "draining")
-        request = ActiveRequest(self)
+        request = ActiveRequest(self, owner)
         self._active[request] = None
         self._idle.clear()
         return request
@@ -182,19 +207,44 @@ class Worker:
         with self._lock:
             if request.closed:
                 raise ConnectionAbortedError("the client has disconnected")
-            if self._num_choices + num_choices > max_queued + config.max_num_seqs:
+            self._refuse_if_full(request.owner, num_choices, max_queued + config.max_num_seqs)
+            self._count(request, num_choices)
+
+    def _refuse_if_full(self, owner: bytes | None, num_choices: int, places: int) -> None:
+        """Raise 429 where there are no places, or an owner has its share of them."""
+        used = self._num_choices
+        full = used + num_choices > places
+        if not full and owner is not None:
+            own = self._choices_of.get(owner, 0)
+            if not within_share(own, used, places, num_choices):
                 raise ApiError(
-                    f"{self._num_choices} answers are under way and {max_queued} may wait; try again later",
-                    status=429, kind="rate_limit_error", code="queue_full", retry_after=RETRY_AFTER,
+                    f"{own} answers of this key are under way, its share of the server; try again later",
+                    status=429, kind="rate_limit_error", code="share_used", retry_after=RETRY_AFTER,
                 )  # fmt: skip
-            request.num_choices = num_choices
-            self._num_choices += num_choices
+        if full:
+            raise ApiError(
+                "the server has as many answers under way as it queues; try again later",
+                status=429, kind="rate_limit_error", code="queue_full", retry_after=RETRY_AFTER,
+            )  # fmt: skip
+
+    def give_back(self, request: ActiveRequest, num_choices: int) -> None:
+        """Some of a request's answers have ended on the engine: their places are free."""
+        with self._lock:
+            self._count(request, -min(num_choices, request.num_choices))
+
+    def _count(self, request: ActiveRequest, change: int) -> None:
+        request.num_choices += change
+        self._num_choices += change
+        if request.owner is not None:
+            count = self._choices_of.pop(request.owner, 0) + change
+            if count:
+                self._choices_of[request.owner] = count
 
     def release(self, request: ActiveRequest) -> None:
         """Forget a request that is being closed."""
         with self._lock:
             request.closed = True
-            self._num_choices -= request.num_choices
+            self._count(request, -request.num_choices)
         del self._active[request]
         if not self._active:
             self._idle.set()
@@ -207,6 +257,8 @@ class Worker:
         Returns whether all of them finished.
         """
         self._draining = True
+        if self._llm is not None:
+            self._llm.intake.stop_compiling()  # a grammar may take seconds, and its request has not begun
         log.info("draining: %d requests are under way", self.num_active)
         if self._idle.is_set():
             return True
@@ -232,27 +284,6 @@ class Worker:
         """Stop the engine's thread."""
         if self._llm is not None:
             await asyncio.to_thread(self._llm.close)
-
-
-async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread that does not keep the process alive. (asyncio.to_thread's would.)"""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def resolve(result: T | None, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        try:
-            outcome: tuple[T | None, BaseException | None] = (work(), None)
-        except BaseException as error:
-            outcome = (None, error)
-        with suppress(RuntimeError):  # the event loop was closed meanwhile
-            loop.call_soon_threadsafe(resolve, *outcome)
-
-    threading.Thread(target=run, name="samewise-load", daemon=True).start()
-    return await future
 
 
 def salt_of(key_digest: bytes, cache_salt: str | None) -> bytes:

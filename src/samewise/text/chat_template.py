@@ -22,6 +22,7 @@ def template_of(tokenizer: Any, tools: Any = None) -> str:
 def render_chat(
     tokenizer: Any,
     messages: Messages,
+    /,
     *,
     date: str | None,
     add_generation_prompt: bool = True,

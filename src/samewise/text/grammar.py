@@ -5,29 +5,63 @@ does not depend on the proposer, on other sequences or on preemption. A `Grammar
 committed tokens of one sequence. To answer about drafted tokens it advances and rolls back within the call;
 it moves for good only when a token is committed.
 
-Compiled grammars are cached here, beside the tokenizer. `types.Sampling` holds only the grammar's text, so
-that it stays comparable and a request can be written to a file.
+A grammar may be written by a stranger, so one that is not plain is first compiled by a child process under
+limits (`compile_queue`), and only then here. Compiled grammars are kept here, beside the tokenizer.
+`types.Sampling` holds only the grammar's text, so that it stays comparable and a request can be written to a
+file.
 """
 
 from __future__ import annotations
 
-import json
+import copy
+import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
+from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from typing import Any
 
-from samewise.errors import BadParameter
+from samewise.errors import BadParameter, QueueFull
+from samewise.text.compile_process import Trial
+from samewise.text.compile_queue import CompileLimits, CompileQueue
+from samewise.text.grammar_source import (
+    MAX_LEXER_STATES,
+    MAX_TEXT,
+    WHITESPACE,
+    GrammarRefused,
+    bits,
+    compile_matcher,
+    is_plain,
+)
 from samewise.types import Finish, Grammar
 
-MAX_COMPILED = 128
-"""Compiled grammars kept in memory; the one used longest ago is dropped first. Set by hand."""
+KEPT_BYTES = 256 << 20
+"""Bytes of compiled grammars kept for later requests; the one used longest ago is dropped first. Set by hand:
+about 128 ordinary grammars."""
 
-WHITESPACE = r"( |\n {0,16})?"
-"""White space between the parts of JSON: none, a space, or a new line and its indent. Without a limit a model
-can generate white space for ever."""
+HEAVY_BYTES = 512 << 20
+"""Bytes of heavy grammars in memory, at most, those of requests under way included. Set by hand."""
+
+LIGHT = Trial(seconds=0.1, num_bytes=8 << 20)
+"""A grammar that takes more of either is heavy. Ordinary ones take 2 to 20 ms and 1 to 3 MB."""
+
+PLAIN = Trial(seconds=0.03, num_bytes=2 << 20)
+"""What is counted for a plain grammar, which is compiled without a trial, and at least for any other: the
+first mask and small allocations that a trial does not show. Measured, rounded up."""
+
+GROWTH_BYTES = 20 << 10
+"""Bytes that are counted for every token of an answer: what the shared lexer grows by. Ordinary grammars grow
+by 0 to 16 kB a token at first and stop growing; the worst one found grows by 110 kB."""
+
+MAX_GROWTH = 5000 * MAX_LEXER_STATES
+"""Bytes that a lexer grows by, at most: 5 kB a state, as measured for the worst grammar found."""
+
+RENEW_AFTER = 64
+"""Committed tokens between two new lexers of a sequence, at least: a new one costs the engine up to LIGHT's
+seconds. A full lexer lasts for thousands of tokens."""
 
 _MISSING = "grammars need llguidance; pip install 'samewise[grammar]'"
 
@@ -40,97 +74,226 @@ def version() -> str:
         return "none"
 
 
-class Grammars:
-    """The grammars of one tokenizer, compiled on first use. Safe to call from any thread."""
+class CompiledGrammar:
+    """A grammar compiled for one tokenizer. Requests hold on to it from their check to their end.
 
-    def __init__(self, tokenizer: Any, vocab: int, eos_ids: Iterable[int]) -> None:
+    Its lexer is shared by all sequences that follow the grammar, and grows with them up to a limit.
+    """
+
+    def __init__(self, grammar: Grammar, trie: Any, trial: Trial) -> None:
+        self.grammar = grammar
+        self.is_heavy = trial.seconds > LIGHT.seconds or trial.num_bytes > LIGHT.num_bytes
+        self.is_spent = False  # llguidance failed on the shared lexer: new requests get a new one
+        self.num_tokens = 0  # committed by all sequences; counted by the engine's thread
+        self.matcher: Any = None  # at the start of a text; copied for every sequence
+        self._trie = trie
+        self._compiled_bytes = max(trial.num_bytes, PLAIN.num_bytes) + len(grammar.text)
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate of its memory."""
+        return self._compiled_bytes + min(self.num_tokens * GROWTH_BYTES, MAX_GROWTH)
+
+    def guide(self, stop_ids: frozenset[int]) -> GrammarGuide:
+        """A guide at the start of a text that `stop_ids` may end."""
+        return GrammarGuide(self.matcher.deep_copy(), self._trie, stop_ids, origin=self)
+
+    def renew(self) -> Any | None:
+        """A matcher with a lexer of its own, after the shared one failed; None for a heavy grammar."""
+        self.is_spent = True
+        return None if self.is_heavy else compile_matcher(self._trie, self.grammar)
+
+
+class Grammars:
+    """The grammars of one tokenizer, compiled on first use. Safe to call from any thread.
+
+    `close` it to end its child processes at once; they also end with this object and with the process.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocab: int, eos_ids: Iterable[int], *, limits: CompileLimits | None = None
+    ) -> None:
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, sorted(eos_ids)
+        self._limits = limits
         self._lock = threading.Lock()
-        self._compile_lock = threading.Lock()  # separate: a compiled grammar never waits for a compilation
+        self._trie_lock = threading.Lock()
         self._trie: Any = None  # llguidance's form of the tokenizer; takes about a second to build
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()  # the latest used last
+        self._queue: CompileQueue[CompiledGrammar] | None = None
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the latest used last
+        # In memory: kept here, or held by a request.
+        self._live: weakref.WeakValueDictionary[Grammar, CompiledGrammar] = weakref.WeakValueDictionary()
+        self._heavy: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
+        self._compiling: dict[Grammar, Future[CompiledGrammar]] = {}
+        self._closed = False
 
     def check(self, grammar: Grammar) -> None:
         """Raise BadParameter unless the grammar can be followed with this tokenizer."""
-        self._new_matcher(grammar)
+        self.compile(grammar)
 
     def guide(self, grammar: Grammar, stop_ids: frozenset[int]) -> GrammarGuide:
         """A guide at the start of a text that `stop_ids` may end."""
-        return GrammarGuide(self._new_matcher(grammar), self._trie, stop_ids)
+        return self.compile(grammar).guide(stop_ids)
 
-    def _new_matcher(self, grammar: Grammar) -> Any:
-        """A private copy of the grammar's matcher, at the start."""
-        matcher = self._copy_compiled(grammar)
-        if matcher is None:
-            with self._compile_lock:
-                compiled = self._compile(grammar)
-            with self._lock:
-                self._compiled[grammar] = compiled
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-                matcher = compiled.deep_copy()
-        return matcher
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """The compiled grammar; waits for it. Raises as `start` and its future do."""
+        return self.start(grammar).result()
 
-    def _copy_compiled(self, grammar: Grammar) -> Any:
+    def start(self, grammar: Grammar, *, owner: bytes | None = None) -> Future[CompiledGrammar]:
+        """A future of the compiled grammar, done already if it was compiled before or is plain.
+
+        Raises, or the future fails with, BadParameter for a grammar that cannot be followed or needs too
+        much, and QueueFull where too many wait (of one `owner`, or in all) or heavy ones fill the memory.
+        """
         with self._lock:
-            if grammar not in self._compiled:
-                return None
-            self._compiled.move_to_end(grammar)
-            return self._compiled[grammar].deep_copy()
+            compiled = self._find(grammar)
+            if compiled is not None:
+                return _done(compiled)
+            if grammar in self._compiling:
+                return self._compiling[grammar]
+        _refuse_long(grammar)
+        self._make_trie()
+        if is_plain(grammar) or not hasattr(os, "fork"):  # Windows has neither forks nor limits for them
+            return _done(self._make(grammar, PLAIN))
+        return self._submit(grammar, owner)
 
-    def _compile(self, grammar: Grammar) -> Any:
-        try:
-            from llguidance import LLMatcher
-        except ImportError as error:
-            raise BadParameter(_MISSING, param="grammar") from error
+    def prepare(self) -> None:
+        """Convert the tokenizer now, which stops other threads for about a second. Raises BadParameter."""
+        self._make_trie()
+        with self._lock:
+            self._get_queue()
 
-        if self._trie is None:
-            self._trie = self._convert_tokenizer()
-        matcher = LLMatcher(self._trie, _source(grammar), log_level=0)
-        if not matcher.is_error():
-            mask = matcher.compute_bitmask()  # the first mask is the slowest: computed once, before copies
-        if matcher.is_error():
-            raise BadParameter(
-                f"grammar={grammar.kind}: {_first_lines(matcher.get_error())}", param="grammar"
-            )
-        if not int.from_bytes(mask, "little") & ~_bits(self._trie.eos_tokens):
-            raise BadParameter(
-                f"grammar={grammar.kind}: it admits only the empty text, or nothing this model can spell",
+    def close(self) -> None:
+        """End the children. What is being compiled fails, and so does what would need a child later."""
+        with self._lock:
+            self._closed, queue = True, self._queue
+        if queue is not None:
+            queue.close()
+
+    def _find(self, grammar: Grammar) -> CompiledGrammar | None:
+        compiled = self._live.get(grammar)
+        if compiled is None or compiled.is_spent:
+            self._kept.pop(grammar, None)
+            return None
+        self._keep(compiled)
+        return compiled
+
+    def _submit(self, grammar: Grammar, owner: bytes | None) -> Future[CompiledGrammar]:
+        with self._lock:
+            if grammar in self._compiling:
+                return self._compiling[grammar]
+            result = self._get_queue().submit(grammar, self._make, owner=owner)
+            self._compiling[grammar] = result
+        result.add_done_callback(lambda _: self._compiling.pop(grammar, None))
+        return result
+
+    def _make(self, grammar: Grammar, trial: Trial) -> CompiledGrammar:
+        """Compile in this process what is known to be cheap enough."""
+        compiled = CompiledGrammar(grammar, self._trie, trial)
+        if compiled.is_heavy:
+            with self._lock:
+                self._make_room(compiled)
+        compiled.matcher = compile_matcher(self._trie, grammar)
+        with self._lock:
+            self._live[grammar] = compiled
+            self._keep(compiled)
+        return compiled
+
+    def _make_room(self, compiled: CompiledGrammar) -> None:
+        """Count a heavy grammar, and drop others that no request holds. Raises QueueFull."""
+        for kept in list(self._kept.values()):
+            if self._heavy_bytes() + compiled.num_bytes <= HEAVY_BYTES:
+                break
+            if kept.is_heavy:
+                del self._kept[kept.grammar]
+            del kept
+        if self._heavy_bytes() + compiled.num_bytes > HEAVY_BYTES:
+            raise QueueFull(
+                f"grammar={compiled.grammar.kind}: requests under way hold {HEAVY_BYTES >> 20} MB of large "
+                "grammars; try again later, or make it smaller",
                 param="grammar",
             )
-        return matcher
+        self._heavy.add(compiled)
+
+    def _heavy_bytes(self) -> int:
+        return sum(compiled.num_bytes for compiled in self._heavy)
+
+    def _keep(self, compiled: CompiledGrammar) -> None:
+        """Keep a grammar as the latest used, and drop those used longest ago beyond KEPT_BYTES."""
+        self._kept[compiled.grammar] = compiled
+        self._kept.move_to_end(compiled.grammar)
+        total = sum(kept.num_bytes for kept in self._kept.values())
+        while total > KEPT_BYTES and len(self._kept) > 1:
+            total -= self._kept.popitem(last=False)[1].num_bytes
+
+    def _get_queue(self) -> CompileQueue[CompiledGrammar]:
+        if self._queue is None:
+            self._queue = CompileQueue(self._describe_tokenizer(), self._limits)
+            weakref.finalize(self, self._queue.close)
+            if self._closed:
+                self._queue.close()
+        return self._queue
+
+    def _make_trie(self) -> Any:
+        with self._trie_lock:
+            if self._trie is None:
+                self._trie = self._convert_tokenizer()
+            return self._trie
 
     def _convert_tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            raise BadParameter("grammar needs a tokenizer, and this model has none", param="grammar")
-        from llguidance.hf import from_tokenizer
-
-        # A model may have more ids than its tokenizer has tokens; masks never allow those.
-        num_ids = max(self._vocab, len(self._tokenizer))
         try:
-            return from_tokenizer(self._tokenizer, n_vocab=num_ids, eos_token=self._eos_ids or None)
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            raise BadParameter(_MISSING, param="grammar") from error
+        try:
+            return LLTokenizer(**self._describe_tokenizer())
         except ValueError as error:
             raise BadParameter(
                 f"this model's tokenizer does not work with grammars: {error}", param="grammar"
             ) from error
 
+    def _describe_tokenizer(self) -> dict[str, Any]:
+        """The keywords of llguidance's LLTokenizer, as plain data that a child can be sent."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise BadParameter("grammar needs a tokenizer, and this model has none", param="grammar")
+        if not getattr(tokenizer, "is_fast", False):
+            raise BadParameter(
+                "this model's tokenizer does not work with grammars: it is not a fast one", param="grammar"
+            )
+        inner = copy.copy(tokenizer.backend_tokenizer)
+        inner.no_padding()
+        inner.no_truncation()
+        # A model may have more ids than its tokenizer has tokens; masks never allow those.
+        num_ids = max(self._vocab, len(tokenizer))
+        eos_ids = self._eos_ids or tokenizer.eos_token_id
+        return {"tokenizer": inner.to_str(), "n_vocab": num_ids, "eos_token": eos_ids}
+
 
 class GrammarGuide:
-    """A `types.Guide`: the state of one sequence in its grammar."""
+    """A `types.Guide`: the state of one sequence in its grammar.
 
-    def __init__(self, start: Any, trie: Any, stop_ids: frozenset[int]) -> None:
-        self._start, self._matcher, self._trie = start, start.deep_copy(), trie
+    llguidance gives up where a step takes too much work or a lexer has too many states, and then all matchers
+    that share the lexer fail. A guide whose lexer failed goes on with a new one, so that sequences do not
+    depend on one another; it fails only where a new lexer fails too.
+    """
+
+    def __init__(
+        self, start: Any, trie: Any, stop_ids: frozenset[int], *, origin: CompiledGrammar | None = None
+    ) -> None:
+        self._start, self._matcher, self._trie, self._origin = start, start.deep_copy(), trie, origin
         eos_ids = frozenset(trie.eos_tokens)
         extra = frozenset(token for token in stop_ids - eos_ids if trie.is_special_token(token))
         self._end_ids = (
             eos_ids | extra
         )  # a special token among the stop ids ends the text as end-of-text does
-        self._before_end = ~_bits(self._end_ids)  # where the text may not end yet, no end token is allowed
-        self._at_end = ~_bits(eos_ids - stop_ids)  # an end-of-text token that does not stop is never allowed
-        self._extra_ends = _bits(extra)
+        self._before_end = ~bits(self._end_ids)  # where the text may not end yet, no end token is allowed
+        self._at_end = ~bits(eos_ids - stop_ids)  # an end-of-text token that does not stop is never allowed
+        self._extra_ends = bits(extra)
         self._committed: list[int] = []
         self._masks: dict[tuple[int, ...], bytes | None] = {}  # by drafted tokens after the committed ones
         self._failed = False  # llguidance cannot follow the committed tokens
+        self._renewed_at: int | None = None  # committed tokens when the lexer was last renewed
+        self._follows_guesses = True  # False once a guess made a lexer fail that no other sequence shares
 
     def fits(self, draft: list[int], guesses: tuple[int, ...]) -> int:
         """How many of `guesses` the grammar allows after the committed and drafted tokens."""
@@ -149,48 +312,103 @@ class GrammarGuide:
     def take(self, token: int) -> Finish | None:
         """Commit a token. STOP: the text ends with it; ABORT: the grammar refuses it or fails."""
         self._masks.clear()
-        if token in self._end_ids and not self._failed:
-            return Finish.STOP if self._matcher.is_accepting() else Finish.ABORT
-        if self._failed or self._advance((token,)) == 0 or self._matcher.is_error():
+        if self._failed:
+            return Finish.ABORT
+        if token in self._end_ids:
+            return Finish.STOP if self._accepts() else Finish.ABORT
+        if not self._commit(token) and not (self._renew() and self._commit(token)):
             return Finish.ABORT
         self._committed.append(token)
+        if self._origin is not None:
+            self._origin.num_tokens += 1
         return Finish.STOP if self._matcher.is_stopped() else None
 
     def restore(self, tokens: tuple[int, ...]) -> None:
         """Return to the state after these committed tokens."""
-        matcher = self._start.deep_copy()
-        followed = not tokens or bool(matcher.consume_tokens(list(tokens)))
-        self._matcher, self._committed, self._masks = matcher, list(tokens), {}
-        self._failed = not followed or matcher.is_error()
+        self._committed, self._masks = list(tokens), {}
+        self._return_to_committed()
+
+    def _accepts(self) -> bool:
+        """Whether the text may end after the committed tokens."""
+        if self._matcher.is_accepting():
+            return True
+        self._matcher.compute_bitmask()  # llguidance notices here that a lexer failed
+        return self._renew() and bool(self._matcher.is_accepting())
+
+    def _commit(self, token: int) -> bool:
+        return self._advance((token,)) == 1 and not self._matcher.is_error()
 
     def _compute_masks(self, path: tuple[int, ...]) -> int:
         """Cache the masks along a path as far as it is allowed; returns how many of its tokens are."""
+        num = self._walk(path)
+        if self._matcher.is_error():
+            num = self._walk_again(path, num)
+        return num
+
+    def _walk(self, path: tuple[int, ...]) -> int:
+        """Cache masks and return; where llguidance fails the matcher stays in its error state."""
         masks, num_advanced = self._masks, 0
         for num in range(len(path) + 1):
             prefix = path[:num]
             if prefix not in masks:
+                if num and not self._follows_guesses:
+                    self._matcher.rollback(num_advanced)
+                    return num - 1
                 num_advanced += self._advance(path[num_advanced:num])
-                masks[prefix] = self._current_mask() if num_advanced == num else None
+                mask = self._current_mask() if num_advanced == num else None
+                if self._matcher.is_error():
+                    return num
+                masks[prefix] = mask
             if num == len(path) or not _allows(masks[prefix], path[num]):
                 break
-        self._roll_back(num_advanced)
+        self._matcher.rollback(num_advanced)
         return num
+
+    def _walk_again(self, path: tuple[int, ...], failed_at: int) -> int:
+        """After a failure of llguidance: go on with a new lexer, or without the guess that made it fail."""
+        shared = self._renewed_at is None
+        if failed_at == 0:
+            if self._renew() and not self._failed:
+                num = self._walk(path)
+                if not self._matcher.is_error():
+                    return num
+            self._failed, self._masks[()] = True, None
+            return 0
+        self._masks[path[:failed_at]] = None
+        self._follows_guesses = shared
+        self._return_to_committed()
+        return failed_at - 1
+
+    def _return_to_committed(self) -> None:
+        """A matcher after the committed tokens, with a new lexer if the one it has failed."""
+        self._matcher = self._start.deep_copy()
+        followed = not self._committed or bool(self._matcher.consume_tokens(self._committed))
+        self._failed = not followed or self._matcher.is_error()
+        if self._failed and self._matcher.is_error():
+            self._renew(for_guess=True)
+
+    def _renew(self, *, for_guess: bool = False) -> bool:
+        """Take a new lexer that no other sequence shares; returns whether there is one."""
+        too_soon = self._renewed_at is not None and len(self._committed) < self._renewed_at + RENEW_AFTER
+        if self._origin is None or not self._matcher.is_error() or (too_soon and not for_guess):
+            return False
+        matcher = self._origin.renew()
+        if matcher is None:
+            return False
+        self._start, self._matcher, self._renewed_at = matcher, matcher.deep_copy(), len(self._committed)
+        followed = not self._committed or bool(self._matcher.consume_tokens(self._committed))
+        self._failed = not followed or self._matcher.is_error()
+        return not self._failed
 
     def _advance(self, path: tuple[int, ...]) -> int:
         """Move along a path as far as the grammar allows, but not over an end token; returns how far."""
         for num, token in enumerate(path):
-            if token in self._end_ids or not self._matcher.try_consume_tokens([token]):
+            if token in self._end_ids:
+                return num
+            if not self._matcher.try_consume_tokens([token]):
+                self._matcher.compute_bitmask()  # tells a lexer that failed from a token that is not allowed
                 return num
         return len(path)
-
-    def _roll_back(self, num: int) -> None:
-        """Return to the position after the committed tokens, even if llguidance failed on a drafted one."""
-        if not self._matcher.is_error():
-            self._matcher.rollback(num)
-            return
-        self._matcher = self._start.deep_copy()
-        self._matcher.consume_tokens(self._committed)
-        self._failed = self._matcher.is_error() or num == 0
 
     def _current_mask(self) -> bytes | None:
         """The mask at the matcher's position; None where no token is allowed."""
@@ -220,36 +438,36 @@ class GrammarGuide:
         forced: bytes = self._matcher.compute_ff_bytes()
         words = [self._trie.greedy_tokenize(forced[:size].decode("utf-8", "ignore")) for size in range(1, 17)]
         valid = {word[0] for word in words if len(word) == 1 and self._matcher.validate_tokens(word)}
-        return _bits(valid).to_bytes(len(mask), "little")
+        return bits(valid).to_bytes(len(mask), "little")
 
 
 def _allows(mask: bytes | None, token: int) -> bool:
     return mask is not None and 0 <= token < 8 * len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
-def _bits(ids: Iterable[int]) -> int:
-    return sum(1 << token for token in ids)
+def _done(compiled: CompiledGrammar) -> Future[CompiledGrammar]:
+    future: Future[CompiledGrammar] = Future()
+    future.set_result(compiled)
+    return future
 
 
-def _source(grammar: Grammar) -> str:
-    """The grammar in llguidance's own form."""
-    from llguidance import LLMatcher
-
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.text)
-    if grammar.kind == "lark":
-        return LLMatcher.grammar_from_lark(grammar.text)
-    schema = json.loads(grammar.text) if grammar.text else {"type": "object"}
-    if schema.pop("x-guidance", None) is not None:
-        raise BadParameter(
-            "grammar=json_schema: 'x-guidance' is not part of JSON Schema; leave it out", param="grammar"
-        )
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+def _refuse_long(grammar: Grammar) -> None:
+    if len(grammar.text) > MAX_TEXT:
+        raise GrammarRefused(grammar.kind, f"it has {len(grammar.text)} characters; give at most {MAX_TEXT}")
 
 
-def _first_lines(message: str) -> str:
-    """An llguidance error without its dump of the parser's state."""
-    return message.split("\n<state>", maxsplit=1)[0].strip()[:400]
-
-
-__all__ = ["MAX_COMPILED", "WHITESPACE", "Grammar", "GrammarGuide", "Grammars", "version"]
+__all__ = [
+    "GROWTH_BYTES",
+    "HEAVY_BYTES",
+    "KEPT_BYTES",
+    "LIGHT",
+    "MAX_GROWTH",
+    "PLAIN",
+    "RENEW_AFTER",
+    "WHITESPACE",
+    "CompiledGrammar",
+    "Grammar",
+    "GrammarGuide",
+    "Grammars",
+    "version",
+]

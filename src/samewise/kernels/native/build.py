@@ -7,7 +7,9 @@ has: a second thread pool would compete with it for the cores.
 
 ``CXX`` names the compiler and may carry options, but none that relaxes IEEE arithmetic; torch's own compiler
 reads it too, as a program's name only. ``CXXFLAGS`` is not read. ``SAMEWISE_PORTABLE=1`` builds without
-vector intrinsics, to the same bits, slower. Each variant has its own file in the cache.
+vector intrinsics, to the same bits, slower. Each variant has its own file in the cache, and its SHA-256 in a
+file beside it. A library runs as the user: one is loaded only if this user or root owns it, no other user can
+write it, and it has that SHA-256; otherwise it is built again, in another place if need be.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -28,6 +31,8 @@ import torch
 from samewise import user_cache
 from samewise.errors import GuaranteeLost, MachineError
 from samewise.kernels.native.expected import EXPECTED
+
+log = logging.getLogger(__name__)
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
@@ -104,11 +109,11 @@ def library_path(sources: tuple[Path, ...] = SOURCES) -> Path:
 
 
 def build(target: Path, extra_flags: tuple[str, ...] = (), sources: tuple[Path, ...] = SOURCES) -> None:
-    """Compile to `target`, which is replaced only by a complete library.
+    """Compile to `target`, which is replaced only by a complete library, and write its digest beside it.
 
     MachineError if the compiler fails, OSError if the folder cannot be written.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    user_cache.make_private(target.parent)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".building-", suffix=".so")
     os.close(handle)
     try:
@@ -116,7 +121,9 @@ def build(target: Path, extra_flags: tuple[str, ...] = (), sources: tuple[Path, 
         result = _run(command)
         if result.returncode != 0:
             raise MachineError(_failure(command, result.stderr))
+        digest = hashlib.sha256(Path(temporary).read_bytes()).hexdigest()
         Path(temporary).replace(target)
+        user_cache.write_atomically(_digest_path(target), _digest_line(digest, target))
     finally:
         Path(temporary).unlink(missing_ok=True)
 
@@ -146,7 +153,16 @@ def _failure(command: list[str], stderr: str) -> str:
 
 
 def _cache_dir() -> Path:
-    return user_cache.cache_dir() / "native"
+    return user_cache.folder("native")
+
+
+def _digest_path(library: Path) -> Path:
+    return library.with_name(f"{library.name}.sha256")
+
+
+def _digest_line(digest: str, library: Path) -> bytes:
+    """The content of a digest's file, as `sha256sum` writes and checks it."""
+    return f"{digest}  {library.name}\n".encode()
 
 
 def _build_digest(compiler: list[str], sources: tuple[Path, ...]) -> str:
@@ -220,17 +236,57 @@ def library_of(*sources: Path) -> ctypes.CDLL:
 def _library(sources: tuple[Path, ...]) -> ctypes.CDLL:
     """From the cache, or built now (in a temporary folder if the cache fails)."""
     target = library_path(sources)
-    if target.exists():
-        return load_library(target)
+    if (cached := _load_cached(target)) is not None:
+        return cached
     try:
         build(target, sources=sources)
-        return load_library(target)
+        if (cached := _load_cached(target)) is None:
+            raise MachineError(f"{target} cannot be loaded")
     except (OSError, MachineError):
         # A full disk makes the compiler fail too. A failure of the compiler itself repeats and is raised.
         with tempfile.TemporaryDirectory(prefix="samewise-native-") as folder:
             uncached = Path(folder) / target.name
             build(uncached, sources=sources)
             return load_library(uncached)
+    return cached
+
+
+def _load_cached(path: Path) -> ctypes.CDLL | None:
+    """The library in the cache; None if it is missing, damaged, or another user could have written it."""
+    try:
+        handle = user_cache.open_own(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("not loading a library of the cache: %s", error)
+        return None
+    library = None
+    try:
+        if _has_its_digest(handle, path):
+            library = load_library(_path_of(handle, path))
+        else:
+            log.info("%s has no SHA-256 beside it, or another one: it is built again", path)
+    except (OSError, MachineError) as error:
+        log.warning("%s is built again: %s", path, error)
+    finally:
+        if library is None:
+            os.close(handle)  # else it stays open: the loader takes two files of one name for one file
+    return library
+
+
+def _has_its_digest(handle: int, path: Path) -> bool:
+    with os.fdopen(handle, "rb", closefd=False) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        return user_cache.read_own(_digest_path(path)) == _digest_line(digest, path)
+    except FileNotFoundError:
+        return False
+
+
+def _path_of(handle: int, path: Path) -> Path:
+    """A name of an open file that no other user can give to another file; `path` where there is none."""
+    name = Path(f"/proc/self/fd/{handle}")
+    return name if name.exists() else path
 
 
 @functools.cache

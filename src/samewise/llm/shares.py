@@ -1,0 +1,96 @@
+"""How one resource is divided between owners that do not trust each other. Host only.
+
+`within_share` is the rule, for places, bytes and sequences alike. FairQueue applies it to the sequences of an
+engine: requests of an owner that has its share wait outside of the engine, so that a request of another owner
+finds a place there at once.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+GREED = 3
+"""An owner may take up to this many times of what it leaves free: alone 3/4 of a resource, two owners 3/7
+each. Set by hand: a smaller number leaves more idle, a larger one leaves less for the next owner."""
+
+
+def within_share(own: int, used: int, total: int, wanted: int = 1) -> bool:
+    """Whether an owner that holds `own` of the `used` units may take `wanted` more of `total`.
+
+    These are dynamic thresholds (Choudhury and Hahne, 1998): a bound that needs no list of owners, and always
+    leaves room for another one. An owner without any unit may take what is free, so that no request is too
+    large for ever.
+    """
+    left = total - used - wanted
+    return left >= 0 and (own == 0 or own + wanted <= GREED * left)
+
+
+class FairQueue(Generic[T]):
+    """Requests by owner, of which each owner has some running and others waiting for its share.
+
+    `total` is the number of sequences that run at once. Owned by a StepLoop.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._owners: dict[int, bytes] = {}  # of every request, by its number
+        self._waiting: dict[bytes, dict[int, T]] = {}  # by owner and number, in the order of arrival
+        self._running: dict[bytes, int] = {}  # counts by owner, none of them 0
+
+    def push(self, owner: bytes, number: int, request: T) -> None:
+        """Add a request under a number that is not in use. Later requests have larger numbers."""
+        self._owners[number] = owner
+        self._waiting.setdefault(owner, {})[number] = request
+
+    def pop(self) -> T | None:
+        """The next request that may run, which then counts as running; None: none may.
+
+        The owner with the fewest running goes first, among equals the one whose request is older.
+        """
+        used = sum(self._running.values())
+        allowed = [
+            (running, next(iter(requests)), owner)
+            for owner, requests in self._waiting.items()
+            if within_share(running := self._running.get(owner, 0), used, self._total)
+        ]
+        if not allowed:
+            return None
+        running, number, owner = min(allowed)
+        self._running[owner] = running + 1
+        return self._take(owner, number)
+
+    def forget(self, number: int) -> bool:
+        """A request has ended or is not wanted any more; returns whether it was still waiting."""
+        owner = self._owners.get(number)
+        if owner is None:
+            return False
+        waited = self.waits(number)
+        if waited:
+            self._take(owner, number)
+        else:
+            self._running[owner] -= 1
+            if not self._running[owner]:
+                del self._running[owner]
+        del self._owners[number]
+        return waited
+
+    def waits(self, number: int) -> bool:
+        """Whether a request is still waiting."""
+        return number in self._waiting.get(self._owners.get(number, b""), ())
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of waiting requests."""
+        return sum(map(len, self._waiting.values()))
+
+    def _take(self, owner: bytes, number: int) -> T:
+        requests = self._waiting[owner]
+        request = requests.pop(number)
+        if not requests:
+            del self._waiting[owner]
+        return request
+
+
+__all__ = ["GREED", "FairQueue", "within_share"]

@@ -1,0 +1,342 @@
+"""Clients that hold what others need: connections, memory, places, the event loop."""
+
+import asyncio
+import json
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from served_app import COMPLETIONS, ServedApp, error_of, run, served_app, wait_until
+
+from samewise.errors import BadParameter
+from samewise.llm.mailbox import UnreadBudget
+from samewise.serve.connections import RateLimitedWarning
+from samewise.serve.http import BodyBudget, refuse_crowded
+from samewise.serve.limits import ServeLimits
+from samewise.serve.settings import Keys, ServeSettings
+from samewise.serve.threads import FairThreads
+from samewise.testing import tiny_engine
+
+SHORT = {"prompt": "hello", "temperature": 0, "max_tokens": 2}
+
+
+def port_of(served: ServedApp) -> int:
+    return int(served.url.rpartition(":")[2])
+
+
+async def connect(served: ServedApp) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port_of(served))
+
+
+async def is_closed(reader: asyncio.StreamReader, seconds: float = 20) -> bytes:
+    """What the server sent before it closed the connection."""
+    data = b""
+    with suppress(ConnectionError):
+        async with asyncio.timeout(seconds):
+            while part := await reader.read(65536):
+                data += part
+    return data
+
+
+def unread_stream(served: ServedApp, body: dict[str, Any]) -> socket.socket:
+    """A request whose answer is never read."""
+    raw = json.dumps(body | {"stream": True}).encode()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(("127.0.0.1", port_of(served)))
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    sock.sendall(head + raw)
+    return sock
+
+
+# ---- connections
+
+
+def test_silent_connections_do_not_keep_others_out() -> None:
+    async def work() -> None:
+        limits = ServeLimits(max_connections=8)
+        async with served_app(ServeSettings(limits=limits), on_port=True) as served:
+            silent = [await connect(served) for _ in range(40)]
+            for _ in range(3):
+                assert (await served.client.get("/health")).status_code == 200
+            for _, writer in silent:
+                writer.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /health HTTP/1.1\r\nX-Slow: ", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET"]
+)
+def test_a_connection_is_closed_at_the_deadline_of_a_head(sent: bytes) -> None:
+    async def work() -> None:
+        limits = ServeLimits(head_timeout=0.3, idle_timeout=60)
+        async with served_app(ServeSettings(limits=limits), on_port=True) as served:
+            reader, writer = await connect(served)
+            writer.write(sent)
+            await is_closed(reader)
+            writer.close()
+
+    run(work())
+
+
+def test_a_body_has_a_deadline() -> None:
+    async def work() -> None:
+        async with served_app(ServeSettings(limits=ServeLimits(body_timeout=0.3)), on_port=True) as served:
+            reader, writer = await connect(served)
+            writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+            answer = await is_closed(reader)
+            assert b" 408 " in answer.splitlines()[0]
+            assert b"body_timeout" in answer
+            writer.close()
+            await served.check_idle()
+
+    run(work())
+
+
+def test_an_endless_head_is_refused() -> None:
+    async def work() -> None:
+        async with served_app(on_port=True) as served:
+            reader, writer = await connect(served)
+            writer.write(b"GET / HTTP/1.1\r\n")
+            with suppress(ConnectionError):
+                for i in range(200):
+                    writer.write(b"X-%d: " % i + b"a" * 8000 + b"\r\n")
+                    await writer.drain()
+            with suppress(ConnectionError):
+                await is_closed(reader)
+            writer.close()
+
+    run(work())
+
+
+def test_warnings_of_one_kind_are_logged_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    warn = RateLimitedWarning(clock=lambda: now)
+    for _ in range(100):
+        warn("no place: %d", 7)
+    now = 1.5
+    warn("no place: %d", 8)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no place: 7",
+        "no place: 8 (99 such messages were left out)",
+    ]
+
+
+# ---- places and unread answers
+
+
+def test_places_are_given_back_when_the_engine_is_done_though_answers_are_unread() -> None:
+    async def work() -> None:
+        async with served_app(on_port=True, max_queued=32, max_num_seqs=16) as served:
+            body = SHORT | {"n": 16, "max_tokens": 450, "logprobs": 20, "ignore_eos": True}
+            counters = served.llm._engine.scheduler.counters
+            with unread_stream(served, body), unread_stream(served, body):
+                await wait_until(lambda: counters.requests == 32)
+                await wait_until(lambda: not served.worker._num_choices, 120)
+                assert served.worker.num_active  # answers are still being sent
+                assert (await served.complete())["choices"]
+            await served.check_idle()
+
+    run(work())
+
+
+def test_a_client_that_does_not_read_is_closed_at_the_deadline() -> None:
+    async def work() -> None:
+        limits = ServeLimits(write_timeout=0.3)
+        async with served_app(ServeSettings(limits=limits), on_port=True) as served:
+            with unread_stream(
+                served, SHORT | {"n": 16, "max_tokens": 450, "logprobs": 20, "ignore_eos": True}
+            ):
+                await wait_until(lambda: served.worker.num_active == 1)
+                await wait_until(lambda: served.worker.num_active == 0)
+            await served.check_idle()
+
+    run(work())
+
+
+def test_the_largest_unread_answer_is_dropped_where_they_fill_the_memory() -> None:
+    dropped = []
+    budget = UnreadBudget(100)
+    small, large = (
+        budget.account(lambda: dropped.append("small")),
+        budget.account(lambda: dropped.append("large")),
+    )
+    large.add(60)
+    small.add(30)
+    assert dropped == []
+    small.add(20)
+    assert dropped == ["large"]
+    assert budget.used == 50
+    large.add(1000)  # of a closed account: nothing waits
+    small.remove(50)
+    assert (budget.used, dropped) == (0, ["large"])
+
+
+def test_an_answer_that_is_not_read_ends_and_its_memory_is_free() -> None:
+    async def work() -> None:
+        limits = ServeLimits(max_unread=2**18)
+        async with served_app(ServeSettings(limits=limits), on_port=True) as served:
+            body = SHORT | {"n": 16, "max_tokens": 450, "logprobs": 20, "ignore_eos": True}
+            with unread_stream(served, body):
+                await wait_until(lambda: served.worker.num_active == 1)
+                await wait_until(lambda: served.llm._engine.scheduler.counters.aborted > 0)
+                assert served.app.state.service.unread.used <= 2**18
+                assert (await served.complete())["choices"]
+            await served.check_idle()
+
+    run(work())
+
+
+def test_one_key_cannot_take_every_place() -> None:
+    async def work() -> None:
+        settings = ServeSettings(keys=Keys.of(["greedy", "modest"]))
+        async with served_app(settings, max_queued=8, max_num_seqs=4) as served:
+
+            async def ask(key: str, **body: Any) -> Any:
+                headers = {"Authorization": f"Bearer {key}"}
+                return await served.client.post(COMPLETIONS, json=SHORT | body, headers=headers)
+
+            long = [asyncio.create_task(ask("greedy", max_tokens=400, ignore_eos=True)) for _ in range(12)]
+            await wait_until(lambda: any(task.done() for task in long))
+            refused = [task.result() for task in long if task.done()]
+            assert {error_of(response)["code"] for response in refused} == {"share_used"}
+            assert (await ask("modest")).status_code == 200
+            assert not all(task.done() for task in long)  # it did not wait for the others
+            answers = await asyncio.gather(*long)
+            assert sum(answer.status_code == 200 for answer in answers) == 9
+            await served.check_idle()
+
+    run(work())
+
+
+# ---- bodies
+
+
+def test_bodies_share_a_budget() -> None:
+    budget = BodyBudget(100)
+    assert budget.take("a", 60)
+    assert not budget.take("a", 30)  # more than three times of what would be left
+    assert budget.take("b", 40)  # the first of an owner takes what is free
+    assert not budget.take("c", 1)
+    budget.give_back("a", 60)
+    budget.give_back("b", 40)
+    assert budget.used == 0
+
+
+def test_held_bodies_do_not_fill_the_memory() -> None:
+    async def work() -> None:
+        limits = ServeLimits(max_bodies=2**20)
+        settings = ServeSettings(max_body=2**20, limits=limits)
+        async with served_app(settings, on_port=True) as served:
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**20}\r\n\r\n".encode()
+            held = []
+            for _ in range(8):
+                _, writer = await connect(served)
+                writer.write(head + b" " * (2**20 - 1))
+                held.append(writer)
+            bodies = served.app.state.service._bodies
+            await wait_until(lambda: bodies.used > 2**19)
+            assert bodies.used <= 2**20
+            assert (await served.complete())["choices"]  # a small body finds room
+            for writer in held:
+                writer.transport.abort()
+            await wait_until(lambda: bodies.used == 0)
+
+    run(work())
+
+
+def test_a_body_of_too_many_values_is_refused() -> None:
+    refuse_crowded(b'{"prompt": "' + b"a" * 5000 + b'"}', 1000)
+    with pytest.raises(Exception, match="more than 1000 values"):
+        refuse_crowded(b"[" + b"1," * 2000 + b"1]", 1000)
+
+
+def test_limits_that_are_no_numbers_above_0_are_refused() -> None:
+    for name in ("max_connections", "head_timeout", "max_bodies"):
+        with pytest.raises(BadParameter, match=name):
+            ServeLimits(**{name: 0})
+    with pytest.raises(BadParameter, match="max_bodies"):
+        ServeSettings(max_body=2**30)
+
+
+# ---- the event loop
+
+
+def test_prompts_are_refused_by_their_characters_first() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            text = "a" * (32 * 512 + 1)
+            status, error = await served.refusal(COMPLETIONS, {"prompt": text})
+            assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+            assert "characters" in error["message"]
+
+    run(work())
+
+
+def test_health_is_answered_while_large_answers_are_rendered() -> None:
+    async def work() -> None:
+        async with served_app(on_port=True) as served:
+            body = SHORT | {"n": 64, "max_tokens": 200, "logprobs": 20, "ignore_eos": True}
+            asking = asyncio.create_task(served.client.post(COMPLETIONS, json=body))
+            slowest = 0.0
+            while not asking.done():
+                began = time.monotonic()
+                assert (await served.client.get("/health")).status_code == 200
+                slowest = max(slowest, time.monotonic() - began)
+                await asyncio.sleep(0.01)
+            answer = (await asking).json()
+            assert len(answer["choices"]) == 64
+            assert all(len(choice["logprobs"]["tokens"]) == 200 for choice in answer["choices"])
+            assert slowest < 1.0  # rendered at once, it would be seconds
+
+    run(work())
+
+
+def test_threads_are_shared_between_owners() -> None:
+    async def work() -> None:
+        threads, gate, ran = FairThreads(2), asyncio.Event(), []
+        loop = asyncio.get_running_loop()
+
+        def wait(name: str) -> None:
+            ran.append(name)
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(30)
+
+        greedy = [asyncio.ensure_future(threads.run(lambda: wait("greedy"), owner=b"g")) for _ in range(5)]
+        await wait_until(lambda: bool(ran))
+        modest = asyncio.ensure_future(threads.run(lambda: wait("modest"), owner=b"m"))
+        await wait_until(lambda: "modest" in ran)
+        assert ran.count("greedy") == 1
+        greedy.pop().cancel()  # one that waits
+        gate.set()
+        await asyncio.gather(modest, *greedy)
+        assert ran.count("greedy") == 4
+
+    run(work())
+
+
+def test_sequences_of_many_owners_give_the_same_bits() -> None:
+    async def work() -> None:
+        body = SHORT | {"prompt": "the same bits", "max_tokens": 40, "n": 6, "temperature": 1, "seed": 3}
+        async with served_app() as served:
+            alone = [choice["text"] for choice in (await served.complete(**body))["choices"]]
+        settings = ServeSettings(keys=Keys.of(["a", "b", "c"]))
+        async with served_app(settings, max_num_seqs=8) as served:
+
+            async def ask(key: str) -> list[str]:
+                response = await served.client.post(
+                    COMPLETIONS, json=body, headers={"Authorization": f"Bearer {key}"}
+                )
+                return [choice["text"] for choice in response.json()["choices"]]
+
+            answers = await asyncio.gather(*(ask(key) for key in "abcabcab"))
+            assert all(answer == alone for answer in answers)
+            await served.check_idle()
+
+    run(work())
+
+
+def test_tiny_engines_have_places_for_several_owners() -> None:
+    assert tiny_engine().limits.max_rows // 4 > 1
