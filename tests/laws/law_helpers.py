@@ -119,6 +119,7 @@ class Case:
     prompt_logprobs: int | None = None
     score_from: int | None = None
     salt: bytes = b""
+    owner: bytes = b""
 
     def add(self, engine: Engine) -> int:
         """Queue it and return the request's id."""
@@ -131,6 +132,7 @@ class Case:
             prompt_logprobs=self.prompt_logprobs,
             score_from=self.score_from,
             salt=self.salt,
+            owner=self.owner,
         )
 
 

@@ -129,6 +129,17 @@ def test_prompts_are_read_in_follow_ups(setup, proposer):
     assert counters.frames - counters.follow_ups < 4
 
 
+@pytest.mark.parametrize("proposer", TREES)
+def test_owners_that_share_the_engine_change_nothing(basic, proposer):
+    """A crowd of one owner stands back for the first token of another, and follow-ups go on after it."""
+    crowd = [replace(case, owner=b"crowd") for case in LONG[:6]]
+    cases = [*crowd, Case("one", random_prompt(70, 5), max_tokens=20, owner=b"one")]
+    engine = basic.engine(PROPOSERS[proposer], ahead=True, max_num_seqs=8)
+    output = run_cases(engine, cases, arrivals=[0] * len(crowd) + [9])
+    assert output == run_references(basic, cases)
+    assert num_followed(engine) > 3
+
+
 def test_unverified_requests_and_requests_without_drafts_keep_the_loop(basic):
     cases = [*LONG[:2], *other_requests(1, verify=False)]
     engine = basic.engine(PROPOSERS["trees"], ahead=True)

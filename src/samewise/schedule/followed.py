@@ -16,7 +16,7 @@ DRAFT_SHARE = 4
 
 
 def frame_to_follow(
-    spans: list[Span], running: Mapping[int, Sequence], paging: Paging, limits: Limits
+    spans: list[Span], running: Mapping[int, Sequence], paging: Paging, limits: Limits, max_rows: int
 ) -> FrameToFollow | None:
     """The frame of these spans, and its follow-up; None where that one needs the loop's decisions.
 
@@ -25,7 +25,7 @@ def frame_to_follow(
     """
     if not all(map(_is_plain, running.values())):
         return None
-    maker = _FrameMaker(paging, limits, len(running))
+    maker = _FrameMaker(paging, limits, len(running), max_rows)
     in_flight = {span.seq_id for span in spans}
     for span in spans:
         seq = running.get(span.seq_id)
@@ -50,8 +50,8 @@ def _is_plain(seq: Sequence) -> bool:
 class _FrameMaker:
     """Collects the sequences, and gives rows to those that read known tokens."""
 
-    def __init__(self, paging: Paging, limits: Limits, num_running: int) -> None:
-        self._paging, self._limits = paging, limits
+    def __init__(self, paging: Paging, limits: Limits, num_running: int, max_rows: int) -> None:
+        self._paging, self._limits, self._max_rows = paging, limits, max_rows
         self._max_nodes = max_tree_nodes(limits, num_running)
         self._members: list[tuple[Sequence, FollowedSequence]] = []
         self._inputs, self._parents = array("i"), array("i")
@@ -89,7 +89,7 @@ class _FrameMaker:
 
         False where there are too few rows for the others, or too few pages.
         """
-        left = self._limits.max_rows - self.num_judged
+        left = self._max_rows - self.num_judged
         if left < 0:
             return False
         left -= min(left // DRAFT_SHARE, self.num_judged * self._max_nodes)
@@ -116,7 +116,7 @@ class _FrameMaker:
             [member.seq_id for _, member in self._members], self.num_judged, sequences, self._inputs,
             self._parents, next_inputs, b"".join([seq.pages for seq, _ in self._members]), stop_ids,
             limits.page, self._max_nodes, min(limits.max_depth, limits.max_draft, limits.max_rows - 1),
-            limits.max_rows,
+            self._max_rows,
         )  # fmt: skip
 
 

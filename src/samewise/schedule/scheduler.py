@@ -30,7 +30,7 @@ from samewise.schedule.drafts import (
 )
 from samewise.schedule.followed import frame_to_follow
 from samewise.schedule.limits import Limits
-from samewise.schedule.order import frame_due, serving_order, widest_frame
+from samewise.schedule.order import frame_due, serving_order, widest_frame, without_crowds
 from samewise.schedule.paging import Paging
 from samewise.schedule.plan import ask_of, continued, must_land, span_of
 from samewise.schedule.registry import Registry
@@ -236,11 +236,20 @@ class Scheduler:
         if self._suspects or self._num_unverified:
             return None
         self._admit_waiting()
-        return frame_to_follow(in_flight, self._running, self._paging, self.limits)
+        running = list(self._running.values())
+        if len(without_crowds(running, self._step)) < len(running):
+            return None
+        max_rows = widest_frame(running, self.limits)
+        return frame_to_follow(in_flight, self._running, self._paging, self.limits, max_rows)
 
     def still_follows(self, frame: FrameToFollow) -> bool:
-        """Whether the frame's sequences are still those that run. Requests that came since then wait."""
-        return not self._num_unverified and self._running.keys() == set(frame.seq_ids)
+        """Whether the frame's sequences are still those that run.
+
+        Requests that came since then wait for the frame after it, but for those that have an owner.
+        """
+        if self._num_unverified or any(seq.request.owner for seq in self._waiting):
+            return False
+        return self._running.keys() == set(frame.seq_ids)
 
     def spans_following(self, frame: FrameToFollow) -> list[Span]:
         """The frame after the one that was described, now that its tokens and the next drafts are known."""
