@@ -229,16 +229,16 @@ def test_bodies_share_a_budget() -> None:
 def test_held_bodies_do_not_fill_the_memory() -> None:
     async def work() -> None:
         limits = ServeLimits(max_bodies=2**20)
-        settings = ServeSettings(max_body=2**20, limits=limits)
+        settings = ServeSettings(max_body=2**19, limits=limits)
         async with served_app(settings, on_port=True) as served:
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**20}\r\n\r\n".encode()
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**19}\r\n\r\n".encode()
             held = []
             for _ in range(8):
                 _, writer = await connect(served)
-                writer.write(head + b" " * (2**20 - 1))
+                writer.write(head + b" " * (2**19 - 1))
                 held.append(writer)
             bodies = served.app.state.service._bodies
-            await wait_until(lambda: bodies.used > 2**19)
+            await wait_until(lambda: bodies.used > 2**17)
             assert bodies.used <= 2**20
             assert (await served.complete())["choices"]  # a small body finds room
             for writer in held:

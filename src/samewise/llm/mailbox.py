@@ -20,7 +20,7 @@ _LoopCall = tuple[asyncio.AbstractEventLoop, Callable[..., object], object]
 CHUNK_BYTES = 512
 LOGPROB_BYTES = 192
 """Bytes of memory of a chunk, and of each log-probability in it with its dictionary entry. Found by measuring
-100,000 of each; rounded up."""
+20,000 chunks of 0, 1 and 21 log-probabilities (377, 777 and 3,425 bytes a chunk); rounded up."""
 
 
 MAX_TAKEN = 128

@@ -12,10 +12,10 @@ from samewise.errors import BadParameter
 
 FILES_KEPT = 192
 """File descriptors that connections leave free: the model's files, receipts, the log, pipes, a burst of
-accepted sockets. Set by hand; a server that answers has about 40 open."""
+accepted sockets. Set by hand."""
 
 MOST_CONNECTIONS = 4096
-"""Connections where the file limit allows more. Set by hand: each costs some 20 kB."""
+"""Connections where the file limit allows more. Set by hand: each costs memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,10 +103,10 @@ class ServeSettings:
             raise BadParameter(
                 f"shutdown_timeout={self.shutdown_timeout}: give seconds, 0 or more", param="shutdown_timeout"
             )
-        if self.max_body > self.limits.max_bodies:
+        if 4 * self.max_body > 3 * self.limits.max_bodies:  # the share of a single body
             raise BadParameter(
-                f"max_body={self.max_body} is more than max_bodies={self.limits.max_bodies}, the bytes of "
-                "all bodies together; raise that too",
+                f"max_body={self.max_body} is more than 3/4 of max_bodies={self.limits.max_bodies}, the "
+                "bytes of all bodies together; raise that too",
                 param="max_bodies",
             )
         for origin in self.allowed_origins:
