@@ -202,7 +202,8 @@ def main() -> None:
         name = "attack.json" if args.soak is None else "attack_soak.json"
         (args.out / name).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
-    sys.exit(bool(result["held"] < result["of"]))
+    if result["held"] < result["of"]:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

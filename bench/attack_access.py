@@ -181,10 +181,10 @@ async def tls(bench: Bench) -> Outcome:
         status, seconds = await asyncio.to_thread(answer)
         if status != 200 or seconds > 5:
             broken.append(f"another client: {status} after {seconds:.1f} s")
-        closed = 0
+        closed, end = 0, time.monotonic() + 20
         for reader, _ in opened:
             with contextlib.suppress(TimeoutError, OSError):
-                await asyncio.wait_for(reader.read(-1), 20 if not closed else 1)
+                await asyncio.wait_for(reader.read(-1), max(0.1, end - time.monotonic()))
                 closed += 1
         if closed < len(opened):
             broken.append(f"{len(opened) - closed} unfinished handshakes stayed open for 20 s")
