@@ -220,7 +220,7 @@ def test_concurrent_requests_get_the_bits_of_single_ones() -> None:
     async def work() -> None:
         async with served_app(on_port=True, kv_memory=2**18, max_num_seqs=16) as served:
             requests = [
-                {"prompt": f"question {i}", "max_tokens": 40, "seed": i, "logprobs": 1} for i in range(6)
+                {"prompt": f"question {i}", "max_tokens": 150, "seed": i, "logprobs": 1} for i in range(6)
             ]
             alone = [await served.post(COMPLETIONS, body) for body in requests]
 
