@@ -146,8 +146,8 @@ async def odd_batch_lines(bench: Bench) -> Outcome:
 
 @attack("F5", "an answer of 34 MB", "the event loop stood still for 4.8 s", seconds=300)
 async def large_answer(bench: Bench) -> Outcome:
-    body = {"prompt": "x", "n": 128, "max_tokens": 100, "logprobs": 20, "ignore_eos": True}
-    reply = await send(bench.server, "POST", COMPLETIONS, body, timeout=280)
+    body = message("x", n=128, max_tokens=100, logprobs=True, top_logprobs=20, ignore_eos=True)
+    reply = await send(bench.server, "POST", CHAT, body, timeout=280)
     broken = unexpected([reply], 200, 400, 429)
     size = len(reply.body) / 1e6
     return Outcome(1, f"{reply.status}, {size:.1f} MB in {reply.seconds:.1f} s", broken, {"mb": size})
