@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,10 @@ class Outcome:
     figure: str  # one phrase for the table
     broken: list[str] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
+
+    def after(self, earlier: Outcome) -> Outcome:
+        """This outcome with what an earlier run of the same attack tried and broke."""
+        return replace(self, tried=earlier.tried + self.tried, broken=earlier.broken + self.broken)
 
 
 @dataclass(frozen=True)
