@@ -33,10 +33,10 @@ SHORT = {"prompt": "x", "max_tokens": 1}
 SECRET = "secret of /another/client"
 
 
-# ---- F8
+# ---- error
 
 
-@attack("F8", "exceptions of the engine", "their text went to every client", server=False)
+@attack("error", "exceptions of the engine", "their text went to every client", server=False)
 async def engine_exception(bench: Bench) -> Outcome:
     """A server whose engine raises in every step once a file exists."""
     mark = bench.folder / "fail"
@@ -69,7 +69,7 @@ async def engine_exception(bench: Bench) -> Outcome:
 # ---- keys
 
 
-@attack("also", "keys guessed by timing, 3,000 requests", "not tried")
+@attack("access", "keys guessed by timing, 3,000 requests", "not tried")
 async def key_timing(bench: Bench) -> Outcome:
     """Wrong keys that share a prefix with a right one, against wrong keys that share nothing."""
 
@@ -102,7 +102,7 @@ async def key_timing(bench: Bench) -> Outcome:
 # ---- web pages
 
 
-@attack("also", "a web page drives a server without a key", "not tried", server=False)
+@attack("access", "a web page drives a server without a key", "not tried", server=False)
 async def web_pages(bench: Bench) -> Outcome:
     server = await asyncio.to_thread(bench.start, keys=False)
     evil, port = "https://evil.example", server.port
@@ -133,7 +133,7 @@ async def web_pages(bench: Bench) -> Outcome:
     return Outcome(len(tries) + 1, "refused; local programs are answered", broken)
 
 
-@attack("also", "paths around the key: prefixes, dots, doubled slashes", "not tried")
+@attack("access", "paths around the key: prefixes, dots, doubled slashes", "not tried")
 async def odd_paths(bench: Bench) -> Outcome:
     paths = (
         *("/samewise/page/../../v1/models", "/samewise/page/..%2f..%2fv1/models", "//v1/models"),
@@ -150,7 +150,7 @@ async def odd_paths(bench: Bench) -> Outcome:
 # ---- TLS and Unix sockets
 
 
-@attack("also", "TLS: 200 handshakes never finished, plain text to the TLS port", "not tried", server=False)
+@attack("access", "TLS: 200 handshakes never finished, plain text to the TLS port", "not tried", server=False)
 async def tls(bench: Bench) -> Outcome:
     certificate, key = bench.folder / "cert.pem", bench.folder / "key.pem"
     made = subprocess.run(
@@ -205,7 +205,9 @@ async def tls(bench: Bench) -> Outcome:
     return Outcome(202, f"closed; another client answered in {seconds:.2f} s", broken)
 
 
-@attack("also", "the Unix socket: its mode, a second server, a file in its place", "not tried", server=False)
+@attack(
+    "access", "the Unix socket: its mode, a second server, a file in its place", "not tried", server=False
+)
 async def unix_socket(bench: Bench) -> Outcome:
     path, broken = bench.folder / "server.sock", []
     server = await asyncio.to_thread(bench.start, ("--unix-socket", str(path)))
@@ -238,7 +240,7 @@ def _serve_once(bench: Bench, path: Path) -> subprocess.CompletedProcess[str]:
 # ---- clocks, lists
 
 
-@attack("also", "a wall clock that jumps by a day, both ways", "not tried", server=False)
+@attack("access", "a wall clock that jumps by a day, both ways", "not tried", server=False)
 async def clock_jumps(bench: Bench) -> Outcome:
     """`time.time` of the server process follows a file; deadlines must use the monotonic clock."""
     offset = bench.folder / "offset"
@@ -287,7 +289,7 @@ def long_bodies() -> dict[str, bytes]:
     return {name: json.dumps(SHORT | body).encode() for name, body in lists.items()}
 
 
-@attack("also", "very long lists of stops, bad words, biases", "not tried", seconds=200)
+@attack("access", "very long lists of stops, bad words, biases", "not tried", seconds=200)
 async def long_lists(bench: Bench) -> Outcome:
     bodies = long_bodies()
     replies = [await send(bench.server, "POST", COMPLETIONS, body, timeout=60) for body in bodies.values()]
@@ -299,7 +301,7 @@ async def long_lists(bench: Bench) -> Outcome:
     return Outcome(len(bodies), f"answered or refused within {slowest:.1f} s", broken, {"seconds": slowest})
 
 
-@attack("also", "malformed HTTP: 300 random and smuggled requests", "not tried")
+@attack("access", "malformed HTTP: 300 random and smuggled requests", "not tried")
 async def malformed_http(bench: Bench) -> Outcome:
     rng, broken = random.Random(0), []
     raw = json.dumps(SHORT).encode()

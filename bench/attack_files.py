@@ -31,10 +31,12 @@ def last_line(result: subprocess.CompletedProcess[str]) -> str:
     return (result.stdout.strip().splitlines() or [""])[-1]
 
 
-# ---- F7
+# ---- cache
 
 
-@attack("F7", "another user's library in a shared cache", "it was loaded and ran", server=False, seconds=300)
+@attack(
+    "cache", "another user's library in a shared cache", "it was loaded and ran", server=False, seconds=300
+)
 async def foreign_library(bench: Bench) -> Outcome:
     """The other user is made of file modes, and of an owner where this process may give files away."""
     cache, mark = bench.folder / "shared", bench.folder / "ran"
@@ -75,10 +77,12 @@ async def foreign_library(bench: Bench) -> Outcome:
     return Outcome(len(ways), "never loaded; built again or beside it", broken)
 
 
-# ---- F9
+# ---- damage
 
 
-@attack("F9", "a library in the cache, cut at 4 places", "SIGBUS without a word", server=False, seconds=300)
+@attack(
+    "damage", "a library in the cache, cut at 4 places", "SIGBUS without a word", server=False, seconds=300
+)
 async def cut_library(bench: Bench) -> Outcome:
     cache = bench.folder / "cut"
     library = Path(last_line(await asyncio.to_thread(python, COMPILE, SAMEWISE_CACHE=str(cache))))
@@ -132,18 +136,18 @@ async def _refused(bench: Bench, cases: dict[str, tuple[str, Callable[[Path], An
     return Outcome(len(cases), "one line, exit 2" if not broken else "see below", broken)
 
 
-@attack("F9", "damaged files of a model", "117 lines, exit 1", server=False, seconds=300)
+@attack("damage", "damaged files of a model", "117 lines, exit 1", server=False, seconds=300)
 async def damaged_model(bench: Bench) -> Outcome:
     return await _refused(bench, DAMAGES)
 
 
-@attack("also", "links and special files in a model's folder", "a traceback, or it never ended", server=False,
-        seconds=300)  # fmt: skip
+@attack("damage", "links and special files in a model's folder", "a traceback, or it never ended",
+        server=False, seconds=300)  # fmt: skip
 async def symlinks(bench: Bench) -> Outcome:
     return await _refused(bench, LINKS)
 
 
-# ---- F10, and the audit of F1
+# ---- receipts, and the audit of one with a slow grammar
 
 
 def _receipt(bench: Bench) -> dict[str, Any]:
@@ -171,7 +175,7 @@ def _sealed(receipt: dict[str, Any]) -> dict[str, Any]:
     return receipt | {"digest": "sha256:" + hashlib.sha256(canonical).hexdigest()}
 
 
-@attack("F10", "receipts with unknown fields or other types, resealed", "audited as `same`", server=False)
+@attack("receipt", "receipts with unknown fields or other types, resealed", "audited as `same`", server=False)
 async def altered_receipts(bench: Bench) -> Outcome:
     whole = await asyncio.to_thread(_receipt, bench)
     forged = [
@@ -198,7 +202,9 @@ async def altered_receipts(bench: Bench) -> Outcome:
     )
 
 
-@attack("F1", "the audit of a receipt with such a grammar", "25 s to over 300 s", server=False, seconds=200)
+@attack(
+    "grammar", "the audit of a receipt with such a grammar", "25 s to over 300 s", server=False, seconds=200
+)
 async def slow_audit(bench: Bench) -> Outcome:
     whole = await asyncio.to_thread(_receipt, bench)
     text = json.dumps({"type": "integer", "multipleOf": 9999991})

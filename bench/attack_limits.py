@@ -46,11 +46,11 @@ async def unread(server: Server, body: dict[str, Any], number: int):
             sock.close()
 
 
-# ---- F2
+# ---- share
 
 
 @attack(
-    "F2", "2 streams with n=128 and 20 log-probabilities, never read", "everyone else got 429", seconds=200
+    "share", "2 streams with n=128 and 20 log-probabilities, never read", "everyone else got 429", seconds=200
 )
 async def unread_streams(bench: Bench) -> Outcome:
     body = {"prompt": "x", "n": 128, "max_tokens": 64, "logprobs": 20, "stream": True, "ignore_eos": True}
@@ -71,7 +71,7 @@ async def unread_streams(bench: Bench) -> Outcome:
     return Outcome(2, f"{refused} of {len(replies)} others refused", broken, figures)
 
 
-@attack("F2", "200 long requests of one key", "a 1-token request of another key waited 50 s", seconds=200)
+@attack("share", "200 long requests of one key", "a 1-token request of another key waited 50 s", seconds=200)
 async def engine_share(bench: Bench) -> Outcome:
     body = {"prompt": "tell a story", "max_tokens": 400, "ignore_eos": True}
     flood = [
@@ -90,11 +90,11 @@ async def engine_share(bench: Bench) -> Outcome:
     return Outcome(200, f"another key waited at most {max(waits):.2f} s", broken, {"waits": waits})
 
 
-# ---- F3
+# ---- connection
 
 
 @attack(
-    "F3",
+    "connection",
     "1,100 silent connections at `ulimit -n 1024`",
     "`/health` timed out; 19,460 tracebacks",
     file_limit=1024,
@@ -120,7 +120,7 @@ async def silent_connections(bench: Bench) -> Outcome:
     return Outcome(1100, f"`/health` in {slowest * 1e3:.0f} ms, {added} log lines", broken, figures)
 
 
-@attack("F3", "50 heads and 50 bodies sent a byte a second", "no deadline")
+@attack("connection", "50 heads and 50 bodies sent a byte a second", "no deadline")
 async def slow_senders(bench: Bench) -> Outcome:
     async def drip(data: bytes, whole: bytes) -> float | None:
         """Seconds until the server closed the connection; None if it did not within a minute."""
@@ -149,7 +149,7 @@ async def slow_senders(bench: Bench) -> Outcome:
     )
 
 
-@attack("F3", "60 bodies of 8 MB, all but the last byte", "600 MB held")
+@attack("connection", "60 bodies of 8 MB, all but the last byte", "600 MB held")
 async def held_bodies(bench: Bench) -> Outcome:
     size, opened, refused = 8 * MIB, [], 0
 

@@ -44,10 +44,10 @@ def unexpected(replies: list[Reply], *statuses: int) -> list[str]:
     ]
 
 
-# ---- F1
+# ---- grammar
 
 
-@attack("F1", "8 grammars that compile for minutes", "a plain completion waited 65 s; 400 MB each")
+@attack("grammar", "8 grammars that compile for minutes", "a plain completion waited 65 s; 400 MB each")
 async def slow_grammars(bench: Bench) -> Outcome:
     bodies = [slow_grammar(SLOW_STEPS[i % 2] + 2 * (i // 2)) for i in range(8)]
     async with peak_memory(bench.server) as memory:
@@ -64,7 +64,7 @@ async def slow_grammars(bench: Bench) -> Outcome:
     )
 
 
-@attack("F1", "SIGTERM while a grammar compiles", "the process lived 76 s more", server=False)
+@attack("grammar", "SIGTERM while a grammar compiles", "the process lived 76 s more", server=False)
 async def stop_while_compiling(bench: Bench) -> Outcome:
     server = await asyncio.to_thread(bench.start)
     try:
@@ -78,7 +78,7 @@ async def stop_while_compiling(bench: Bench) -> Outcome:
     return Outcome(1, f"ended after {took:.1f} s", broken, {"seconds": took, "code": code})
 
 
-@attack("F1", "64 different grammars that are kept", "kept by number: 128 × 400 MB")
+@attack("grammar", "64 different grammars that are kept", "kept by number: 128 × 400 MB")
 async def kept_grammars(bench: Bench) -> Outcome:
     bodies = [
         message("x", max_tokens=1, response_format=schema({"type": "integer", "multipleOf": 10007 + 2 * i}))
@@ -94,7 +94,7 @@ async def kept_grammars(bench: Bench) -> Outcome:
     return Outcome(len(bodies), f"{answered} answered, {grown // MIB} MiB more at the end", broken, figures)
 
 
-# ---- F4
+# ---- field
 
 
 ODD_BODIES = {
@@ -104,7 +104,7 @@ ODD_BODIES = {
 """Bodies that once gave 500, by the field that a refusal must name."""
 
 
-@attack("F4", "fields that break a template or a schema", "500; the batch job ended with a traceback")
+@attack("field", "fields that break a template or a schema", "500; the batch job ended with a traceback")
 async def odd_fields(bench: Bench) -> Outcome:
     broken = []
     for field, body in ODD_BODIES.items():
@@ -115,7 +115,7 @@ async def odd_fields(bench: Bench) -> Outcome:
     return Outcome(len(ODD_BODIES), "400 with the field's name" if not broken else "see below", broken)
 
 
-@attack("F4", "the same in a batch", "the lines after it stayed unanswered", server=False)
+@attack("field", "the same in a batch", "the lines after it stayed unanswered", server=False)
 async def odd_batch_lines(bench: Bench) -> Outcome:
     lines = [message("x"), *ODD_BODIES.values(), message("y")]
     requests, answers = bench.folder / "requests.jsonl", bench.folder / "answers.jsonl"
@@ -141,11 +141,11 @@ async def odd_batch_lines(bench: Bench) -> Outcome:
     )
 
 
-# ---- F5
+# ---- size
 
 
 @attack(
-    "F5",
+    "size",
     "an answer of 20 MB: 128 × 100 tokens, 20 log-probabilities",
     "34 MB: no other client served for 4.8 s",
     seconds=300,
@@ -158,7 +158,7 @@ async def large_answer(bench: Bench) -> Outcome:
     return Outcome(1, f"{reply.status}, {size:.1f} MB in {reply.seconds:.1f} s", broken, {"mb": size})
 
 
-@attack("F5", "`/tokenize` of 1 MB, 8 times", "no other client served for 1.2 s")
+@attack("size", "`/tokenize` of 1 MB, 8 times", "no other client served for 1.2 s")
 async def large_tokenize(bench: Bench) -> Outcome:
     body = {"prompt": "the sea and the land " * 50_000}
     replies = [await send(bench.server, "POST", "/tokenize", body) for _ in range(8)]
@@ -166,7 +166,7 @@ async def large_tokenize(bench: Bench) -> Outcome:
     return Outcome(8, f"{replies[0].status} within {slowest:.1f} s", unexpected(replies, 200, 400, 413, 429))
 
 
-@attack("F5", "a prompt of 8 MB, 4 times", "tokenised for 11 to 16 s before it was refused")
+@attack("size", "a prompt of 8 MB, 4 times", "tokenised for 11 to 16 s before it was refused")
 async def large_prompt(bench: Bench) -> Outcome:
     body = json.dumps({"prompt": "a b c d e f " * 650_000, "max_tokens": 1}).encode()
     replies = [await send(bench.server, "POST", COMPLETIONS, body) for _ in range(4)]
@@ -176,11 +176,11 @@ async def large_prompt(bench: Bench) -> Outcome:
     return Outcome(4, f"refused within {slowest:.2f} s", broken, {"seconds": slowest})
 
 
-# ---- F11
+# ---- text
 
 
 @attack(
-    "F11",
+    "text",
     "control tokens in a user's text",
     "became control tokens",
     options=("--no-special-tokens-in-content",),
