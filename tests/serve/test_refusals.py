@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 from served_app import (
     CHAT,
@@ -205,6 +206,19 @@ def test_a_body_above_the_limit_is_refused() -> None:
 
             response = await served.client.post(COMPLETIONS, content=pieces())
             assert response.status_code == 413
+
+    run(work())
+
+
+def test_a_client_that_sends_too_large_a_body_sees_why() -> None:
+    """The rest of the body is read: a connection closed before that is reset, and its answer lost."""
+
+    async def work() -> None:
+        async with served_app(on_port=True) as served:
+            for _ in range(5):
+                async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+                    response = await client.post(COMPLETIONS, content=b" " * (9 * 2**20))
+                assert response.status_code == 413
 
     run(work())
 
