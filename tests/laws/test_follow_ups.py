@@ -11,6 +11,7 @@ from law_trees import SHAPES, followed_trees, random_shape, siblings_everywhere,
 from samewise.draft.build import make_auto
 from samewise.draft.cost_model import FrameCosts
 from samewise.errors import InvariantBroken
+from samewise.follow_up import SPAN_LEN
 from samewise.testing import preempting
 from samewise.types import Sampling
 
@@ -146,8 +147,9 @@ def test_unverified_requests_and_requests_without_drafts_keep_the_loop(basic):
     assert run_cases(engine, cases)[:2] == run_references(basic, cases[:2])
 
 
-def test_a_frame_that_does_not_follow_from_the_verdicts_is_an_error(basic):
-    """Another token than the committed one is in the frame that was started: nothing of it becomes public."""
+@pytest.mark.parametrize("wrong", ["token", "page"])
+def test_a_frame_that_does_not_follow_from_the_verdicts_is_an_error(basic, wrong):
+    """Another token than the committed one, or another page, is in it: nothing of it becomes public."""
     case = LONG[0]
     expected = run_references(basic, [case])
     engine = basic.engine(PROPOSERS["trees"], ahead=True)
@@ -156,9 +158,10 @@ def test_a_frame_that_does_not_follow_from_the_verdicts_is_an_error(basic):
     def wrong_start(follow_up):
         starts.append(1)
         if len(starts) == 3:
-            numbers = follow_up.numbers.copy()
-            numbers[6 * follow_up.num_spans] ^= 1
-            follow_up.numbers[:] = numbers
+            if wrong == "token":
+                follow_up.numbers[SPAN_LEN * follow_up.num_spans] ^= 1
+            else:
+                follow_up.pages[0] += 1
         return start(follow_up)
 
     engine.verifier.start = wrong_start

@@ -181,7 +181,8 @@ class Engine:
         self.scheduler.extend(self.proposer.take_follow_up())
         spans = self.scheduler.spans_following(followed.frame)
         moves = self.runner.store.take_moves()
-        if numbers_of(spans, moves) != followed.follow_up.numbers.tolist():
+        started, pages = followed.follow_up, b"".join([span.pages for span in spans])
+        if numbers_of(spans, moves) != started.numbers.tolist() or pages != started.pages.tobytes():
             raise InvariantBroken(
                 "a frame was started that is not the one that follows from the last verdicts"
             )
