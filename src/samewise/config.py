@@ -22,7 +22,7 @@ from samewise.values import FLAG, Values, integer, one_of, string
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_KERNELS = ("auto", "native", "torch", "triton")
-LINEAR = ("auto", "native", "torch")
+LINEAR = ("auto", "native", "torch", "triton")
 PROPOSERS = ("auto", "none", "ngram", "recycle", "decode", "model", "skip")
 DRAFT_WEIGHTS = ("auto", "same", "int8", "int4", "fp8")
 MEMORY_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -139,10 +139,19 @@ class EngineConfig:
     )  # fmt: skip
     linear: str = setting(
         "auto", one_of(*LINEAR),
-        "Linear layers; auto: torch on CUDA, on CPU native where there is a C++ compiler.", LOADING,
+        "Linear layers; auto: triton on CUDA, on CPU native where there is a C++ compiler.", LOADING,
+    )  # fmt: skip
+    cublas: bool = setting(
+        True, FLAG,
+        "On CUDA: cuBLAS for products in wide frames, where a trial shows the bits of the triton linears.",
+        LOADING, "--cublas/--no-cublas",
     )  # fmt: skip
     compile: bool | None = setting(
-        None, FLAG, "Compile each layer; by default on CUDA only.", LOADING, "--compile/--no-compile"
+        None,
+        FLAG,
+        "Compile each layer; by default on CUDA, where no fused kernels know it.",
+        LOADING,
+        "--compile/--no-compile",
     )
     frame_rows: int | None = setting(
         None, integer(1, 4096),

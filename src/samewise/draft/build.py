@@ -36,7 +36,7 @@ from samewise.execute.choices import pick_draft_quantizer, pick_linear
 from samewise.execute.load import Loaded, load, refuse_other_vocabulary
 from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
-from samewise.model.linear import FrameLinear, pack_linears, stack_siblings
+from samewise.model.linear import FrameLinear, order_linears, pack_linears, stack_siblings
 from samewise.model.rope import pin_rope
 from samewise.model.surgery import copy_modules
 
@@ -111,14 +111,18 @@ def make_model(parts: ProposerParts, *, standalone: bool = True) -> DraftModel:
     model = copy_modules(draft.model)
     max_len = min(parts.max_model_len, draft.arch.max_positions)
     pin_rope(model, max_len)
-    if pick_linear(config.linear, device) == "native":
+    linears = pick_linear(config.linear, device)
+    if linears == "native":
         pack_linears(model)
+    elif linears == "triton":
+        order_linears(model)
     num_pages = count_pages(config, draft.arch, max_len, device)
     max_rows = max_pass_rows(cuda, config.max_num_seqs, tuning.model)
     runner = Runner(
         model, draft.arch, parts.runner.kernel, num_pages=num_pages, sizes=(1,),
         max_rows=max_rows, max_model_len=max_len,
         dtype=next(model.parameters()).dtype, device=device, compile=cuda and config.compile is not False,
+        fuse=linears != "torch" and config.compile is not True,
     )  # fmt: skip
     return DraftModel(
         runner, parts.sampler, num_pages, max_len, parts.frame_costs, parts.clock,

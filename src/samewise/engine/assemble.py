@@ -27,7 +27,7 @@ from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
 from samewise.kernels.attention.base import PAGE
 from samewise.kernels.cpu_sampling import pick_row_math
-from samewise.model.linear import pack_linears, stack_siblings
+from samewise.model.linear import order_linears, pack_linears, stack_siblings
 from samewise.model.rope import frequencies_digest, pin_rope, use_exact_frequencies
 from samewise.model.surgery import copy_modules
 from samewise.schedule.limits import Limits
@@ -54,7 +54,7 @@ class Assembly:
     operators: list[Operator]  # what was found about each linear
     sizes: dict[int, FrameSizeUse]  # frame size → how its bits are kept equal to those of `frame_rows`
     frame_rows: int  # the canonical number of rows
-    linears: str  # whose linears: "native" or "torch"
+    linears: str  # whose linears: "native", "triton" or "torch"
     rope: str  # how rotary positions were fixed, for the contract
     scratch_pages: range  # pages of the layer-set search, outside the scheduler's pool
     platform: dict[str, str]  # contract facts: machine, libraries, numeric switches
@@ -95,6 +95,8 @@ def _assemble(
     rope = _fix_rope(model, max_model_len)
     if linears == "native":
         pack_linears(model)
+    if linears == "triton":
+        order_linears(model)
     sizes: tuple[int, ...] = (frame_rows,)
     if operators.elastic(model):
         sizes = candidate_frame_sizes(
@@ -104,8 +106,9 @@ def _assemble(
         log.warning("frame_sizes is not used: %s has products that are not linears", arch.model_type)
     weights = model_facts(loaded, model)["weights"]
     tried = operators.check_linears(
-        model, frame_rows, platform | {"linear": linears}, sizes, weights=weights, stacked=compiled
-    )
+        model, frame_rows, platform | {"linear": linears}, sizes,
+        weights=weights, stacked=device.type == "cuda", use_library=config.cublas,
+    )  # fmt: skip
     num_pages = count_pages(config, arch, max_model_len, device, widest=sizes[-1])
     window, num_sets = tuning.search.window, tuning.search.batch_on(device.type)
     num_scratch = num_sets * -(-window // PAGE)
@@ -121,6 +124,7 @@ def _assemble(
         dtype=next(model.parameters()).dtype,
         device=device,
         compile=compiled,
+        fuse=linears != "torch" and config.compile is not True,
     )
     on_cpu = device.type == "cpu"
     row_math = pick_row_math(native=linears == "native") if on_cpu else None

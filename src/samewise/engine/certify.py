@@ -72,8 +72,8 @@ def arithmetic_facts(parts: Assembly) -> dict[str, str]:
     facts = {
         "attention": runner.kernel.name,
         "dtype": str(runner.dtype).removeprefix("torch."),
-        "layers": "native" if runner.fused else "modules",
-        "linear": parts.linears,
+        "layers": runner.layers_name,
+        "linear": linear_name(parts.linears),
         "page": str(PAGE),
         "sampler": parts.sampler.name,
     }
@@ -81,6 +81,15 @@ def arithmetic_facts(parts: Assembly) -> dict[str, str]:
         return facts | {"machine": "any"}
     compiled = numerics.compiler_name(parts.device) if runner.compiled else "off"
     return facts | parts.platform | {"compile": compiled, "frame rows": str(parts.frame_rows)}
+
+
+def linear_name(linears: str) -> str:
+    """Whose linears, and their version where it changes with their bits."""
+    if linears != "triton":
+        return linears
+    from samewise.kernels.linear.triton import NAME  # imports Triton
+
+    return NAME
 
 
 def settings_of(parts: Assembly, config: EngineConfig) -> dict[str, str | int | bool | None]:

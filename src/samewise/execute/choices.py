@@ -73,11 +73,13 @@ def pick_kernel(name: str, device: torch.device) -> AttentionKernel:
 
 
 def pick_linear(name: str, device: torch.device) -> str:
-    """Which linears run: `native` on a CPU with a C++ compiler, else `torch`."""
+    """Which linears run: `triton` on CUDA, `native` on a CPU with a C++ compiler, else `torch`."""
+    if name == ("native" if device.type == "cuda" else "triton"):
+        raise BadParameter(
+            f"linear={name!r} does not run on {device.type}; use linear='auto'", param="linear"
+        )
     if device.type == "cuda":
-        if name == "native":
-            raise BadParameter("linear='native' does not run on cuda; use linear='auto'", param="linear")
-        return "torch"
+        return "torch" if name == "torch" else "triton"
     if name == "auto":
         return "native" if linear.available() else "torch"
     if name == "native":

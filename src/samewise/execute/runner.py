@@ -25,13 +25,14 @@ from samewise.follow_up import FollowUp
 from samewise.kernels.attention.base import PAGE, AttentionKernel, Heads
 from samewise.kernels.graph import CapturedGraph
 from samewise.kv.store import KVStore, page_bytes
+from samewise.model import fused_layer
 from samewise.model.arch import Arch, layer_list
 from samewise.model.attention_binding import bind_attention
-from samewise.model.fused_layer import fuse_layer, unfusable_reason
+from samewise.model.fused_layer import changed_modules
 from samewise.model.linear import FrameLinear
 from samewise.model.native_modules import use_native_modules
 from samewise.model.row_pieces import Pieces, is_norm, norm_width, use_pieces
-from samewise.model.surgery import copy_modules, with_layers
+from samewise.model.surgery import copy_modules, with_layers, with_module
 from samewise.model.views import LayerViews
 from samewise.types import MAX_TREE_DEPTH, MAX_TREE_NODES, NUM_CANDIDATES, LayerSet, Span
 
@@ -103,6 +104,7 @@ class Runner:
         dtype: torch.dtype,
         device: torch.device,
         compile: bool,  # noqa: A002 - the public name of the switch
+        fuse: bool = True,
         frame_rows: int | None = None,
     ) -> None:
         self.arch, self.kernel, self.device, self.dtype = arch, kernel, device, dtype
@@ -113,11 +115,14 @@ class Runner:
         linears = [m for m in self.model.modules() if isinstance(m, FrameLinear)]
         self.native = any(linear.packed is not None for linear in linears)
         """Whether linears are native, which give the same bits at any number of rows."""
-        self._norm_pieces: dict[int, Pieces] = {}  # by the norm's width
-        for norm in [] if self.native else [m for m in self.model.modules() if is_norm(m)]:
-            use_pieces(norm, self._norm_pieces.setdefault(norm_width(norm), {}))
         self.store = KVStore(kernel, kv_shapes(arch), num_pages, dtype, device)
         bind_attention(self.model, arch, kernel, self.store.layers)
+        self.fused = fuse and self._fusable()
+        """Whether each layer is run by kernels of its own instead of its modules: on CPU one native call."""
+        self.compiled = compile and not self.fused
+        self._norm_pieces: dict[int, Pieces] = {}  # by the norm's width
+        for norm in [] if self.native or self.fused else [m for m in self.model.modules() if is_norm(m)]:
+            use_pieces(norm, self._norm_pieces.setdefault(norm_width(norm), {}))
         rows = max(self.widest, max_rows)
         self._max_spans = max_rows
         self._plan = kernel.plan(kernel_heads(arch), dtype, rows, max_model_len)
@@ -131,14 +136,13 @@ class Runner:
         max_fast_rows = max(rows, PASS_LIMITS.fast_rows[-1])
         self.fast_tokens = torch.zeros(max_fast_rows, dtype=torch.int32, device=device)
         """By row of the last fast pass: its token, for the next pass of a chain."""
-        self.compiled = compile
         self._compiler = LayerCompiler(device)
-        self.fused = self.native and not compile and self._fusable()
-        """Whether each layer is one call of the native CPU kernels instead of its modules'."""
-        self.portable = self.fused and self._use_native_modules()
+        self.portable = self.native and self.fused and self._use_native_modules()
         """Whether every float operation of a frame is a native kernel's: no bit depends on the machine."""
         self._canonical = (
-            self._compiler.compile_model(self.model, arch) if compile else self._with_fused_layers(self.model)
+            self._compiler.compile_model(self.model, arch)
+            if self.compiled
+            else self._with_fused_layers(self.model)
         )
         self._default_path: FastPath | None = None
         self._graphs: dict[tuple[int, bool], CapturedGraph[torch.Tensor]] = {}
@@ -154,6 +158,11 @@ class Runner:
     def elastic(self) -> bool:
         """Whether frames have several sizes, and the head may run on fewer rows than the frame."""
         return len(self.sizes) > 1
+
+    @property
+    def layers_name(self) -> str:
+        """What runs a layer, for the contract."""
+        return self._fusing.NAME if self.fused else "modules"
 
     @property
     def kv_bytes(self) -> float:
@@ -325,7 +334,7 @@ class Runner:
         seconds, and a layer set may change at any time.
         """
         if self.fused:
-            return FastPath(views.without(skipped, fuse_layer), None)
+            return FastPath(views.without(skipped, self._fuse_layer), None)
         if not self.compiled or self.device.type != "cuda":
             return FastPath(views.without(skipped), None)
         return FastPath(views.without(skipped), views.without(skipped, self._compiler.compiled_if_known))
@@ -384,13 +393,26 @@ class Runner:
             layers = layer_list(self.model, self.arch)[1]
         except UnsupportedModel:
             return False
+        unfusable_reason = self._fusing.unfusable_reason
         reasons = (
             (i, reason) for i, layer in enumerate(layers) if (reason := unfusable_reason(layer)) is not None
         )
         first = next(reasons, None)
+        if first is None and self.device.type == "cuda":
+            changed = [path for path, norm in self._outer_norms(self.model) if changed_modules(norm)]
+            first = (len(layers), f"{changed[0]} was changed or has hooks") if changed else None
         if first is not None:
             log.info("layers run as their modules: of layer %d, %s", *first)
         return first is None
+
+    @property
+    def _fusing(self) -> Any:
+        """The module that fuses layers on this device."""
+        if self.device.type == "cuda":
+            from samewise.model import fused_cuda_layer  # imports Triton
+
+            return fused_cuda_layer
+        return fused_layer
 
     def _use_native_modules(self) -> bool:
         reason = use_native_modules(self.model, self.arch)
@@ -403,7 +425,21 @@ class Runner:
         if not self.fused:
             return model
         name, layers = layer_list(model, self.arch)
-        return with_layers(model, name, [fuse_layer(layer) for layer in layers])
+        fused = with_layers(model, name, [self._fuse_layer(layer) for layer in layers])
+        if self.device.type == "cuda":
+            for path, norm in self._outer_norms(model):
+                fused = with_module(fused, path, self._fusing.fuse_norm(norm))
+        return fused
+
+    def _outer_norms(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Norms outside of the layers, by path."""
+        layers = f"{layer_list(model, self.arch)[0]}."
+        norms = [(path, norm) for path, norm in model.named_modules() if is_norm(norm)]
+        return [(path, norm) for path, norm in norms if not path.startswith(layers)]
+
+    def _fuse_layer(self, layer: nn.Module) -> nn.Module:
+        fused: nn.Module = self._fusing.fuse_layer(layer)
+        return fused
 
     @torch.inference_mode()
     def _warm_up(self, sizes: Iterable[int]) -> None:

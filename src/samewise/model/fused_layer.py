@@ -29,6 +29,7 @@ from samewise.model.attention_binding import AttentionBinding
 from samewise.model.linear import FrameLinear
 from samewise.model.surgery import runs_class_forward, with_forward
 
+NAME = "native"  # in the contract
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """transformers' families whose layer is the kernel's."""
 MAX_HEAD_DIM = 512  # elements; the kernel's buffer for rotating one head
@@ -49,7 +50,7 @@ class FusedForward:
     """A layer's `forward` as one call. Keeps the tensors alive whose addresses it passes to the kernel."""
 
     def __init__(self, layer: Any) -> None:
-        attention, mlp = _attention(layer), _mlp(layer)
+        attention, mlp = attention_of(layer), mlp_of(layer)
         self._layer = layer
         self._attention, self._mlp, self._width = attention, mlp, _width(layer)
         self._held = [weight.detach() for weight in layer.parameters()]
@@ -161,17 +162,18 @@ def _side(linears: list[FrameLinear]) -> Side:
 # Attributes of transformers' layers are not declared, hence Any.
 
 
-def _attention(layer: Any) -> Any:
+def attention_of(layer: Any) -> Any:
     """The layer's attention; None in a view without it."""
     return layer.self_attn if hasattr(layer.self_attn, "q_proj") else None
 
 
-def _mlp(layer: Any) -> Any:
+def mlp_of(layer: Any) -> Any:
+    """The layer's MLP; None in a view without it."""
     return layer.mlp if hasattr(layer.mlp, "gate_proj") else None
 
 
 def _width(layer: Any) -> int:
-    attention = _attention(layer)
+    attention = attention_of(layer)
     return int((attention.q_proj if attention else layer.mlp.gate_proj).in_features)
 
 
@@ -188,8 +190,8 @@ def unfusable_reason(layer: nn.Module) -> str | None:
     package = type(layer).__module__.split(".")
     if package[:2] != ["transformers", "models"] or package[2] not in FAMILIES:
         return f"{type(layer).__name__} is not of {', '.join(sorted(FAMILIES))}"
-    attention, mlp = _attention(layer), _mlp(layer)
-    changed = [name or "it" for name, module in layer.named_modules() if not _is_original(module)]
+    attention, mlp = attention_of(layer), mlp_of(layer)
+    changed = changed_modules(layer)
     if attention is None or mlp is None or changed:
         return f"{', '.join(changed) or 'a sublayer'} was changed or has hooks"
     if any(weight.dtype != torch.float32 for weight in layer.parameters()):
@@ -208,6 +210,11 @@ def unfusable_reason(layer: nn.Module) -> str | None:
     return None if _agrees(layer, fuse_layer(layer)) else "its modules give another result"
 
 
+def changed_modules(layer: nn.Module) -> list[str]:
+    """The names of modules that are not as transformers made them, up to what loading replaces."""
+    return [name or "it" for name, module in layer.named_modules() if not _is_original(module)]
+
+
 def _is_original(module: nn.Module) -> bool:
     """Whether a module is transformers' or wrapped at load, and runs nothing but its class's `forward`."""
     wrapped = type(module) in (FrameLinear, FrameActivation)
@@ -218,7 +225,7 @@ def _is_original(module: nn.Module) -> bool:
 @torch.inference_mode()
 def _agrees(layer: nn.Module, fused: nn.Module) -> bool:
     """Whether both add the same to the residual stream, up to the order of summation."""
-    dim = _attention(layer).binding.facts.head_dim
+    dim = attention_of(layer).binding.facts.head_dim
     generator = torch.Generator("cpu").manual_seed(0)
     # dtype and device are explicit: the process may have other defaults.
     floats: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -235,4 +242,14 @@ def _agrees(layer: nn.Module, fused: nn.Module) -> bool:
     return bool((one - other).abs().max() <= CHECK_TOLERANCE * one.abs().max() + 1e-6)
 
 
-__all__ = ["FusedForward", "fuse_layer", "unfusable_reason"]
+__all__ = [
+    "FAMILIES",
+    "NAME",
+    "SILU",
+    "FusedForward",
+    "attention_of",
+    "changed_modules",
+    "fuse_layer",
+    "mlp_of",
+    "unfusable_reason",
+]

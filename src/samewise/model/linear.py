@@ -61,11 +61,13 @@ class FrameLinear(nn.Linear):
     """A linear under the frame rule; shares the weights of the linear it replaces.
 
     It may run at another number of rows (`pieces`), as a part of its siblings' product (`stacked` when
-    compiled, `merged` when packed), or from packed weights that are exactly its own. None of these changes
-    a row's bits.
+    compiled, `merged` when packed), from packed weights that are exactly its own, or where it is `ordered`
+    by torch's product for some numbers of rows (`library_rows`). None of these changes a row's bits.
     """
 
     pieces: Pieces
+    ordered: bool  # whether its sums have the stated order of `kernels.linear.triton`
+    library_rows: frozenset[int]  # numbers of rows at which torch's product was found to give its bits
     stacked: StackedRows | None
     packed: PackedWeight | None  # its own weights, or those of all siblings where `merged` is set
     merged: tuple[MergedProduct, int, int] | None  # the siblings' product, and its columns [start, stop)
@@ -75,6 +77,7 @@ class FrameLinear(nn.Linear):
         """The same linear under the frame rule; no tensor is copied."""
         result = with_class(linear, cls)
         result.pieces = {}
+        result.ordered, result.library_rows = False, frozenset()
         result.stacked = None
         result.packed = None
         result.merged = None
@@ -102,6 +105,9 @@ class FrameLinear(nn.Linear):
         return y if self.merged is None else y[..., self.merged[1] : self.merged[2]]
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.ordered and x.shape[-2] not in self.library_rows:
+            y: torch.Tensor = torch.ops.samewise.ordered_linear(x, weight, bias)
+            return y
         piece = self.pieces.get(x.shape[1]) if x.dim() == 3 else None
         if piece is None:
             return F.linear(x, weight, bias)
@@ -124,6 +130,15 @@ def pack_linears(
             module.packed, module.merged = pack_weight(module.weight), None
             forms[module.packed.form if module.packed is not None else "torch"] += 1
     return forms
+
+
+def order_linears(model: nn.Module) -> None:
+    """Let every linear sum in the stated order of the CUDA kernel, whatever the number of rows."""
+    import samewise.kernels.linear.triton  # noqa: F401 - registers the operator; imports Triton
+
+    for module in model.modules():
+        if type(module) is FrameLinear:
+            module.ordered = True
 
 
 def _siblings(model: nn.Module) -> Iterator[list[FrameLinear]]:
@@ -172,4 +187,11 @@ def _stack(linears: list[FrameLinear]) -> None:
         linear.stacked = StackedRows(weight, bias, start, stop)
 
 
-__all__ = ["FrameLinear", "MergedProduct", "StackedRows", "pack_linears", "stack_siblings"]
+__all__ = [
+    "FrameLinear",
+    "MergedProduct",
+    "StackedRows",
+    "order_linears",
+    "pack_linears",
+    "stack_siblings",
+]

@@ -82,8 +82,8 @@ def select_frame_sizes(
     if runner.native or not runner.elastic:
         return outcome
     trial, rows = _SizeTrial(runner, max_model_len), runner.frame_rows
-    differing = _differing_norms(runner, facts)
-    for size in [size for size in runner.sizes if size != rows]:
+    differing = {} if runner.fused else _differing_norms(runner, facts)
+    for size in _sizes_to_try(runner):
         if not trial.fits(size):
             outcome[size] = FrameSizeUse(reason="more rows than the KV cache has room for")
             runner.drop_size(size)
@@ -93,12 +93,23 @@ def select_frame_sizes(
             outcome[size] = FrameSizeUse(rows, tuple(widths))
         if trial.agrees(size):
             continue
-        runner.fix_norm_rows(size)
-        outcome[size] = FrameSizeUse(rows)
-        if not trial.agrees(size):
+        if not runner.fused:
+            runner.fix_norm_rows(size)
+            outcome[size] = FrameSizeUse(rows)
+        if runner.fused or not trial.agrees(size):
             outcome[size] = FrameSizeUse(reason="an operator without a remedy gives other bits")
             runner.drop_size(size)
     return outcome
+
+
+def _sizes_to_try(runner: Runner) -> list[int]:
+    """The sizes whose bits follow from no construction.
+
+    In fused layers over ordered linears those are the wide ones, where other products and other tiles of
+    attention may run.
+    """
+    first = runner.frame_rows + 1 if runner.fused else 1
+    return [size for size in runner.sizes if size >= first and size != runner.frame_rows]
 
 
 def recheck_frame_sizes(runner: Runner, max_model_len: int) -> None:
@@ -110,7 +121,7 @@ def recheck_frame_sizes(runner: Runner, max_model_len: int) -> None:
     if runner.native:
         return
     trial = _SizeTrial(runner, max_model_len)
-    for size in [size for size in runner.sizes if size != runner.frame_rows]:
+    for size in _sizes_to_try(runner):
         if not trial.agrees(size):
             raise GuaranteeLost(
                 f"on the new weights frames of {size} rows give other bits than frames of "

@@ -25,6 +25,9 @@ from samewise.kernels.linear.packed import multiply, pack_as_is
 from samewise.model.linear import FrameLinear
 from samewise.model.row_pieces import Pieces, piece_for
 
+LIBRARY_FROM = 256
+"""Rows from which on torch's product is tried in place of an ordered one: below, it is no faster."""
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:
@@ -34,6 +37,7 @@ class Operator:
     outputs: int
     inputs: int
     pieces: Pieces
+    library_rows: tuple[int, ...] = ()  # an ordered linear's: where torch's product gives its bits
 
 
 class _Kind(NamedTuple):
@@ -86,27 +90,33 @@ def check_linears(
     *,
     weights: str = "",
     stacked: bool = True,
+    use_library: bool = True,
 ) -> list[Operator]:
     """Try every shape of linear, and set the rows each linear runs at in frames of these sizes.
 
     `facts`: the machine and its libraries; `weights`: a digest of the model's, or "" to cache nothing about
-    them. `stacked`: linears that share their input will run as one product of their stacked weights. Raises
-    GuaranteeLost where a row's bits depend on its index at the canonical number of rows, `frame_rows`. A
-    trial allocates a weight matrix of its own, so it runs before the KV cache takes the memory.
+    them. `stacked`: linears that share their input will run as one product of their stacked weights.
+    `use_library`: ordered linears may run as torch's product in wide frames, where it gives their bits.
+    Raises GuaranteeLost where a row's bits depend on its index at the canonical number of rows, `frame_rows`.
+    A trial allocates a weight matrix of its own, so it runs before the KV cache takes the memory.
     """
     kinds = _kinds_of(model, stacked=stacked)
     sizes = sorted({*sizes, frame_rows})
     made = _good_sizes(kinds, frame_rows, sizes, facts, _try_made)
     loaded = _good_sizes(kinds, frame_rows, sizes, {**facts, "weights": weights}, _try_loaded)
+    wide = [size for size in sizes if size >= LIBRARY_FROM and use_library]
+    library = _library_sizes(kinds, frame_rows, wide, facts, weights)
     operators = []
     for kind, members in kinds.items():
         good = [size for size in made[kind.label] if size in loaded[kind.label]]
         pieces = {size: piece_for(size, good, frame_rows) for size in sizes}
         outputs, inputs = kind.shape
-        operators.append(Operator(members.name, outputs, inputs, pieces))
+        library_rows = library.get(kind.label, [])
+        operators.append(Operator(members.name, outputs, inputs, pieces, tuple(library_rows)))
         for linear in members.linears:
             if isinstance(linear, FrameLinear):
                 linear.pieces = {size: piece for size, piece in pieces.items() if piece != size}
+                linear.library_rows = frozenset(library_rows)
     return operators
 
 
@@ -120,11 +130,29 @@ def recheck_linears(model: nn.Module, frame_rows: int, sizes: Sequence[int], *, 
         pieces: Pieces = first.pieces if isinstance(first, FrameLinear) else {}
         used = sorted({frame_rows, *(pieces.get(size, size) for size in sizes)})
         good = _try_loaded(first, members.name, kind, frame_rows, used)
+        if library := sorted(getattr(first, "library_rows", ())):
+            same = _try_library_loaded(first, members.name, kind, frame_rows, library)
+            good = [rows for rows in good if rows not in library or rows in same]
         if bad := [rows for rows in used if rows not in good]:
             raise GuaranteeLost(
                 f"on the new weights the operator {members.name} ({kind.text}) gives other bits at {bad[0]} "
                 f"rows than at {frame_rows}. Build a new engine, which tries every number of rows"
             )
+
+
+def _library_sizes(
+    kinds: Mapping[_Kind, _Members], rows: int, sizes: Sequence[int], facts: Mapping[str, str], weights: str
+) -> dict[str, list[int]]:
+    """By kind of ordered linear, the sizes at which torch's product gives its bits, on both weights."""
+    ordered = {kind: members for kind, members in kinds.items() if _is_ordered(members.linears[0])}
+    if not ordered or not sizes:
+        return {}
+    facts = {**facts, "product": "library"}
+    made = _good_sizes(ordered, rows, sizes, facts, _try_library_made)
+    loaded = _good_sizes(ordered, rows, sizes, {**facts, "weights": weights}, _try_library_loaded)
+    return {
+        label: [size for size in sizes if size in made[label] and size in loaded[label]] for label in made
+    }
 
 
 def _kinds_of(model: nn.Module, *, stacked: bool) -> dict[_Kind, _Members]:
@@ -168,7 +196,9 @@ def _good_sizes(
 
 def _is_valid(good: object, rows: int, sizes: Sequence[int]) -> bool:
     """Whether a cached value has the form of a result; a damaged one counts as absent."""
-    return isinstance(good, list) and rows in good and all(size in sizes for size in good)
+    if not isinstance(good, list) or not all(size in sizes for size in good):
+        return False
+    return rows in good or rows not in sizes
 
 
 @torch.inference_mode()
@@ -183,6 +213,8 @@ def _try_made(linear: nn.Linear, name: str, kind: _Kind, rows: int, sizes: Seque
         run = _bits_of(kind, lambda x: multiply(x, packed, parameters.get("bias")))
         return _sizes_of_native(run, x, f"{name} ({kind.text})", rows, sizes, range(1, rows))
     run = _bits_of(kind, lambda x: torch.func.functional_call(linear, parameters, (x,)))
+    if _is_ordered(linear):
+        return _sizes_of_native(run, x, f"{name} ({kind.text})", rows, sizes, _below(rows, sizes))
     return _sizes_that_agree(run, x, f"{name} ({kind.text})", rows, sizes)
 
 
@@ -195,7 +227,55 @@ def _try_loaded(linear: nn.Linear, name: str, kind: _Kind, rows: int, sizes: Seq
         return _sizes_of_native(
             run, x, f"{name} ({kind.text})", rows, sizes, {1, 3, rows // 2} & {*range(1, rows)}
         )
+    if _is_ordered(linear):
+        return _sizes_of_native(run, x, f"{name} ({kind.text})", rows, sizes, _below(rows, sizes))
     return _sizes_that_agree(run, x, f"{name} ({kind.text})", rows, sizes)
+
+
+@torch.inference_mode()
+def _try_library_made(linear: nn.Linear, _: str, kind: _Kind, rows: int, sizes: Sequence[int]) -> list[int]:
+    """The sizes at which torch's product with a made weight gives the bits of the ordered one."""
+    weight, x = _cancelling(kind, max(sizes))
+    bias = None
+    if linear.bias is not None:
+        bias = torch.linspace(-1.0, 1.0, kind.shape[0], device=kind.device).to(kind.dtype)
+    return _sizes_of_library(kind, weight, bias, x, rows, sizes)
+
+
+@torch.inference_mode()
+def _try_library_loaded(linear: nn.Linear, _: str, kind: _Kind, rows: int, sizes: Sequence[int]) -> list[int]:
+    """The same with its own weight and bias, as they will be run."""
+    weight: torch.Tensor = linear.weight
+    bias: torch.Tensor | None = linear.bias
+    if isinstance(linear, FrameLinear) and linear.stacked and linear.stacked.weight.shape == kind.shape:
+        weight, bias = linear.stacked[:2]
+    return _sizes_of_library(kind, weight, bias, _wide(kind, max(sizes)), rows, sizes)
+
+
+def _sizes_of_library(
+    kind: _Kind,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x: torch.Tensor,
+    rows: int,
+    sizes: Sequence[int],
+) -> list[int]:
+    """The sizes at which torch's product gives the ordered product's bits, in two orders of the rows."""
+    ordered = _bits_of(kind, lambda part: torch.ops.samewise.ordered_linear(part, weight, bias))
+    library = _bits_of(kind, lambda part: nn.functional.linear(part, weight, bias))
+    expected = torch.cat([ordered(part) for part in torch.split(x, rows, dim=1)])
+    good = []
+    for size in sizes:
+        first, shift = x[:, :size], max(1, size // 3)
+        if torch.equal(library(first), expected[:size]) and torch.equal(
+            library(first.roll(shift, 1)), expected[:size].roll(shift, 0)
+        ):
+            good.append(size)
+    return good
+
+
+def _is_ordered(linear: nn.Module) -> bool:
+    return isinstance(linear, FrameLinear) and linear.ordered
 
 
 def _is_native(linear: nn.Linear) -> bool:
@@ -211,6 +291,8 @@ def _product_of(linear: nn.Linear, kind: _Kind) -> Product:
         return lambda x: multiply(x, packed, bias)
     if linear.stacked is not None and linear.stacked.weight.shape == kind.shape:
         stacked = linear.stacked
+        if linear.ordered:
+            return lambda x: torch.ops.samewise.ordered_linear(x, stacked.weight, stacked.bias)
         return lambda x: nn.functional.linear(x, stacked.weight, stacked.bias)
     return linear
 
@@ -251,6 +333,10 @@ def _sizes_of_native(
                 'The engine will not start. Try linear="torch"'
             )
     return list(sizes)
+
+
+def _below(rows: int, sizes: Sequence[int]) -> list[int]:
+    return [size for size in sizes if size < rows]
 
 
 def _refuse_by_index(run: Product, x: torch.Tensor, name: str, rows: int) -> torch.Tensor:

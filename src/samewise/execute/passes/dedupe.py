@@ -21,7 +21,8 @@ MERGEABLE = frozenset({
     _ATEN.cat.default,
 })  # fmt: skip
 """Products, and the padding, slicing and reshaping around them. None writes to its arguments."""
-MERGEABLE_BY_NAME = "samewise.linear.default"  # the native linear, whose operator may not be registered here
+MERGEABLE_BY_NAME = frozenset({"samewise.linear.default", "samewise.ordered_linear.default"})
+"""The native and the CUDA kernel's linear, whose operators may not be registered here."""
 
 
 class Dedupe(CustomGraphPass):
@@ -31,7 +32,7 @@ class Dedupe(CustomGraphPass):
         """Walk the graph in order."""
         seen: dict[Any, Any] = {}
         for node in list(graph.nodes):
-            mergeable = node.target in MERGEABLE or str(node.target) == MERGEABLE_BY_NAME
+            mergeable = node.target in MERGEABLE or str(node.target) in MERGEABLE_BY_NAME
             if node.op != "call_function" or not mergeable or node.kwargs:
                 continue
             key = (node.target, repr(node.args))

@@ -34,6 +34,7 @@ from samewise.errors import InvariantBroken
 from samewise.kernels.attention.base import PAGE, AttentionKernel, Heads, LayerKV, Rows
 from samewise.kernels.attention.tiles import COLUMNS, HEADER_LEN, TilePlan
 from samewise.kernels.attention.triton_kernels import move_pairs, paged_attend, paged_store
+from samewise.kernels.dependent import launch_options
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,9 @@ def attend_triton(
     num_programs: int,
 ) -> torch.Tensor:
     """Launch the kernels. `window` 0 means none, as an operator's arguments must be plain."""
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    group = num_heads // num_kv_heads
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dim_pad = _pad(head_dim)
-    head_bytes = dim_pad * q.element_size()
     _check_strides(q, k, v, k_cache, v_cache, workspace)
-    lists = torch.split(work_list, HEADER_LEN + len(COLUMNS) * num_rows)
-    if not lists or len(lists) > 2 or len(lists[-1]) != len(lists[0]):
-        raise InvariantBroken(f"work lists of {len(work_list)} for {num_rows} rows")
-    paged_store[(num_rows,)](
+    num_kv_heads, head_dim = k.shape[1:]
+    paged_store[(q.shape[0],)](
         k,
         v,
         k_cache,
@@ -134,13 +127,44 @@ def attend_triton(
         HEADS=num_kv_heads,
         HEADS_PAD=triton.next_power_of_2(num_kv_heads),
         DIM=head_dim,
-        DIM_PAD=dim_pad,
+        DIM_PAD=_pad(head_dim),
         PAGE=PAGE,
         num_warps=CONSTANTS.warps,
         enable_fp_fusion=CONSTANTS.fp_fusion,
     )
-    if len(workspace) < num_rows * num_kv_heads:
-        raise InvariantBroken(f"a workspace of {len(workspace)} for {num_rows} rows")
+    read = Reading(lengths, pages, work_list, workspace)
+    return attend_stored(q, LayerKV(k_cache, v_cache), read, scale, window, num_programs)
+
+
+class Reading(NamedTuple):
+    """What tells rows which keys to read, and the scratch to read them with: fields of `Rows`."""
+
+    lengths: torch.Tensor
+    pages: torch.Tensor
+    work_list: torch.Tensor
+    workspace: torch.Tensor
+
+
+def attend_stored(
+    q: torch.Tensor,
+    kv: LayerKV,
+    read: Reading,
+    scale: float,
+    window: int,
+    num_programs: int,
+) -> torch.Tensor:
+    """Attend to K and V that are in their pages."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = kv.k.shape[1]
+    group = num_heads // num_kv_heads
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dim_pad = _pad(head_dim)
+    head_bytes = dim_pad * q.element_size()
+    lists = torch.split(read.work_list, HEADER_LEN + len(COLUMNS) * num_rows)
+    if not lists or len(lists) > 2 or len(lists[-1]) != len(lists[0]):
+        raise InvariantBroken(f"work lists of {len(read.work_list)} for {num_rows} rows")
+    if len(read.workspace) < num_rows * num_kv_heads:
+        raise InvariantBroken(f"a workspace of {len(read.workspace)} for {num_rows} rows")
     tiles = _tile_size(group, CONSTANTS.tile), _tile_size(group, CONSTANTS.wide_tile)
     for tile, tile_list, wide in zip(tiles, lists, (False, True), strict=False):
         halved = num_rows >= CONSTANTS.busy_rows and tile < CONSTANTS.wide_tile and not wide
@@ -148,17 +172,16 @@ def attend_triton(
         capped = head_bytes <= 128 and warps == 4 and not wide
         paged_attend[(num_programs,)](
             q,
-            k_cache,
-            v_cache,
-            lengths,
-            pages,
+            *kv,
+            read.lengths,
+            read.pages,
             tile_list,
-            workspace,
+            read.workspace,
             out,
             *q.stride()[:2],
             scale * math.log2(math.e),
             num_rows,
-            len(workspace),
+            len(read.workspace),
             KV_HEADS=num_kv_heads,
             GROUP=group,
             TILE=tile,
@@ -176,6 +199,7 @@ def attend_triton(
             num_warps=warps if head_bytes <= 256 else 2 * warps,
             maxnreg=CONSTANTS.small_head_registers if capped else None,
             enable_fp_fusion=CONSTANTS.fp_fusion,
+            **launch_options(q.device),
         )
     return out
 
@@ -354,4 +378,12 @@ class TritonKernel(AttentionKernel):
         return out
 
 
-__all__ = ["CONSTANTS", "TritonConstants", "TritonKernel", "TritonMover", "attend_triton"]
+__all__ = [
+    "CONSTANTS",
+    "Reading",
+    "TritonConstants",
+    "TritonKernel",
+    "TritonMover",
+    "attend_stored",
+    "attend_triton",
+]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -354,6 +355,7 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
     SEARCH_TILES: tl.constexpr,
     STAGES: tl.constexpr,
     FOLD_STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,  # launched while the kernel before it may still run
     EXPLICIT_SUM: tl.constexpr,
 ) -> None:
     """Attend the head group of an uncut tile to all its keys, or of a cut tile to one split, item by item.
@@ -373,6 +375,8 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
     cut_pieces = tl.load(work_list + 2)
     columns = work_list + HEADER_LEN
 
+    if DEPENDENT:
+        gdc_launch_dependents()
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         piece = item // KV_HEADS
         kv_head = item % KV_HEADS
@@ -420,6 +424,8 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
         head = kv_head * GROUP + lane % GROUP
         in_tile = used[:, None] & (dim < DIM)[None, :]
         q_offsets = q + (row + tile_row)[:, None] * q_row + head[:, None] * q_head + dim[None, :]
+        if DEPENDENT:  # the work list and the page numbers were there before the first kernel
+            gdc_wait()
         q_tile = tl.load(q_offsets, mask=in_tile, other=0.0)
         top = tl.full([TILE], float("-inf"), tl.float32)
         weight = tl.zeros([TILE], tl.float32)
@@ -531,6 +537,8 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
             result = _normalize(all_total, all_weight, length).to(out.dtype.element_ty)
             row_start = (row + tile_row).to(tl.int64) * (HEADS * DIM)
             tl.store(out + row_start[:, None] + head[:, None] * DIM + dim[None, :], result, mask=in_tile)
+    if DEPENDENT:  # programs without an item wait too: when this kernel has ended, so have those before it
+        gdc_wait()
 
 
 __all__ = ["move_pairs", "paged_attend", "paged_store"]

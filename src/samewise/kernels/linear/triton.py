@@ -1,0 +1,152 @@
+"""x W' + b on CUDA, in a stated order: a row's bits depend on nothing but the row, by construction.
+
+Inputs are taken in order, in steps of 16, from a sum of zero. One operation of a matrix unit adds a step's
+products to the sum (float32: one multiply-add per input, in order). Then the bias is added, and the sum is
+rounded. The order follows from nothing but the number of inputs. The number of rows, the tile's size, the
+steps in flight and which operand comes first decide only when and where a number is computed. On one kind of
+device the matrix instructions of all tile sizes add a step in the same way; the test over all tiles
+(`tests/kernels/test_linear_triton.py`) and the probe at start-up compare them.
+
+What may follow the sum rounds as the modules it replaces would: the residual is added to the rounded
+product, silu(gate) * up is computed from the rounded gate and up.
+
+A part of the inputs is summed in the same way as the whole, so that a product divided over devices can be
+the sum of its parts in order. Runs on CPU tensors under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from samewise.errors import InvariantBroken
+from samewise.kernels.dependent import launch_options
+from samewise.kernels.linear.triton_kernels import gate_rows, linear_tile
+
+NAME = "triton-1 step 16"
+"""Kernel and version, part of the contract: it changes whenever bits may change."""
+MATRIX_STEP = 16
+"""Inputs that one operation of a matrix unit adds in 16 bits. Part of the order."""
+INTERPRETED = not isinstance(linear_tile, triton.JITFunction)
+"""In Triton's interpreter tl.dot is a BLAS call, where a row's bits depend on its index; sums replace it."""
+GATE_BLOCK = 1024  # columns per program
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """How a linear is launched. Bits do not depend on any of it."""
+
+    rows: int = 16
+    columns: int = 64
+    step: int = 128  # inputs a program takes at a time
+    stages: int = 6  # steps in flight
+    warps: int = 4
+    swapped: bool = True  # the weight's columns are the rows of the matrix instruction
+    described: bool = True  # tiles are copied by the device's tensor copy unit (Hopper on)
+    group: int = 8  # row tiles that share the weight's columns in the cache
+
+
+def pick_tile(num_rows: int, outputs: int, element_bytes: int, *, gated: bool) -> LinearTile:
+    """How to launch a linear of this shape: a rule, set by hand from `bench/linear.py` on an H200."""
+    if element_bytes == 4:
+        return LinearTile(rows=16, columns=32, step=32, stages=3, described=False, swapped=False)
+    if num_rows > 64:
+        return LinearTile(rows=128, columns=128, step=64, stages=3, warps=8, swapped=False)
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    if outputs <= 2048:  # too few columns to give every processor 64
+        return LinearTile(rows=rows, columns=16, step=256, stages=4, swapped=False, described=False)
+    if gated:
+        return LinearTile(rows=rows, step=64)
+    few_programs = outputs <= 64 * 264  # fewer than two for each processor
+    return LinearTile(rows=rows, stages=(8 if rows == 16 else 6) if few_programs else 4)
+
+
+@torch.library.custom_op("samewise::ordered_linear", mutates_args=())
+def ordered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., K] times W' plus b, in the stated order."""
+    return linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+@ordered_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def linear(
+    x: torch.Tensor,  # [R, K], unit stride within a row
+    weight: torch.Tensor,  # [N, K], or [2 N, K] where gated
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,  # [R, N]
+    gated: bool = False,
+    tile: LinearTile | None = None,
+) -> torch.Tensor:
+    """x W' + b, then the residual added; or silu(gate) * up where the weight is a gate's and an up's."""
+    num_rows, inputs = x.shape
+    outputs = weight.shape[0] // (2 if gated else 1)
+    if weight.shape[1] != inputs or not weight.is_contiguous():
+        raise InvariantBroken(f"a linear of {tuple(weight.shape)} was given {tuple(x.shape)}")
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    tile = pick_tile(num_rows, outputs, x.element_size(), gated=gated) if tile is None else tile
+    out = x.new_empty(num_rows, outputs)
+    if not num_rows:
+        return out
+    step = MATRIX_STEP if INTERPRETED else tile.step
+    described = tile.described and _describable(x, weight) and not (gated and outputs % tile.columns)
+    linear_tile[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(outputs, tile.columns),)](
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.rows, step]) if described else x,
+        TensorDescriptor(weight, list(weight.shape), [inputs, 1], [tile.columns, step])
+        if described
+        else weight,
+        out if bias is None else bias,
+        out if residual is None else residual,
+        out,
+        num_rows,
+        outputs,
+        inputs,
+        x.stride(0),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        STEP=step,
+        GROUP=tile.group,
+        WHOLE=inputs % step == 0,
+        BIASED=bias is not None,
+        RESIDUAL=residual is not None,
+        GATED=gated,
+        SWAPPED=tile.swapped,
+        DESCRIBED=described,
+        EXPLICIT_SUM=INTERPRETED,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+        **launch_options(x.device),
+    )
+    return out
+
+
+def _describable(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the tensor copy unit takes both: rows and first elements at multiples of 16 bytes."""
+    places = (x.stride(0) * x.element_size(), weight.stride(0) * weight.element_size())
+    return all(place % 16 == 0 for place in (*places, x.data_ptr(), weight.data_ptr()))
+
+
+def gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of a product's halves [R, 2 N]: the bits that `linear` gives where it is gated."""
+    num_rows, outputs = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, outputs)
+    gate_rows[(num_rows, triton.cdiv(outputs, GATE_BLOCK))](
+        gate_up,
+        out,
+        outputs,
+        BLOCK=GATE_BLOCK,
+        enable_fp_fusion=False,
+        **launch_options(gate_up.device),
+    )
+    return out
+
+
+__all__ = ["NAME", "LinearTile", "gate", "linear", "ordered_linear", "pick_tile"]

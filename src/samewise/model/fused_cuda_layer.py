@@ -1,0 +1,195 @@
+"""A decoder layer as eight kernels on CUDA: a norm, q/k/v, positions and K and V, attention, and so on.
+
+Between a layer's products stand many small operators, each a launch and a way through memory. A layer that is
+Llama's (RMS norms, rotary positions over complete heads, SiLU) over ordered linears is run as norm, product
+(with its bias), rotation and storing of K and V, attention, product with the residual added; norm, product
+with silu(gate) * up, product with the residual added. Every result is rounded where the modules round it.
+Any other layer runs as its modules, compiled. Families are those of `fused_layer`, and each layer's result is
+compared with its modules' before the fused kernels are used.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+
+from samewise.errors import GuaranteeLost
+from samewise.kernels.attention.base import PAGE, Heads, Rows
+from samewise.kernels.attention.triton import Reading, TritonKernel, attend_stored
+from samewise.kernels.layer.triton import NAME, RmsNorm, rms_norm, rotate_and_keep
+from samewise.kernels.linear.triton import gate, linear
+from samewise.model.activation import FrameActivation
+from samewise.model.arch import AttentionFacts
+from samewise.model.attention_binding import AttentionBinding
+from samewise.model.fused_layer import FAMILIES, SILU, attention_of, changed_modules, mlp_of
+from samewise.model.linear import FrameLinear
+from samewise.model.surgery import with_forward
+
+MAX_HEAD_DIM = 256
+"""Elements of a head that a program of the rotating kernel holds, several heads at a time."""
+CHECK_ROWS = 5  # rows a layer is compared on with its modules
+CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Of the largest element: above the rounding between two orders of summation."""
+
+
+class Product(NamedTuple):
+    """Linears given the same input, as one product."""
+
+    linears: list[FrameLinear]
+
+    def __call__(
+        self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False
+    ) -> torch.Tensor:
+        """x W' + b, then the residual added; or silu(gate) * up."""
+        first = self.linears[0]
+        if any(type(one) is not FrameLinear or not one.ordered for one in self.linears):
+            raise GuaranteeLost(f"a fused layer had its {first} replaced; build a new engine")
+        weight, bias = (first.weight, first.bias) if first.stacked is None else first.stacked[:2]
+        if x.shape[0] not in first.library_rows:
+            return linear(x, weight, bias, residual=residual, gated=gated)
+        y = F.linear(x, weight, bias)
+        if gated:
+            return gate(y)
+        return y if residual is None else residual + y
+
+
+class FusedForward:
+    """A layer's `forward` as fused kernels; of a view without a sublayer, the other's."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = attention_of(layer), mlp_of(layer)
+        self._has_attention, self._has_mlp = attention is not None, mlp is not None
+        if attention:
+            binding: AttentionBinding = attention.binding
+            assert isinstance(binding.kernel, TritonKernel)
+            self._kv, self._facts = binding.kv, binding.facts  # kept: the module may be bound anew
+            self._programs, self._scale = binding.kernel.num_programs, float(attention.scaling)
+            self._first = norm_of(layer.input_layernorm)
+            q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+            self._head_norms = None if q_norm is None else (norm_of(q_norm), norm_of(k_norm))
+            self._qkv = Product([attention.q_proj, attention.k_proj, attention.v_proj])
+            self._o = Product([attention.o_proj])
+        if mlp:
+            self._second = norm_of(layer.post_attention_layernorm)
+            self._gate_up = Product([mlp.gate_proj, mlp.up_proj])
+            self._down = Product([mlp.down_proj])
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,  # [1, R, H]
+        *_: Any,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        rows: Rows,
+        **__: Any,
+    ) -> torch.Tensor:
+        """The layer's output for R rows."""
+        x = hidden_states[0].contiguous()
+        if self._has_attention:
+            cos, sin = (table[0].contiguous() for table in position_embeddings)
+            x = self._attend(x, (cos, sin), rows)
+        if self._has_mlp:
+            x = self._down(self._gate_up(rms_norm(x, self._second), gated=True), residual=x)
+        return x.unsqueeze(0)
+
+    def _attend(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], rows: Rows) -> torch.Tensor:
+        facts, kv = self._facts, self._kv
+        qkv = self._qkv(rms_norm(x, self._first))
+        q = rotate_and_keep(qkv, angles, self._head_norms, kv, rows.slots, facts.num_heads)
+        reading = Reading(rows.lengths, rows.pages, rows.work_list, rows.workspace)
+        out = attend_stored(q, kv, reading, self._scale, facts.window or 0, self._programs)
+        return self._o(out.flatten(1), residual=x)
+
+
+class FusedNorm:
+    """A norm's `forward` as one kernel."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self._norm = norm_of(norm)
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The norm of every row."""
+        y = rms_norm(hidden_states.flatten(0, -2).contiguous(), self._norm)
+        return y.view(hidden_states.shape)
+
+
+def norm_of(module: Any) -> RmsNorm:
+    """What the kernel needs of transformers' RMS norm."""
+    return RmsNorm(module.weight, float(module.variance_epsilon))
+
+
+def fuse_layer(layer: nn.Module) -> nn.Module:
+    """The layer, or a view of it without a sublayer, as fused kernels; where `unfusable_reason` is None."""
+    return with_forward(layer, FusedForward(layer))
+
+
+def fuse_norm(norm: nn.Module) -> nn.Module:
+    """A norm outside of the layers, of the kind they have, as one kernel."""
+    return with_forward(norm, FusedNorm(norm))
+
+
+def unfusable_reason(layer: nn.Module) -> str | None:
+    """Why a layer has to run as its modules; None for one that computes what the kernels compute.
+
+    Writes to KV page 1, so call it before any page is in use.
+    """
+    package = type(layer).__module__.split(".")
+    if package[:2] != ["transformers", "models"] or package[2] not in FAMILIES:
+        return f"{type(layer).__name__} is not of {', '.join(sorted(FAMILIES))}"
+    attention, mlp = attention_of(layer), mlp_of(layer)
+    changed = changed_modules(layer)
+    if attention is None or mlp is None or changed:
+        return f"{', '.join(changed) or 'a sublayer'} was changed or has hooks"
+    binding: AttentionBinding = attention.binding
+    if not isinstance(binding.kernel, TritonKernel):
+        return "attention is not Triton's"
+    if binding.facts.head_dim > MAX_HEAD_DIM or binding.facts.head_dim % 2:
+        return f"heads of {binding.facts.head_dim}"
+    if type(mlp.act_fn) is not FrameActivation or type(mlp.act_fn.inner) not in SILU:
+        return "its MLP has another activation than SiLU"
+    siblings = [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
+    linears = [*siblings, attention.o_proj, mlp.down_proj]
+    if any(type(one) is not FrameLinear or not one.ordered for one in linears):
+        return "a linear is not ordered"
+    if any(one.stacked is None for one in siblings):
+        return "linears with the same input are not stacked"
+    return None if _agrees(layer, fuse_layer(layer)) else "its modules give another result"
+
+
+@torch.inference_mode()
+def _agrees(layer: Any, fused: nn.Module) -> bool:
+    """Whether both add the same to the residual stream, up to the order of summation."""
+    facts, weight = layer.self_attn.binding.facts, layer.self_attn.q_proj.weight
+    generator = torch.Generator("cpu").manual_seed(0)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    x, cos, sin = (
+        torch.randn(1, CHECK_ROWS, size, generator=generator, **floats).to(weight)
+        for size in (weight.shape[1], facts.head_dim // 2, facts.head_dim // 2)
+    )
+    angles = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    kernel: TritonKernel = layer.self_attn.binding.kernel
+    rows = _rows_of_one_page(kernel, facts, weight)
+    inputs: dict[str, Any] = {"position_embeddings": angles, "rows": rows, "attention_mask": None}
+    one, other = layer(x, **inputs) - x, fused(x, **inputs) - x
+    tolerance = CHECK_TOLERANCE[weight.dtype]
+    return bool((one - other).abs().max() <= tolerance * one.abs().max() + 1e-6)
+
+
+def _rows_of_one_page(kernel: TritonKernel, facts: AttentionFacts, weight: torch.Tensor) -> Rows:
+    """The first rows of a sequence in KV page 1, laid out for one layer."""
+    heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.window)
+    plan = kernel.plan([heads], weight.dtype, CHECK_ROWS, PAGE)
+    lengths = np.arange(1, CHECK_ROWS + 1, dtype=np.int32)
+    zeros = np.zeros_like(lengths)
+    work_list = np.zeros(plan.work_list_len(CHECK_ROWS), np.int32)
+    plan.write(lengths, zeros, lengths, zeros, work_list)
+    tables = (lengths, PAGE + lengths - 1, zeros, lengths, zeros, np.ones(1, np.int32), work_list)
+    on_device = [torch.from_numpy(table).to(weight.device) for table in tables]
+    on_device.append(torch.zeros(plan.workspace_len, dtype=torch.float32, device=weight.device))
+    return Rows(*on_device)
+
+
+__all__ = ["NAME", "FusedForward", "FusedNorm", "fuse_layer", "fuse_norm", "unfusable_reason"]
