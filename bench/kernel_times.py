@@ -21,7 +21,8 @@ GROUPS = {  # the first pattern that matches a kernel's name
     "layers": r"samewise::layer",
     "norms and positions": r"norm_rows|rotate_and_store|gate_rows",
     "attention": r"_attend|_store|attention|flash|sdpa",
-    "linears": r"gemm|gemv|nvjet|cutlass|cublas|splitk|linear_tile|samewise::linear|aten::(addmm|mm|bmm|linear|matmul)",
+    "linears": r"gemm|gemv|nvjet|cutlass|cublas|splitk|linear_tile|samewise::linear|"
+    r"aten::(addmm|mm|bmm|linear|matmul)",
     "sampler": r"sampler|argm(ax|in)|logsumexp|softmax|gather|sort|topk|cumsum|aten::(exp|log|max|amax|sum)$",
     "norms and activations": r"rsqrt|silu|triton_|elementwise|reduce|aten::(mul|add|mean|pow|neg|sub|div)_?$",
 }

@@ -39,7 +39,7 @@ def test_native_frames_have_every_size_and_others_a_few():
     )
     assert candidate_frame_sizes(16, linears="torch", compiled=True, device="cpu") == (16,)
     assert candidate_frame_sizes(16, linears="torch", compiled=False, device="cpu") == (1, 2, 8, 16, 64)
-    assert candidate_frame_sizes(128, linears="torch", compiled=True, device="cuda")[-1] == 1024
+    assert candidate_frame_sizes(128, linears="torch", compiled=True, device="cuda")[-1] == 2048
 
 
 def test_asked_frame_sizes_always_include_the_canonical_one():
@@ -52,6 +52,7 @@ def test_asked_frame_sizes_always_include_the_canonical_one():
     [
         (lambda: pick_kernel("triton", CPU), "attention"),
         (lambda: pick_linear("native", CUDA), "linear"),
+        (lambda: pick_linear("triton", CPU), "linear"),
         (lambda: pick_max_model_len(EngineConfig(max_model_len=10**6), tiny().arch), "max_model_len"),
         (lambda: pick_draft_quantizer("fp8", tiny().model, CPU), "draft_weights"),
         (lambda: count_pages(EngineConfig(kv_memory=1), tiny().arch, 64, CPU), "kv_memory"),

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import CUDA  # before Triton is imported: it may choose the interpreter
 
 from samewise.config import EngineConfig
 from samewise.engine import Engine
 from samewise.errors import GuaranteeLost
 from samewise.execute.load import Loaded
 from samewise.kernels import graph
-from samewise.model.linear import FrameLinear, pack_linears, stack_siblings
+from samewise.kernels.linear import triton as linears
+from samewise.model.linear import FrameLinear, order_linears, pack_linears, stack_siblings
 from samewise.testing import tiny
 from samewise.verify import operators
 from samewise.verify.operators import check_linears, recheck_linears
@@ -134,6 +136,71 @@ def test_packed_siblings_are_tried_as_one_product_with_their_biases(monkeypatch:
     q_proj = loaded.model.model.layers[0].self_attn.q_proj
     own = q_proj.bias if q_proj.merged is None else q_proj.merged[0].bias
     assert any(packed is q_proj.packed and bias is own for packed, bias in seen)
+
+
+@pytest.fixture
+def ordered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loaded:
+    """A model whose linears sum in the stated order; nothing is cached yet."""
+    monkeypatch.setenv("SAMEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(operators, "LIBRARY_FROM", 32)
+    if not CUDA:  # in the interpreter few large tiles take the least time
+        tile = linears.LinearTile(rows=32, columns=512, described=False)
+        monkeypatch.setattr(linears, "pick_tile", lambda *_, **__: tile)
+    loaded = tiny("qwen2", num_hidden_layers=1)
+    loaded.model.to("cuda" if CUDA else "cpu")
+    stack_siblings(loaded.model)
+    order_linears(loaded.model)
+    return loaded
+
+
+NEED_DEVICE = [pytest.param(None, marks=pytest.mark.gpu) if CUDA else None]
+
+
+@pytest.mark.parametrize("_", NEED_DEVICE)
+@pytest.mark.parametrize(("use_library", "rows"), [(True, (32,)), (False, ())])
+def test_the_library_multiplies_wide_frames_where_it_gives_the_ordered_bits(
+    use_library: bool, rows: tuple[int, ...], _: None, ordered: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the library's place stands the ordered product itself, which does."""
+    monkeypatch.setattr(torch.nn.functional, "linear", torch.ops.samewise.ordered_linear)
+    found = check_linears(ordered.model, 16, FACTS, (1, 16, 32), use_library=use_library)
+    assert {operator.library_rows for operator in found} == {rows}
+    assert ordered.model.lm_head.library_rows == frozenset(rows)
+
+
+@pytest.mark.parametrize("_", NEED_DEVICE)
+@pytest.mark.parametrize("weight", ["made", "loaded"])
+def test_a_library_with_other_bits_on_one_of_the_weights_is_not_used(
+    weight: str, _: None, ordered: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {parameter.data_ptr() for parameter in ordered.model.parameters()}
+
+    def library(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = torch.ops.samewise.ordered_linear(x, w, bias)
+        if (w.data_ptr() in own) == (weight == "loaded"):
+            y[..., 3, 1] *= 1 + 2**-20
+        return y
+
+    monkeypatch.setattr(torch.nn.functional, "linear", library)
+    found = check_linears(ordered.model, 16, FACTS, (1, 16, 32))
+    assert {operator.library_rows for operator in found} == {()}
+
+
+@pytest.mark.parametrize("_", NEED_DEVICE)
+def test_an_ordered_linear_with_other_bits_at_a_size_is_refused(
+    _: None, ordered: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.ops.samewise.ordered_linear
+
+    class Ops:
+        @staticmethod
+        def ordered_linear(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            y = real(x, *rest)
+            return y * (1 + 2**-20) if x.shape[-2] == 4 else y
+
+    monkeypatch.setattr(torch.ops, "samewise", Ops)
+    with pytest.raises(GuaranteeLost, match="other bits at 4 rows than at 16"):
+        check_linears(ordered.model, 16, FACTS, (1, 4, 16))
 
 
 @pytest.mark.gpu

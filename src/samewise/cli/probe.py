@@ -95,9 +95,14 @@ def sizes_table(engine: Engine) -> Table:
     for name in ("operator", "shape", *(str(size) for size in engine.parts.sizes)):
         table.add_column(name, justify="left" if name in ("operator", "shape") else "right")
     for operator in engine.parts.operators:
-        pieces = [_pieces(size, piece) for size, piece in operator.pieces.items()]
+        pieces = [
+            "cuBLAS" if size in operator.library_rows else _pieces(size, piece)
+            for size, piece in operator.pieces.items()
+        ]
         table.add_row(operator.name.split(".")[-1], f"{operator.outputs}×{operator.inputs}", *pieces)
     table.add_row("norms and all else", "", *map(_use, engine.parts.sizes.values()))
+    if engine.parts.linears == "triton":
+        table.caption = "=: the kernel that states its order of sums; cuBLAS: a trial showed the same bits"
     return table
 
 

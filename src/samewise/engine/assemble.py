@@ -14,6 +14,7 @@ from samewise.draft.tuning import Tuning
 from samewise.execute import numerics
 from samewise.execute.budget import count_pages
 from samewise.execute.choices import (
+    FRAME_DEFAULTS,
     candidate_frame_sizes,
     pick_device,
     pick_frame_rows,
@@ -136,6 +137,7 @@ def _assemble(
         page=PAGE,
         max_rows=runner.widest,
         canonical_rows=frame_rows,
+        shared_rows=min(runner.widest, max(frame_rows, FRAME_DEFAULTS.shared_rows)),
         frame_sizes=runner.sizes,
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,

@@ -27,11 +27,13 @@ class FrameDefaults:
     cuda_rows: int = 128  # on an H200 a frame of 128 rows takes 14% longer than one row (8B, bf16)
     native_rows: int = 64  # rows cost time only when used: native frames have any size up to this
     torch_rows: int = 16  # a CPU frame is always padded to its size, so padding must stay cheap
-    cuda_shares: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+    cuda_shares: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     """Sizes on CUDA where `frame_rows` is 128, scaled with it: few, because each is compiled and captured."""
     cpu_shares: tuple[int, ...] = (1, 16, 64, 128, 512)
     """The same for torch's linears on a CPU: few, because each has to be tried by itself."""
-    max_rows: int = 1024  # logits of every row are kept: 1024 rows of a vocabulary of 128k take 0.5 GB
+    max_rows: int = 2048  # logits of every row are kept: 1024 rows of a vocabulary of 128k take 0.5 GB
+    shared_rows: int = 1024
+    """The most in one frame while sequences generate: of an 8B model, it holds their tokens up for 28 ms."""
 
 
 FRAME_DEFAULTS = FrameDefaults()

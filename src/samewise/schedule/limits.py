@@ -17,6 +17,7 @@ class Limits:
     max_rows: int  # rows of the widest frame
     max_num_seqs: int  # sequences that run at once
     max_model_len: int  # tokens of the longest context
+    shared_rows: int | None = None  # rows of the widest frame while sequences generate; None: max_rows
     frame_sizes: tuple[int, ...] = ()  # rows a frame may have; empty: max_rows only
     canonical_rows: int | None = None  # with this many rows of complete drafts a frame is due; None: max_rows
     vocab: int = 2**31

@@ -39,16 +39,17 @@ CROWD = 4
 
 
 def widest_frame(running: Iterable[Sequence], limits: Limits) -> int:
-    """Rows of the widest frame now: where requests have owners, a quarter, so that a newcomer waits less.
+    """Rows of the widest frame now: fewer while sequences generate, whose next tokens wait for it to end.
 
-    Not less than 16 rows, nor on CUDA than the canonical number: there shorter frames take as long.
+    Where requests have owners, a quarter, so that a newcomer waits less. Not less than 16 rows, nor on CUDA
+    than the canonical number: there shorter frames take as long.
     """
+    running = list(running)
+    shared = limits.shared_rows or limits.max_rows
     if not any(seq.request.owner for seq in running):
-        return limits.max_rows
+        return limits.max_rows if all(seq.prefilling for seq in running) else shared
     canonical = limits.canonical_rows or limits.max_rows
-    return min(
-        limits.max_rows, max(16, canonical if canonical < limits.max_rows else 0, limits.max_rows // 4)
-    )
+    return min(limits.max_rows, max(16, canonical if canonical < limits.max_rows else 0, shared // 4))
 
 
 def without_crowds(running: list[Sequence], step: int) -> list[Sequence]:

@@ -370,15 +370,17 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
     tile_row = lane // GROUP
     dim = tl.arange(0, DIM_PAD)
     offset = tl.arange(0, BLOCK)
-    num_items = tl.load(work_list) * KV_HEADS
+    num_pieces = tl.load(work_list)
     cut_tiles = tl.load(work_list + 1)
     cut_pieces = tl.load(work_list + 2)
     columns = work_list + HEADER_LEN
 
     if DEPENDENT:
         gdc_launch_dependents()
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        piece = item // KV_HEADS
+    for item in tl.range(tl.program_id(0), num_pieces * KV_HEADS, tl.num_programs(0)):
+        piece = (
+            num_pieces - 1 - item // KV_HEADS
+        )  # the last rows of a prompt see the most keys: they go first
         kv_head = item % KV_HEADS
         # After the last cut tile, each tile is one piece.
         tile = piece - cut_pieces + cut_tiles

@@ -1,0 +1,131 @@
+"""The CUDA linear: a row's bits are the same in every tile, at every number of rows, beside any rows.
+
+On a CUDA device, or in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import CUDA, bits
+
+from samewise.errors import InvariantBroken
+from samewise.kernels.linear.triton import LinearTile, gate, linear, ordered_linear, pick_tile
+
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = [(33, 50), (64, 48)]  # outputs, inputs: odd, and of whole tiles
+if CUDA:
+    SHAPES += [(4096, 4096), (1536, 8960), (2560, 9216), (151, 2049), (49155, 1032)]
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
+
+
+def all_tiles(dtype: torch.dtype) -> Iterator[LinearTile]:
+    """Tiles of every kind that a program may take."""
+    if not CUDA:
+        for rows, columns, swapped in itertools.product((16, 64), (16, 32), (False, True)):
+            yield LinearTile(rows=rows, columns=columns, swapped=swapped, described=False, group=2)
+        return
+    if dtype == torch.float32:
+        for rows, columns, step in itertools.product((16, 32), (16, 32), (16, 32)):
+            yield LinearTile(rows, columns, step, 2, swapped=False, described=False)
+        return
+    for rows, step, described in itertools.product((16, 32, 64), (64, 128), (False, True)):
+        yield LinearTile(rows, 64, step, 3, swapped=True, described=described)
+        yield LinearTile(rows, 64, step, 3, swapped=False, described=described)
+    for columns, step, stages in itertools.product((16, 32), (16, 256), (2, 4)):
+        yield LinearTile(16, columns, step, stages, swapped=False, described=False)
+    for warps, described in itertools.product((4, 8), (False, True)):
+        yield LinearTile(128, 128, 64, 3, warps, swapped=False, described=described)
+
+
+def cancelling(
+    num_rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, a weight and a bias; the large terms of each product cancel, so another order shows."""
+    generator = torch.Generator().manual_seed(outputs)
+
+    def noise(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
+
+    half, weight = noise(num_rows, inputs // 2), noise(outputs, inputs)
+    weight[:, inputs - inputs // 2 :] = weight[:, : inputs // 2]
+    x = torch.cat([half, noise(num_rows, inputs % 2), -half], dim=1) + 1e-2 * noise(num_rows, inputs)
+    return tuple(t.to(device, dtype) for t in (x, weight, noise(outputs)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_bits_do_not_depend_on_the_tile_or_the_rows(
+    outputs: int, inputs: int, dtype: torch.dtype, device: str
+) -> None:
+    x, weight, bias = cancelling(300 if CUDA else 20, outputs, inputs, dtype, device)
+    residual = torch.randn(len(x), outputs).to(device, dtype)
+    expected = linear(x, weight, bias, residual=residual)
+    for tile in all_tiles(dtype):
+        for rows in (slice(None), slice(3, 4), slice(7, 16), slice(2, 19)):
+            y = linear(x[rows], weight, bias, residual=residual[rows], tile=tile)
+            assert torch.equal(bits(y), bits(expected[rows])), (tile, rows)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES[: 4 if CUDA else 2])
+def test_a_gated_product_is_the_gate_of_both_products(
+    outputs: int, inputs: int, dtype: torch.dtype, device: str
+) -> None:
+    x, weight, bias = cancelling(40 if CUDA else 18, 2 * outputs, inputs, dtype, device)
+    for given in (None, bias):
+        expected = gate(linear(x, weight, given))
+        for tile in all_tiles(dtype):
+            for rows in (slice(None), slice(5, 6)):
+                y = linear(x[rows], weight, given, gated=True, tile=tile)
+                assert torch.equal(bits(y), bits(expected[rows])), (tile, rows)
+    first, second = linear(x, weight).float().split(outputs, dim=1)
+    modules = F.silu(first).to(dtype).float() * second
+    assert torch.allclose(gate(linear(x, weight)).float(), modules, rtol=2 * TOLERANCE[dtype], atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_those_of_float64(dtype: torch.dtype, device: str) -> None:
+    x, weight, bias = (
+        t.to(device, dtype) for t in (torch.randn(9, 90), torch.randn(35, 90), torch.randn(35))
+    )
+    residual = torch.randn(9, 35).to(device, dtype)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    y = ordered_linear(x.view(3, 3, 90), weight, bias)
+    scale = float(exact.abs().max())
+    assert y.shape == (3, 3, 35)
+    assert float((y.view(9, 35).double() - exact).abs().max()) < TOLERANCE[dtype] * scale
+    added, expected = linear(x, weight, bias, residual=residual), y.view(9, 35) + residual
+    if CUDA or dtype != torch.bfloat16:  # which Triton's interpreter truncates
+        assert torch.equal(added, expected)
+    assert torch.allclose(added, expected, rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_may_be_strided_or_absent(device: str) -> None:
+    x, weight, _ = cancelling(12, 20, 40, torch.float32, device)
+    wide = torch.cat([x, x], dim=1)
+    expected = linear(x, weight)
+    assert torch.equal(linear(wide[:, 40:], weight), expected)
+    assert torch.equal(linear(x.t().contiguous().t(), weight), expected)
+    assert linear(x[:0], weight).shape == (0, 20)
+    with pytest.raises(InvariantBroken, match=r"\(20, 40\) was given \(12, 39\)"):
+        linear(x[:, 1:], weight)
+
+
+@pytest.mark.parametrize("outputs", [160, 4096, 152064])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_the_rule_names_a_tile_that_fits(outputs: int, element_bytes: int) -> None:
+    """In the shared memory of a Hopper processor, for every number of rows."""
+    for num_rows, gated in itertools.product((1, 16, 17, 64, 65, 2048), (False, True)):
+        tile = pick_tile(num_rows, outputs, element_bytes, gated=gated)
+        lines = tile.rows + tile.columns * (2 if gated else 1)
+        assert tile.stages * lines * tile.step * element_bytes <= 227 * 1024, (num_rows, tile)
