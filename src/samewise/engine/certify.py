@@ -107,4 +107,4 @@ def settings_of(parts: Assembly, config: EngineConfig) -> dict[str, str | int | 
     }
 
 
-__all__ = ["Certificate", "arithmetic_facts", "certify", "generation_fact", "settings_of"]
+__all__ = ["Certificate", "arithmetic_facts", "certify", "generation_fact", "linear_name", "settings_of"]

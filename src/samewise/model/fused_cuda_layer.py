@@ -192,4 +192,13 @@ def _rows_of_one_page(kernel: TritonKernel, facts: AttentionFacts, weight: torch
     return Rows(*on_device)
 
 
-__all__ = ["NAME", "FusedForward", "FusedNorm", "fuse_layer", "fuse_norm", "unfusable_reason"]
+__all__ = [
+    "NAME",
+    "FusedForward",
+    "FusedNorm",
+    "Product",
+    "fuse_layer",
+    "fuse_norm",
+    "norm_of",
+    "unfusable_reason",
+]

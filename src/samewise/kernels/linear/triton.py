@@ -3,9 +3,10 @@
 Inputs are taken in order, in steps of 16, from a sum of zero. One operation of a matrix unit adds a step's
 products to the sum (float32: one multiply-add per input, in order). Then the bias is added, and the sum is
 rounded. The order follows from nothing but the number of inputs. The number of rows, the tile's size, the
-steps in flight and which operand comes first decide only when and where a number is computed. On one kind of
-device the matrix instructions of all tile sizes add a step in the same way; the test over all tiles
-(`tests/kernels/test_linear_triton.py`) and the probe at start-up compare them.
+steps in flight and which operand comes first decide only when and where a number is computed. `pick_tile`
+gives the first operand of the matrix instruction 64 lines at least, of x or of the weight: then a device has
+one kind of instruction for every size (on Hopper, tiles of fewer lines take another kind; it adds a step in
+the same way, but nobody has promised that). Start-up compares the sizes, and the tests all tiles.
 
 What may follow the sum rounds as the modules it replaces would: the residual is added to the rounded
 product, silu(gate) * up is computed from the rounded gate and up.
@@ -57,7 +58,7 @@ def pick_tile(num_rows: int, outputs: int, element_bytes: int, *, gated: bool) -
         return LinearTile(rows=128, columns=128, step=64, stages=3, warps=8, swapped=False)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     if outputs <= 2048:  # too few columns to give every processor 64
-        return LinearTile(rows=rows, columns=16, step=256, stages=4, swapped=False, described=False)
+        return LinearTile(rows=64, columns=16, step=256, stages=4, swapped=False)
     if gated:
         return LinearTile(rows=rows, step=64)
     few_programs = outputs <= 64 * 264  # fewer than two for each processor
