@@ -130,6 +130,25 @@ def test_a_drafter_that_does_not_pay_is_not_tried_again_soon(seconds, accepted):
     assert set(lengths) == {0}
 
 
+def test_a_trial_is_of_the_few_sequences_with_the_shortest_texts():
+    clock = Clock()
+    drafter = TimedDrafter(clock, 0.004)
+    auto = auto_of(drafters=[drafter], clock=clock)
+    proposals = auto.propose([ask(i, NEW_TOKENS[: 20 - i]) for i in range(8)])
+    tried = sorted(p.seq_id for p in proposals if p.drafter == "timed")
+    assert tried == [6, 7]
+
+
+def test_a_drafter_is_timed_though_the_number_of_sequences_changes():
+    clock = Clock()
+    auto = auto_of(drafters=[TimedDrafter(clock, 0.2)], clock=clock)
+    for step in range(4 * DEFAULTS.auto.retry_steps_untimed):
+        live = 3 + step % 7
+        for proposal in auto.propose([ask(i, NEW_TOKENS[:20]) for i in range(live)]):
+            auto.observe([verdict(proposal.seq_id, len(proposal.tokens), 0, proposal.drafter)])
+    assert list(auto.stats()["auto"]["drafters"]["timed"]["seconds"]) == [2]
+
+
 def test_a_drafter_that_becomes_right_is_used_again():
     clock = Clock()
     drafter = TimedDrafter(clock, 0.004)

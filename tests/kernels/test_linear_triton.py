@@ -125,7 +125,7 @@ def test_rows_may_be_strided_or_absent(device: str) -> None:
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_the_rule_names_a_tile_that_fits(outputs: int, element_bytes: int) -> None:
     """In the shared memory of a Hopper processor, for every number of rows."""
-    for num_rows, gated in itertools.product((1, 16, 17, 64, 65, 2048), (False, True)):
+    for num_rows, gated in itertools.product((1, 16, 17, 64, 65, 128, 129, 2048), (False, True)):
         tile = pick_tile(num_rows, outputs, element_bytes, gated=gated)
         lines = tile.rows + tile.columns * (2 if gated else 1)
         assert tile.stages * lines * tile.step * element_bytes <= 227 * 1024, (num_rows, tile)

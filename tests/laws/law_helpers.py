@@ -6,6 +6,7 @@ A law compares a run with the reference: each case alone on an engine without pr
 import copy
 import functools
 import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +60,7 @@ class Setup:
         ahead: bool | None = None,
         tuning: Tuning | None = None,
         overrides: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
         **settings: Any,
     ) -> Engine:
         """A new engine over a copy of the setup's model; `num_pages` instead of kv_memory."""
@@ -78,7 +80,9 @@ class Setup:
         } | settings
         own_copy = replace(loaded, model=copy.deepcopy(loaded.model))
         config_of = EngineConfig.of(**settings)
-        return Engine(own_copy, config_of, tuning=tuning, make_proposer=make_proposer, ahead=ahead)
+        return Engine(
+            own_copy, config_of, tuning=tuning, make_proposer=make_proposer, ahead=ahead, clock=clock
+        )
 
 
 @dataclass(frozen=True)

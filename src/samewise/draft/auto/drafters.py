@@ -95,7 +95,12 @@ class DrafterSelector:
             measured.refresh()
 
     def assign(self, choice: DrafterChoice, asks: list[Ask], live: int) -> None:
-        """Let the chosen drafter make the next drafts of these sequences, which have none."""
+        """Let the chosen drafter make the next drafts of these sequences, which have none.
+
+        A trial is of few, those with the shortest texts: a draft model reads a text before it drafts.
+        """
+        if not choice.gain:
+            asks = sorted(asks, key=lambda ask: len(ask.tokens))[: self._tuning.auto.trial_sequences]
         measured = choice.measured
         measured.last_trial = self._log.step
         name, lengths = measured.drafter.name, dict[float, int]()
@@ -143,7 +148,8 @@ class DrafterSelector:
             if not measured.drafter.ready:
                 continue
             if self._due_for_trial(measured, live, plain):
-                self._log.explain("%s is tried for %d sequences", measured.drafter.name, live)
+                num_sequences = min(live, tuning.trial_sequences)
+                self._log.explain("%s is tried for %d sequences", measured.drafter.name, num_sequences)
                 num_tokens = min(tuning.trial_tokens, self._max_tokens)
                 return DrafterChoice(measured, num_tokens, 0.0, num_tokens)
             if not measured.cost.known:

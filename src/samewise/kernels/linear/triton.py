@@ -50,19 +50,33 @@ class LinearTile:
     group: int = 8  # row tiles that share the weight's columns in the cache
 
 
+PROCESSORS = 132
+"""Processors of an H200: as many programs as this, and no more, leave none idle and none waiting."""
+
+
 def pick_tile(num_rows: int, outputs: int, element_bytes: int, *, gated: bool) -> LinearTile:
     """How to launch a linear of this shape: a rule, set by hand from `bench/linear.py` on an H200."""
     if element_bytes == 4:
         return LinearTile(rows=16, columns=32, step=32, stages=3, described=False, swapped=False)
     if num_rows > 64:
-        return LinearTile(rows=128, columns=128, step=64, stages=3, warps=8, swapped=False)
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+        return _wide_tile(num_rows, outputs, gated=gated)
     if outputs <= 2048:  # too few columns to give every processor 64
-        return LinearTile(rows=64, columns=16, step=256, stages=4, swapped=False)
+        return LinearTile(rows=64, columns=16, step=256, stages=4, swapped=False, described=False)
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     if gated:
         return LinearTile(rows=rows, step=64)
-    few_programs = outputs <= 64 * 264  # fewer than two for each processor
+    few_programs = outputs <= 64 * 2 * PROCESSORS
     return LinearTile(rows=rows, stages=(8 if rows == 16 else 6) if few_programs else 4)
+
+
+def _wide_tile(num_rows: int, outputs: int, *, gated: bool) -> LinearTile:
+    """Large tiles reuse what they read; where they would be few, small ones keep more processors busy."""
+    if gated and num_rows <= 128:
+        return LinearTile(rows=128, columns=64, step=64, stages=3, warps=8)
+    programs = triton.cdiv(num_rows, 64) * triton.cdiv(outputs, 64)
+    if gated or programs > 2 * PROCESSORS:
+        return LinearTile(rows=128, columns=128, step=64, stages=3, warps=8, swapped=False)
+    return LinearTile(rows=64, columns=64, step=128, stages=6 if programs <= PROCESSORS else 3)
 
 
 @torch.library.custom_op("samewise::ordered_linear", mutates_args=())
