@@ -165,6 +165,7 @@ def tiny_engine(
     eos: bool = False,
     ahead: bool | None = None,
     overrides: dict[str, Any] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     **settings: Any,
 ) -> Engine:
     """An engine over a tiny random model. Keywords are EngineConfig's."""
@@ -172,7 +173,12 @@ def tiny_engine(
     dtype = str(settings.get("dtype", "float32"))
     loaded = tiny(family, seed=seed, dtype=getattr(torch, dtype), eos=eos, **(overrides or {}))
     return Engine(
-        loaded, EngineConfig.of(**settings), tuning=tuning, make_proposer=make_proposer, ahead=ahead
+        loaded,
+        EngineConfig.of(**settings),
+        tuning=tuning,
+        make_proposer=make_proposer,
+        ahead=ahead,
+        clock=clock,
     )
 
 

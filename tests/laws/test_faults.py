@@ -27,7 +27,7 @@ from samewise.errors import EngineLost, GuaranteeLost, InvariantBroken
 from samewise.testing import preempting
 from samewise.types import Grammar, Received, Request, Sampling
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_garbage")
 
 LLAMA = Setup("llama", "cpu", "float32", 16)
 MISTRAL = Setup("mistral", "cpu", "float32", 16)

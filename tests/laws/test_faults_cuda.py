@@ -14,7 +14,7 @@ from test_faults import failing_frame, run_with_faults
 
 from samewise.errors import EngineLost
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread", "no_garbage")]
 
 SRC = Path(__file__).parents[2] / "src"
 CUDA = Setup("llama", "cuda", "float32", 16, sizes=(1, 8, 16, 64))

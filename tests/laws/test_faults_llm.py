@@ -11,7 +11,7 @@ from samewise.llm.llm import LLM
 from samewise.params import SamplingParams
 from samewise.types import Grammar
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_garbage")
 
 LLAMA = Setup("llama", "cpu", "float32", 16)
 PROMPTS = ["one prompt", "another prompt, which is longer", "the third"]

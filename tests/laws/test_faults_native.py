@@ -13,7 +13,7 @@ from samewise.kernels.native import build as native_build
 from samewise.model import fused_layer
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "no_garbage"),
     pytest.mark.skipif(not native_build.compiler_available(), reason="needs a C++ compiler"),
 ]
 

@@ -12,7 +12,7 @@ from samewise.engine import assemble
 from samewise.execute.sampling import Sampler
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "no_garbage"),
     # Memory never written may hold any number: Triton's interpreter warns of overflow, CUDA does not.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs on the CUDA device: test_faults_cuda"),

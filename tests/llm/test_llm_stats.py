@@ -45,7 +45,7 @@ def test_an_output_names_its_contract_cached_tokens_and_times(llm: LLM) -> None:
 def test_an_output_counts_guesses_by_proposer() -> None:
     verified = SamplingParams(n=2, temperature=0, max_tokens=24, ignore_eos=True)
     unverified = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, verify=False)
-    llm = LLM.over(tiny_engine(proposer="ngram"))
+    llm = LLM.over(tiny_engine(proposer="ngram", clock=lambda: 0.0))  # drafts cost nothing
     out, plain = llm.generate([list(range(8)) * 4] * 2, [verified, unverified])
     metrics = out.metrics
     assert metrics.num_output_tokens == 48
