@@ -319,7 +319,7 @@ def test_where_a_sequence_ends_does_not_depend_on_others_or_on_guesses():
 
 
 def test_a_sequence_that_was_restored_ends_where_it_would_have_ended():
-    grammars, (a,) = Grammars(TOKENIZER, VOCAB, [EOS]), ids("a")
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
     alone = masks_until_refused(grammars.guide(EXHAUSTING, END_IDS), 2000)
 
     def restored(guide):

@@ -16,7 +16,8 @@ Set by hand: about 2 s of a small model on a CPU, where frames are longest."""
 
 SHORT = 4.0
 """A short frame takes at most this many times as long as a frame of one row, by what was measured. Set by
-hand: a newcomer then waits for less than two frames of its own, and a CPU gives a crowd 4/5 of its pace."""
+hand: on a CPU a newcomer's first token takes twice the time of a quiet server, and a crowd keeps 9/10 of its
+pace; with 3, 1.5 times and 4/5."""
 
 LEAST_ROWS = 4
 """Rows of a short frame, at least."""

@@ -448,7 +448,7 @@ class Scheduler:
     # ---- frames
 
     def _widest(self) -> int:
-        """Rows of the next frame, at most. Fewer where a crowd has rows in it and rows are what takes time."""
+        """Rows of the next frame, at most. Fewer where a crowd is in it and rows are what takes time."""
         running = list(self._running.values())
         max_rows = widest_frame(running, self.limits)
         canonical = self.limits.canonical_rows or self.limits.max_rows

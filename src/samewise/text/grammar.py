@@ -411,7 +411,7 @@ class GrammarGuide:
         return min(self._walk(path), max(0, failed_at - 1))
 
     def _return_to_committed(self) -> None:
-        """A matcher after the committed tokens, with a new lexer if it has its own or the shared one failed."""
+        """A matcher after the committed tokens. A new lexer if it has its own, or the shared one failed."""
         if self._owns_lexer:
             self._renew_lexer()
             return
@@ -456,7 +456,7 @@ class GrammarGuide:
         return not self._failed
 
     def _renew_lexer(self) -> None:
-        """A new lexer, used for the committed tokens as if it had been taken at the last multiple of BLOCK."""
+        """A new lexer, used as if it had been taken at the last multiple of BLOCK tokens."""
         assert self._origin is not None
         self._matcher = self._origin.compile()
         first = len(self._committed) // BLOCK * BLOCK
