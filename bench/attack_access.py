@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from attack_tools import (
@@ -24,6 +25,7 @@ from attack_tools import (
     Outcome,
     attack,
     connection,
+    environment,
     head,
     send,
 )
@@ -133,18 +135,77 @@ async def web_pages(bench: Bench) -> Outcome:
     return Outcome(len(tries) + 1, "refused; local programs are answered", broken)
 
 
+ODD_PATHS = (
+    *("/samewise/page/../../v1/models", "/samewise/page/..%2f..%2fv1/models", "//v1/models"),
+    *("/v1/models/", "/health/../v1/models", "/docs/../v1/models", "/%76%31/models", "/V1/models"),
+    *("/samewise/page//etc/passwd", "/samewise/page/%2e%2e/app.py", "/v1/models?x=/health"),
+    *("/v1/models;/docs", "/v1/models#/health"),
+)
+
+
 @attack("access", "paths around the key: prefixes, dots, doubled slashes", "not tried")
 async def odd_paths(bench: Bench) -> Outcome:
-    paths = (
-        *("/samewise/page/../../v1/models", "/samewise/page/..%2f..%2fv1/models", "//v1/models"),
-        *("/v1/models/", "/health/../v1/models", "/docs/../v1/models", "/%76%31/models", "/V1/models"),
-        *("/samewise/page//etc/passwd", "/samewise/page/%2e%2e/app.py", "/v1/models?x=/health"),
-        *("/v1/models;/docs", "/v1/models#/health"),
-    )
-    replies = [await send(bench.server, "GET", path, key=None) for path in paths]
-    broken = [f"{path}: {r.status} {r.body[:100]!r}" for path, r in zip(paths, replies, strict=True)
+    replies = [await send(bench.server, "GET", path, key=None) for path in ODD_PATHS]
+    broken = [f"{path}: {r.status} {r.body[:100]!r}" for path, r in zip(ODD_PATHS, replies, strict=True)
               if r.status == 200 or r.status >= 500 or b"max_model_len" in r.body]  # fmt: skip
-    return Outcome(len(paths), "none shows anything", broken)
+    return Outcome(len(ODD_PATHS), "none shows anything", broken)
+
+
+MOUNTED = """
+import socket
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from samewise import AsyncLLM
+from samewise.serve.app import make_app
+from samewise.serve.settings import Keys, ServeSettings
+from samewise.testing import tiny_engine
+
+app = make_app(AsyncLLM.over(tiny_engine()), ServeSettings(keys=Keys.of(["%s"])))
+app, root_path = %s
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    print(listener.getsockname()[1], flush=True)
+    config = uvicorn.Config(app, root_path=root_path, log_config=None, lifespan="off")
+    uvicorn.Server(config).run(sockets=[listener])
+"""
+"""A server of one's own, with a tiny model, in which the application stands under a prefix."""
+PREFIXED = {
+    "mount": ('Starlette(routes=[Mount("/api", app)]), ""', "/api"),
+    "two mounts": ('Starlette(routes=[Mount("/a", Starlette(routes=[Mount("/b", app)]))]), ""', "/a/b"),
+    "root_path": ('app, "/api"', ""),  # of a proxy that takes the prefix off: the server adds it again
+    "public name": ('Starlette(routes=[Mount("/health", app)]), ""', "/health"),
+}
+
+
+@attack("access", "the application mounted under a prefix, in 4 ways", "not tried", server=False)
+async def mounted(_: Bench) -> Outcome:
+    broken: list[str] = []
+    tried = 0
+    for name, (mounting, prefix) in PREFIXED.items():
+        code = MOUNTED % (OTHER, mounting)
+        with subprocess.Popen(
+            [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                server = SimpleNamespace(port=int(await asyncio.to_thread(process.stdout.readline)))
+                tries = [("GET", f"{start}{path}") for path in ODD_PATHS for start in (prefix, prefix * 2)]
+                tries += [
+                    ("POST", f"{prefix}{path}") for path in (COMPLETIONS, "/tokenize", "/health/../tokenize")
+                ]
+                for method, path in tries:
+                    reply = await send(server, method, path, SHORT if method == "POST" else None, key=None)
+                    if reply.status == 200 or reply.status >= 500 or b"max_model_len" in reply.body:
+                        broken.append(f"{name}: {method} {path}: {reply.status} {reply.body[:100]!r}")
+                health = await send(server, "GET", f"{prefix}/health", key=None)
+                answer = await send(server, "POST", f"{prefix}{COMPLETIONS}", SHORT, key=OTHER)
+                broken += [
+                    f"{name}: {r.status} {r.body[:100]!r}" for r in (health, answer) if r.status != 200
+                ]
+                tried += len(tries) + 2
+            finally:
+                process.kill()
+    return Outcome(tried, "none shows anything; the key's own requests are answered", broken)
 
 
 # ---- TLS and Unix sockets

@@ -146,13 +146,13 @@ async def odd_batch_lines(bench: Bench) -> Outcome:
 
 @attack(
     "size",
-    "an answer of 20 MB: 128 × 100 tokens, 20 log-probabilities",
-    "34 MB: no other client served for 4.8 s",
-    seconds=300,
+    "an answer of 34 MB: 128 × 172 tokens, 20 log-probabilities",
+    "no other client served for 4.8 s",
+    seconds=480,
 )
 async def large_answer(bench: Bench) -> Outcome:
-    body = message("x", n=128, max_tokens=100, logprobs=True, top_logprobs=20, ignore_eos=True)
-    reply = await send(bench.server, "POST", CHAT, body, timeout=280)
+    body = message("x", n=128, max_tokens=172, logprobs=True, top_logprobs=20, ignore_eos=True)
+    reply = await send(bench.server, "POST", CHAT, body, timeout=460)
     broken = unexpected([reply], 200, 400, 429)
     size = len(reply.body) / 1e6
     return Outcome(1, f"{reply.status}, {size:.1f} MB in {reply.seconds:.1f} s", broken, {"mb": size})

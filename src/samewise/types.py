@@ -115,7 +115,7 @@ class Guide(Protocol):
         ...
 
     def take(self, token: int) -> Finish | None:
-        """Commit a token. STOP: the text ends with it; ABORT: the grammar does not allow it."""
+        """Commit a token. STOP: the text ends with it; ABORT: the grammar refuses it; ERROR: it failed."""
         ...
 
     def restore(self, tokens: tuple[int, ...]) -> None:

@@ -291,3 +291,19 @@ def test_many_long_prompts_are_met_over_several_steps() -> None:
     assert 1 < sum(len(ids) for what, ids in log if what == "meet") < 20
     drain(engine)
     assert sum(len(ids) for what, ids in log if what == "meet") == 20
+
+
+@pytest.mark.parametrize("owner", [b"", b"one"])
+def test_a_request_with_an_owner_is_in_a_frame_that_has_not_begun(owner: bytes) -> None:
+    """On a CPU a frame runs when it lands: till then a request may take the place of a crowd's rows."""
+    engine = tiny_engine(max_num_seqs=16, proposer="none")
+    crowd = [submit(engine, [i, 5], Sampling(), max_tokens=9, owner=b"crowd") for i in range(8)]
+    for _ in range(3):
+        engine.step()
+    late = submit(engine, [1, 2, 3], Sampling(), max_tokens=4, owner=owner)
+    deltas = engine.step()
+    assert {delta.request_id for delta in deltas} == ({late} if owner else set(crowd))
+    tokens = [token for delta in [*deltas, *drain(engine).get(late, [])]
+              if delta.request_id == late for token in delta.tokens]  # fmt: skip
+    assert tokens == run(tiny_engine(), [([1, 2, 3], Sampling(), 4)])[0].tokens
+    assert all_pages_free(engine)

@@ -228,6 +228,40 @@ def test_unverified_output_follows_its_grammar_too(one_thread, proposer):
             assert json.loads(text_of(output))["kind"] in ("cat", "cow", "dog")
 
 
+# -- where llguidance gives up ------------------------------------------------------------------------
+
+
+LONG = Grammar.regex("(a{0,1000}){0,1000}")  # llguidance gives up on it after some hundred letters
+
+
+@pytest.fixture(scope="module")
+def given_up(one_thread):
+    cases = [
+        Case(f"long-{i}", random_prompt(9, i), sampled_within(LONG, i, min_tokens=290), 290) for i in range(3)
+    ]
+    outputs = run_references(LLAMA, cases)
+    assert {output.finish for output in outputs} == {"abort"}
+    assert {len(output.tokens) for output in outputs} <= set(range(65, 290))
+    return cases, outputs
+
+
+@pytest.mark.parametrize("proposer", ["none", "jitter", "oracle"])
+def test_where_an_answer_ends_does_not_depend_on_the_load_or_on_guesses(given_up, proposer):
+    cases, expected = given_up
+    known = KnownAnswers({case.prompt: 300 * expected[0].tokens[:1] for case in cases})
+    engine = LLAMA.engine(known.oracle if proposer == "oracle" else PROPOSERS[proposer])
+    assert run_cases(engine, cases[:1]) == expected[:1]
+    assert run_cases(engine, cases, arrivals=[0, 40, 75]) == expected
+    assert run_cases(engine, cases[::-1]) == expected[::-1]
+
+
+def test_where_an_answer_ends_does_not_depend_on_preemption(given_up):
+    cases, expected = given_up
+    engine = LLAMA.engine(PROPOSERS["ngram"])
+    assert run_cases(engine, cases, step=lambda e: preempting(e, 3, 0.05)) == expected
+    assert engine.scheduler.counters.preempted > 3
+
+
 # -- CUDA ---------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from samewise import SamplingParams
 from samewise.errors import BadParameter
 from samewise.testing import byte_tokenizer
-from samewise.text.grammar import GrammarGuide, Grammars
+from samewise.text.grammar import BLOCK, PLAIN, GrammarGuide, Grammars
 from samewise.types import Finish, Grammar, Sampling
 
 EOS, VOCAB = 257, 320
@@ -274,16 +274,59 @@ def test_failure_on_a_guess_does_not_affect_committed_tokens():
     assert guide.take(2) is Finish.ABORT
 
 
-EXHAUSTING = Grammar.regex("(a{0,1000}){0,1000}")  # llguidance gives up on it after about 100 letters
+EXHAUSTING = Grammar.regex("(a{0,1000}){0,1000}")  # llguidance gives up on it after some hundred letters
 
 
 def exhaust(guide):
     """Commit tokens until llguidance gives up; returns how many."""
     (a,) = ids("a")
     for num in range(2000):
-        if guide.mask(()) is None or guide.take(a) is Finish.ABORT:
+        if guide.mask(()) is None or guide.take(a) in (Finish.ABORT, Finish.ERROR):
             return num
     raise AssertionError
+
+
+def masks_until_refused(guide, num, before_each=lambda guide: None):
+    """Commit letters until the guide refuses one; the mask before each."""
+    masks, (a,) = [], ids("a")
+    for _ in range(num):
+        before_each(guide)
+        mask = guide.mask(())
+        if guide.take(a) is not None:
+            return masks
+        masks.append(mask)
+    return masks
+
+
+def test_where_a_sequence_ends_does_not_depend_on_others_or_on_guesses():
+    grammars, (a,) = Grammars(TOKENIZER, VOCAB, [EOS]), ids("a")
+    alone = masks_until_refused(grammars.guide(EXHAUSTING, END_IDS), 2000)
+    assert BLOCK < len(alone) < 2000
+
+    def new_guide(used):
+        """A guide of a lexer that another sequence has used for so many tokens."""
+        guide = (compiled := grammars._make(EXHAUSTING, PLAIN)).guide(END_IDS)
+        masks_until_refused(compiled.guide(END_IDS), used)
+        return guide
+
+    for used in (0, 30, BLOCK + 5, len(alone) - 1, 2000):
+        assert masks_until_refused(new_guide(used), 2000) == alone
+    guessing = masks_until_refused(new_guide(0), 2000, lambda guide: guide.masks((a,) * 9))
+    assert guessing == alone
+    compiled = grammars._make(EXHAUSTING, PLAIN)
+    beside = compiled.guide(END_IDS)
+    assert masks_until_refused(compiled.guide(END_IDS), 2000, lambda _: beside.take(a)) == alone
+
+
+def test_a_sequence_that_was_restored_ends_where_it_would_have_ended():
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    alone = masks_until_refused(grammars.guide(EXHAUSTING, END_IDS), 2000)
+
+    def restored(guide):
+        if len(guide._committed) % 50 == 49:
+            guide.restore(tuple(guide._committed))
+
+    assert masks_until_refused(grammars._make(EXHAUSTING, PLAIN).guide(END_IDS), 2000, restored) == alone
 
 
 def test_sequence_that_exhausts_a_grammar_does_not_end_others_of_it():
@@ -330,7 +373,7 @@ def test_heavy_grammar_that_is_exhausted_is_not_compiled_in_the_engines_thread()
     other = compiled.guide(END_IDS)
     exhaust(compiled.guide(END_IDS))
     assert other.mask(()) is None
-    assert other.take(ids("a")[0]) is Finish.ABORT
+    assert other.take(ids("a")[0]) is Finish.ERROR  # not an answer: others are to blame
     assert grammars.compile(EXHAUSTING) is not compiled
 
 

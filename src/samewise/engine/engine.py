@@ -88,7 +88,7 @@ class Engine:
         with parts.process.pinned():
             self.fast = Decode(self.runner, parts.sampler, chain=self.limits.burst)
             self.proposer = (make_proposer or maker_of(config))(proposer_parts)
-        self.scheduler = Scheduler(self.limits, counters)
+        self.scheduler = Scheduler(self.limits, counters, frame_seconds=self.frame_costs.cost)
         self._calls = Calls(self, self.scheduler.registry, self._repair)
         self._flight: FrameInFlight | None = None  # the frame in flight
         self._plan: FollowUpPlan | None = None  # for the frame after it
@@ -113,6 +113,7 @@ class Engine:
         began = time.perf_counter()
         self._weights.check_some()
         with self._calls.delivery, self.parts.process.pinned():
+            self._plan_again()
             launched = self._launch_ahead()
             followed = self._start_follow_up() if launched is None else None
             deltas, self._held = self._held + self._land(), []
@@ -138,6 +139,13 @@ class Engine:
             self._plan = self._plan_follow_up()
             self._times.stepped += time.perf_counter() - began
             return deltas
+
+    def _plan_again(self) -> None:
+        """Plan the frame in flight again, if it has not begun and a request with an owner came since."""
+        flight = self._flight
+        spans = None if flight is None or flight.begun else self.scheduler.plan_again(flight.spans)
+        if spans is not None:
+            self._flight = self._launch(spans) if spans else None
 
     def _launch_ahead(self) -> FrameInFlight | None:
         """Launch the frame behind the one in flight, before its tokens are known; None where impossible."""

@@ -124,7 +124,7 @@ def append_tokens(seq: Sequence, new: tuple[int, ...]) -> int:
     for token in new[: seq.max_len - before]:
         if guide is not None:
             seq.finish = guide.take(token)
-            if seq.finish is Finish.ABORT:  # the grammar does not allow this token
+            if seq.finish in (Finish.ABORT, Finish.ERROR):  # the grammar does not allow this token, or fails
                 break
         tokens.append(token)
         if token in stop_ids:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from samewise.schedule.limits import Limits
+from samewise.schedule.owners import without_crowds
 from samewise.types import Sequence
 
 PATIENCE = 4
@@ -34,10 +34,6 @@ def frame_due(running: Iterable[Sequence], step: int, limits: Limits) -> bool:
     return full or (rows > 0 and step - oldest >= limits.deadline)
 
 
-CROWD = 4
-"""An owner with more than this many times the sequences of another one is a crowd. Set by hand."""
-
-
 def widest_frame(running: Iterable[Sequence], limits: Limits) -> int:
     """Rows of the widest frame now: fewer while sequences generate, whose next tokens wait for it to end.
 
@@ -50,21 +46,6 @@ def widest_frame(running: Iterable[Sequence], limits: Limits) -> int:
         return limits.max_rows if all(seq.prefilling for seq in running) else shared
     canonical = limits.canonical_rows or limits.max_rows
     return min(limits.max_rows, max(16, canonical if canonical < limits.max_rows else 0, shared // 4))
-
-
-def without_crowds(running: list[Sequence], step: int) -> list[Sequence]:
-    """The sequences without those that stand back for another owner's first token.
-
-    The fewer rows a frame has, the sooner it ends: the sequences of a crowd that were served in one of the
-    last two steps are left out while an owner with few sequences waits for a first token. A token is returned
-    after the frame behind its own was launched, so that frame is short too.
-    """
-    if len({seq.request.owner for seq in running}) < 2:
-        return running
-    counts = Counter(seq.request.owner for seq in running)
-    starting = [counts[seq.request.owner] for seq in running if len(seq.tokens) <= seq.prompt_len + 1]
-    most = CROWD * min(starting, default=len(running))
-    return [seq for seq in running if counts[seq.request.owner] <= most or seq.last_served < step - 2]
 
 
 def serving_order(running: list[Sequence], step: int, max_rows: int) -> list[Sequence]:
@@ -82,4 +63,4 @@ def serving_order(running: list[Sequence], step: int, max_rows: int) -> list[Seq
     )
 
 
-__all__ = ["CROWD", "PATIENCE", "frame_due", "serving_order", "widest_frame", "without_crowds"]
+__all__ = ["PATIENCE", "frame_due", "serving_order", "widest_frame"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from samewise.counters import Counters
@@ -30,7 +30,8 @@ from samewise.schedule.drafts import (
 )
 from samewise.schedule.followed import frame_to_follow
 from samewise.schedule.limits import Limits
-from samewise.schedule.order import frame_due, serving_order, widest_frame, without_crowds
+from samewise.schedule.order import frame_due, serving_order, widest_frame
+from samewise.schedule.owners import Owners, short_frame, without_crowds
 from samewise.schedule.paging import Paging
 from samewise.schedule.plan import ask_of, continued, must_land, span_of
 from samewise.schedule.registry import Registry
@@ -45,6 +46,7 @@ class Scheduler:
     limits: Limits
     counters: Counters = field(default_factory=Counters)
     registry: Registry = field(default_factory=Registry)
+    frame_seconds: Callable[[int], float] = lambda _: 0.0  # of so many rows, as measured; 0.0: not known
     _paging: Paging = field(init=False)
     _waiting: list[Sequence] = field(default_factory=list)  # by arrival
     _running: dict[int, Sequence] = field(default_factory=dict)  # by admission
@@ -53,6 +55,8 @@ class Scheduler:
     _num_unverified: int = 0  # running or waiting requests with verify=False
     _preempted: bool = False  # whether a sequence was preempted since `_order` was called
     _suspects: Suspects = field(default_factory=Suspects)
+    _owners: Owners = field(default_factory=Owners)
+    _served: list[tuple[Sequence, int]] = field(default_factory=list)  # by the last `spans`; when before
     _moves: list[tuple[int, int]] = field(default_factory=list)  # see `take_moves`
 
     def __post_init__(self) -> None:
@@ -169,9 +173,10 @@ class Scheduler:
         """The next frame, at most `max_rows` rows. Empty when no verification is due yet."""
         if not frame_due(self._running.values(), self._step, self.limits):
             return []
-        left = max_rows = widest_frame(self._running.values(), self.limits)
-        step, spans = self._step, list[Span]()
-        for seq in self._order():
+        left = max_rows = self._widest()
+        spans: list[Span] = []
+        self._served = []
+        for seq in self._order(max_rows):
             if left == 0:
                 break
             known = len(seq.tokens) - seq.kv_len
@@ -182,7 +187,7 @@ class Scheduler:
             rows = self._rows_with_pages(seq, min(left, known + len(seq.draft)))
             if rows:
                 spans.append(span_of(seq, rows, known))
-                seq.last_served = step
+                self._serve(seq)
                 left -= rows
         if self._preempted:  # a sequence that has a span already may have been preempted for an older one
             spans = [span for span in spans if span.seq_id in self._running]
@@ -191,6 +196,19 @@ class Scheduler:
             left = self._use_free_rows(spans, left)
             self._count_frame(max_rows - left)
         return spans
+
+    def plan_again(self, spans: list[Span]) -> list[Span] | None:
+        """The frame in place of these spans, which will not run, where a request with an owner came since.
+
+        None: the frame stays as it is.
+        """
+        if self._suspects or not any(seq.request.owner for seq in self._waiting):
+            return None
+        for seq, last_served in self._served:
+            seq.last_served = last_served
+        self._count_frame(sum(len(span.inputs) for span in spans), -1)
+        self._admit_waiting()
+        return self.spans()
 
     def spans_ahead(self, in_flight: list[Span]) -> list[Span]:
         """The frame after the one in flight, planned before its tokens are known.
@@ -208,10 +226,10 @@ class Scheduler:
         for span in in_flight:
             row += len(span.inputs)
             last_rows[span.seq_id] = (span, row - 1)
-        left = max_rows = widest_frame(self._running.values(), self.limits)
+        left = max_rows = self._widest()
         spans: list[Span] = []
         served: list[Sequence] = []
-        for seq in self._order():
+        for seq in self._order(max_rows):
             planned = continued(seq, *last_rows.get(seq.request.id, (None, 0)), left)
             if planned is None:
                 continue
@@ -239,8 +257,7 @@ class Scheduler:
         running = list(self._running.values())
         if len(without_crowds(running, self._step)) < len(running):
             return None
-        max_rows = widest_frame(running, self.limits)
-        return frame_to_follow(in_flight, self._running, self._paging, self.limits, max_rows)
+        return frame_to_follow(in_flight, self._running, self._paging, self.limits, self._widest())
 
     def still_follows(self, frame: FrameToFollow) -> bool:
         """Whether the frame's sequences are still those that run.
@@ -404,6 +421,7 @@ class Scheduler:
 
     def _retire(self, seq: Sequence) -> None:
         del self._running[seq.request.id]
+        self._owners.left(seq.request.owner, self._step)
         self._paging.release(seq)
         self._num_unverified -= not seq.request.verify
 
@@ -429,11 +447,25 @@ class Scheduler:
 
     # ---- frames
 
-    def _order(self) -> list[Sequence]:
+    def _widest(self) -> int:
+        """Rows of the next frame, at most. Fewer where a crowd is in it and rows are what takes time."""
+        running = list(self._running.values())
+        max_rows = widest_frame(running, self.limits)
+        canonical = self.limits.canonical_rows or self.limits.max_rows
+        if canonical < self.limits.max_rows or not self._owners.crowded(running, self._step):
+            return max_rows
+        stands_back = len(without_crowds(running, self._step)) < len(running)
+        return max_rows if stands_back else short_frame(max_rows, self.frame_seconds)
+
+    def _order(self, max_rows: int) -> list[Sequence]:
         """Running sequences in the order they are served."""
         self._preempted = False
-        running = list(self._running.values())
-        return serving_order(running, self._step, widest_frame(running, self.limits))
+        return serving_order(list(self._running.values()), self._step, max_rows)
+
+    def _serve(self, seq: Sequence) -> None:
+        """Note that a sequence has rows in the next frame."""
+        self._served.append((seq, seq.last_served))
+        seq.last_served = self._step
 
     def _rows_with_pages(self, seq: Sequence, rows: int) -> int:
         """How many of `rows` rows the sequence can get pages for."""
@@ -455,14 +487,15 @@ class Scheduler:
         if len(unverified) > left or not all(self._paging.grow(seq, len(seq.tokens)) for seq in unverified):
             return []
         for seq in unverified:
-            seq.last_served = self._step
+            self._serve(seq)
         return [span_of(seq, 1, 1) for seq in unverified]
 
-    def _count_frame(self, rows: int) -> None:
+    def _count_frame(self, rows: int, num: int = 1) -> None:
+        """Count `num` frames of so many rows; -1 where one was counted that will not run."""
         sizes = self.limits.frame_sizes or (self.limits.max_rows,)
-        self.counters.frames += 1
-        self.counters.rows += rows
-        self.counters.padded_rows += sizes[bisect_left(sizes, rows)] - rows
+        self.counters.frames += num
+        self.counters.rows += num * rows
+        self.counters.padded_rows += num * (sizes[bisect_left(sizes, rows)] - rows)
 
     # ---- commit
 

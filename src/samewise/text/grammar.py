@@ -28,6 +28,7 @@ from samewise.errors import BadParameter, QueueFull
 from samewise.text.compile_process import Trial
 from samewise.text.compile_queue import CompileLimits, CompileQueue
 from samewise.text.grammar_source import (
+    LEXER_FUEL,
     MAX_LEXER_STATES,
     MAX_TEXT,
     WHITESPACE,
@@ -35,6 +36,7 @@ from samewise.text.grammar_source import (
     bits,
     compile_matcher,
     is_plain,
+    lexer_cost,
 )
 from samewise.types import Finish, Grammar
 
@@ -59,17 +61,20 @@ by 0 to 16 kB a token at first and stop growing; the worst one found grows by 11
 MAX_GROWTH = 5000 * MAX_LEXER_STATES
 """Bytes that a lexer grows by, at most: 5 kB a state, as measured for the worst grammar found."""
 
-RENEW_AFTER = 64
-"""Committed tokens between two new lexers of a sequence, at least: a new one costs the engine up to LIGHT's
-seconds. A full lexer lasts for thousands of tokens."""
+SHARED_FUEL = LEXER_FUEL // 2
+"""What a lexer may cost while sequences share it. Half of what one alone may: a lexer that others used finds
+some things in another order, which changes what they cost by a little."""
+
+BLOCK = 64
+"""Tokens for which a sequence keeps a lexer of its own: a new one costs the engine up to LIGHT's seconds."""
 
 _MISSING = "grammars need llguidance; pip install 'samewise[grammar]'"
 
 
 def version() -> str:
-    """The library that computes masks: a fact of the contract."""
+    """The library that computes masks, and where it gives up: a fact of the contract."""
     try:
-        return f"llguidance {installed('llguidance')}"
+        return f"llguidance {installed('llguidance')}, fuel {LEXER_FUEL}, states {MAX_LEXER_STATES}"
     except PackageNotFoundError:
         return "none"
 
@@ -77,17 +82,23 @@ def version() -> str:
 class CompiledGrammar:
     """A grammar compiled for one tokenizer. Requests hold on to it from their check to their end.
 
-    Its lexer is shared by all sequences that follow the grammar, and grows with them up to a limit.
+    Its lexer is shared by all sequences that follow the grammar, until it has cost SHARED_FUEL or has failed.
     """
 
     def __init__(self, grammar: Grammar, trie: Any, trial: Trial) -> None:
         self.grammar = grammar
         self.is_heavy = trial.seconds > LIGHT.seconds or trial.num_bytes > LIGHT.num_bytes
-        self.is_spent = False  # llguidance failed on the shared lexer: new requests get a new one
+        self.is_spent = False  # new requests get a new lexer, and those that share this one take their own
+        self.is_read = True  # whether the lexer was not used since its cost was read
         self.num_tokens = 0  # committed by all sequences; counted by the engine's thread
         self.matcher: Any = None  # at the start of a text; copied for every sequence
+        self.first_cost = 0  # of a new lexer
         self._trie = trie
         self._compiled_bytes = max(trial.num_bytes, PLAIN.num_bytes) + len(grammar.text)
+
+    def compile(self) -> Any:
+        """A matcher with a lexer of its own."""
+        return compile_matcher(self._trie, self.grammar)
 
     @property
     def num_bytes(self) -> int:
@@ -98,10 +109,15 @@ class CompiledGrammar:
         """A guide at the start of a text that `stop_ids` may end."""
         return GrammarGuide(self.matcher.deep_copy(), self._trie, stop_ids, origin=self)
 
-    def renew(self) -> Any | None:
-        """A matcher with a lexer of its own, after the shared one failed; None for a heavy grammar."""
-        self.is_spent = True
-        return None if self.is_heavy else compile_matcher(self._trie, self.grammar)
+    def read(self, matcher: Any) -> None:
+        """Find out whether the shared lexer has cost too much, if it was used since the last time."""
+        if not self.is_read and not self.is_heavy:
+            self.is_spent = self.is_spent or self.cost(matcher) > SHARED_FUEL
+        self.is_read = True
+
+    def cost(self, matcher: Any) -> int:
+        """What a matcher's lexer has cost since it was new."""
+        return lexer_cost(matcher) - self.first_cost
 
 
 class Grammars:
@@ -192,7 +208,8 @@ class Grammars:
         if compiled.is_heavy:
             with self._lock:
                 self._make_room(compiled)
-        compiled.matcher = compile_matcher(self._trie, grammar)
+        compiled.matcher = compiled.compile()
+        compiled.first_cost = lexer_cost(compiled.matcher)
         with self._lock:
             self._live[grammar] = compiled
             self._keep(compiled)
@@ -272,9 +289,14 @@ class Grammars:
 class GrammarGuide:
     """A `types.Guide`: the state of one sequence in its grammar.
 
-    llguidance gives up where a step takes too much work or a lexer has too many states, and then all matchers
-    that share the lexer fail. A guide whose lexer failed goes on with a new one, so that sequences do not
-    depend on one another; it fails only where a new lexer fails too.
+    llguidance gives up where a lexer costs too much or has too many states. What a position costs depends on
+    what the lexer was used for before, so it must not end a sequence while others share the lexer, or while
+    guesses are asked about. The rule: a sequence ends at the first position where a lexer of its own fails or
+    has cost more than LEXER_FUEL; one that was new at the last multiple of BLOCK tokens, and made the masks
+    of the committed tokens since then. A shared lexer that has cost less has made all of those masks and
+    others too, so the rule holds without asking. Else a sequence takes a lexer of its own, and its guesses
+    are not followed any more. Sequences of a heavy grammar cannot: where the shared lexer fails they end with
+    an error, which is no answer.
     """
 
     def __init__(
@@ -292,8 +314,7 @@ class GrammarGuide:
         self._committed: list[int] = []
         self._masks: dict[tuple[int, ...], bytes | None] = {}  # by drafted tokens after the committed ones
         self._failed = False  # llguidance cannot follow the committed tokens
-        self._renewed_at: int | None = None  # committed tokens when the lexer was last renewed
-        self._follows_guesses = True  # False once a guess made a lexer fail that no other sequence shares
+        self._owns_lexer = False
 
     def fits(self, draft: list[int], guesses: tuple[int, ...]) -> int:
         """How many of `guesses` the grammar allows after the committed and drafted tokens."""
@@ -310,17 +331,23 @@ class GrammarGuide:
         return self._masks.get(guesses)
 
     def take(self, token: int) -> Finish | None:
-        """Commit a token. STOP: the text ends with it; ABORT: the grammar refuses it or fails."""
+        """Commit a token. STOP: the text ends with it; ABORT: the grammar refuses it or fails.
+
+        ERROR: the lexer of a heavy grammar has failed.
+        """
+        self._check_cost()
         self._masks.clear()
         if self._failed:
-            return Finish.ABORT
+            return self._refusal()
         if token in self._end_ids:
-            return Finish.STOP if self._accepts() else Finish.ABORT
-        if not self._commit(token) and not (self._renew() and self._commit(token)):
-            return Finish.ABORT
+            return Finish.STOP if self._accepts() else self._refusal()
+        if not self._commit(token) and not (self._take_lexer() and self._commit(token)):
+            return self._refusal()
         self._committed.append(token)
         if self._origin is not None:
             self._origin.num_tokens += 1
+        if self._owns_lexer and len(self._committed) % BLOCK == 0:
+            self._renew_lexer()
         return Finish.STOP if self._matcher.is_stopped() else None
 
     def restore(self, tokens: tuple[int, ...]) -> None:
@@ -328,18 +355,25 @@ class GrammarGuide:
         self._committed, self._masks = list(tokens), {}
         self._return_to_committed()
 
+    def _refusal(self) -> Finish:
+        """How a sequence ends that cannot go on: other sequences may be to blame only for an error."""
+        origin = self._origin
+        return Finish.ERROR if origin and origin.is_heavy and self._matcher.is_error() else Finish.ABORT
+
     def _accepts(self) -> bool:
         """Whether the text may end after the committed tokens."""
         if self._matcher.is_accepting():
             return True
         self._matcher.compute_bitmask()  # llguidance notices here that a lexer failed
-        return self._renew() and bool(self._matcher.is_accepting())
+        return self._take_lexer() and bool(self._matcher.is_accepting())
 
     def _commit(self, token: int) -> bool:
         return self._advance((token,)) == 1 and not self._matcher.is_error()
 
     def _compute_masks(self, path: tuple[int, ...]) -> int:
         """Cache the masks along a path as far as it is allowed; returns how many of its tokens are."""
+        if self._is_spent:
+            self._take_lexer()
         num = self._walk(path)
         if self._matcher.is_error():
             num = self._walk_again(path, num)
@@ -351,7 +385,7 @@ class GrammarGuide:
         for num in range(len(path) + 1):
             prefix = path[:num]
             if prefix not in masks:
-                if num and not self._follows_guesses:
+                if num and self._owns_lexer:
                     self._matcher.rollback(num_advanced)
                     return num - 1
                 num_advanced += self._advance(path[num_advanced:num])
@@ -365,40 +399,73 @@ class GrammarGuide:
         return num
 
     def _walk_again(self, path: tuple[int, ...], failed_at: int) -> int:
-        """After a failure of llguidance: go on with a new lexer, or without the guess that made it fail."""
-        shared = self._renewed_at is None
-        if failed_at == 0:
-            if self._renew() and not self._failed:
-                num = self._walk(path)
-                if not self._matcher.is_error():
-                    return num
+        """After a failure of llguidance: go on with a lexer of its own, and without the guess that failed."""
+        if failed_at:
+            self._masks[path[:failed_at]] = None
+        if not self._take_lexer():
+            if failed_at:
+                self._return_to_committed()
+                return failed_at - 1
             self._failed, self._masks[()] = True, None
             return 0
-        self._masks[path[:failed_at]] = None
-        self._follows_guesses = shared
-        self._return_to_committed()
-        return failed_at - 1
+        return min(self._walk(path), max(0, failed_at - 1))
 
     def _return_to_committed(self) -> None:
-        """A matcher after the committed tokens, with a new lexer if the one it has failed."""
+        """A matcher after the committed tokens. A new lexer if it has its own, or the shared one failed."""
+        if self._owns_lexer:
+            self._renew_lexer()
+            return
         self._matcher = self._start.deep_copy()
         followed = not self._committed or bool(self._matcher.consume_tokens(self._committed))
         self._failed = not followed or self._matcher.is_error()
-        if self._failed and self._matcher.is_error():
-            self._renew(for_guess=True)
+        if self._matcher.is_error():
+            self._take_lexer()
 
-    def _renew(self, *, for_guess: bool = False) -> bool:
-        """Take a new lexer that no other sequence shares; returns whether there is one."""
-        too_soon = self._renewed_at is not None and len(self._committed) < self._renewed_at + RENEW_AFTER
-        if self._origin is None or not self._matcher.is_error() or (too_soon and not for_guess):
+    # ---- the lexer
+
+    @property
+    def _is_spent(self) -> bool:
+        """Whether the lexer is shared and must not be used any more."""
+        origin = self._origin
+        return origin is not None and origin.is_spent and not self._owns_lexer and not origin.is_heavy
+
+    def _check_cost(self) -> None:
+        """Before a token is committed: fail if a lexer of its own could not make the mask before it."""
+        if self._origin is None:
+            return
+        if not self._owns_lexer:
+            self._origin.read(self._matcher)
+            if not self._is_spent:
+                return
+            self._take_lexer()
+        if not self._failed and () not in self._masks:
+            self._masks[()] = self._current_mask()
+        self._failed = self._failed or self._matcher.is_error()
+        self._failed = self._failed or self._origin.cost(self._matcher) > LEXER_FUEL
+
+    def _take_lexer(self) -> bool:
+        """Take a lexer of its own in place of a shared one; returns whether it could, and can go on."""
+        origin = self._origin
+        if origin is None or self._owns_lexer:
             return False
-        matcher = self._origin.renew()
-        if matcher is None:
+        origin.is_spent = True
+        if origin.is_heavy:
             return False
-        self._start, self._matcher, self._renewed_at = matcher, matcher.deep_copy(), len(self._committed)
-        followed = not self._committed or bool(self._matcher.consume_tokens(self._committed))
-        self._failed = not followed or self._matcher.is_error()
+        self._owns_lexer = True
+        self._renew_lexer()
         return not self._failed
+
+    def _renew_lexer(self) -> None:
+        """A new lexer, used as if it had been taken at the last multiple of BLOCK tokens."""
+        assert self._origin is not None
+        self._matcher = self._origin.compile()
+        first = len(self._committed) // BLOCK * BLOCK
+        self._failed = bool(first and not self._matcher.consume_tokens(self._committed[:first]))
+        for token in self._committed[first:]:
+            self._failed = self._failed or self._current_mask() is None or not self._commit(token)
+        if not self._failed:
+            self._current_mask()
+        self._failed = self._failed or self._matcher.is_error()
 
     def _advance(self, path: tuple[int, ...]) -> int:
         """Move along a path as far as the grammar allows, but not over an end token; returns how far."""
@@ -416,6 +483,8 @@ class GrammarGuide:
         if matcher.is_stopped():  # the text is complete, or cannot be followed further
             return None
         mask: bytes = matcher.compute_bitmask()
+        if self._origin is not None and not self._owns_lexer:
+            self._origin.is_read = False
         if matcher.is_error():
             return None
         if mask.count(0) == len(mask) - 1:
@@ -457,13 +526,14 @@ def _refuse_long(grammar: Grammar) -> None:
 
 
 __all__ = [
+    "BLOCK",
     "GROWTH_BYTES",
     "HEAVY_BYTES",
     "KEPT_BYTES",
     "LIGHT",
     "MAX_GROWTH",
     "PLAIN",
-    "RENEW_AFTER",
+    "SHARED_FUEL",
     "WHITESPACE",
     "CompiledGrammar",
     "Grammar",

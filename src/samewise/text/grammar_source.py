@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from samewise.errors import BadParameter
+from samewise.errors import BadParameter, InvariantBroken
 from samewise.types import Grammar
 
 WHITESPACE = r"( |\n {0,16})?"
@@ -23,8 +24,11 @@ MAX_TEXT = 1 << 20
 """Characters of a grammar's text, at most. Set by hand: the largest published schemas have about 300,000."""
 
 MAX_LEXER_STATES = 20_000
-"""States of the lexer that sequences of one grammar share. A state takes 1 to 5 kB, so 100 MB at most; a JSON
-object needs about 100. A sequence that finds the lexer full goes on with a new one."""
+"""States of a lexer, at most. A state takes 1 to 5 kB, so 100 MB at most; a JSON object needs about 100."""
+
+LEXER_FUEL = 4_000_000
+"""What a lexer may cost, in llguidance's own unit: a count of steps, about 10 ns each, so 40 ms. Ordinary
+grammars cost up to 130,000 in all, a text whose length is limited 500 for each token of it."""
 
 PLAIN_TEXT = 2048
 """Characters of a plain schema, at most. The slowest one found, of 300 properties, compiles in 30 ms."""
@@ -32,6 +36,7 @@ PLAIN_TEXT = 2048
 PLAIN_DEPTH = 16
 """Levels of a plain schema, at most."""
 
+_COST = re.compile(r'"lexer_cost": (\d+)')
 _NOTES = frozenset(("default", "description", "examples", "title"))
 _PLAIN_KEYS = _NOTES | {"additionalProperties", "const", "enum", "items", "properties", "required", "type"}
 
@@ -50,7 +55,7 @@ def compile_matcher(trie: Any, grammar: Grammar) -> Any:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_lexer_fuel=LEXER_FUEL)
     matcher = LLMatcher(trie, _source(grammar), log_level=0, limits=limits)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
@@ -58,6 +63,19 @@ def compile_matcher(trie: Any, grammar: Grammar) -> Any:
     if not int.from_bytes(mask, "little") & ~bits(trie.eos_tokens):
         raise GrammarRefused(grammar.kind, "it admits only the empty text, or nothing this model can spell")
     return matcher
+
+
+def lexer_cost(matcher: Any) -> int:
+    """What the lexer of a matcher has cost by its last mask, all matchers that share the lexer together.
+
+    llguidance tells it in the message of a failure alone, so a copy of the matcher is made to fail.
+    """
+    probe = matcher.deep_copy()
+    probe.rollback(1 << 31)
+    found = _COST.search(probe.get_error())
+    if found is None:
+        raise InvariantBroken("llguidance does not tell what a lexer has cost")
+    return int(found[1])
 
 
 def is_plain(grammar: Grammar) -> bool:
@@ -142,6 +160,7 @@ def _first_lines(message: str) -> str:
 
 
 __all__ = [
+    "LEXER_FUEL",
     "MAX_LEXER_STATES",
     "MAX_TEXT",
     "PLAIN_DEPTH",
@@ -151,4 +170,5 @@ __all__ = [
     "bits",
     "compile_matcher",
     "is_plain",
+    "lexer_cost",
 ]

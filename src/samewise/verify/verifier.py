@@ -57,6 +57,11 @@ class FrameInFlight:
         self.num_rows = sum([len(span.inputs) for span in spans])
         self.prefill = any(span.given > 1 for span in spans)  # whether it reads a prompt
 
+    @property
+    def begun(self) -> bool:
+        """Whether the device was given the frame. Until then it may be dropped."""
+        return self._result is not None
+
     def _run(self, started: StartedFrame | None = None) -> FrameResult:
         result = self._verifier.run(self.spans, started)
         if self._verifier.cuda:
