@@ -86,8 +86,9 @@ def test_structured_outputs_may_be_written_in_gbnf():
     grammar = grammar_of_outputs({"grammar": 'root ::= "a" | b\nb ::= [0-9]+ "x"'})
     assert grammar.kind == "lark"
     assert "start:" in grammar.text
-    with pytest.raises(BadParameter, match="this is no GBNF"):
-        grammar_of_outputs({"grammar": "root ::= ("})
+    for wrong in ("root ::= (", "root ::= unknown", "root ::= " + "(" * 2000):
+        with pytest.raises(BadParameter, match="this is no GBNF"):
+            grammar_of_outputs({"grammar": wrong})
 
 
 @pytest.mark.parametrize(

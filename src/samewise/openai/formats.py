@@ -115,12 +115,12 @@ def _outputs_grammar(rules: Any) -> Grammar:
     if len(rules) > MAX_GBNF:
         raise _bad_outputs("grammar", f"{len(rules)} characters of GBNF are more than {MAX_GBNF}; use Lark")
     try:
-        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+        from llguidance.gbnf_to_lark import any_to_lark
     except ModuleNotFoundError:
         raise _bad_outputs("grammar", "GBNF needs llguidance; pip install 'samewise[grammar]'") from None
     try:
         return Grammar.lark(any_to_lark(rules))
-    except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
+    except Exception as error:  # the converter raises Exception itself for an unknown rule
         raise _bad_outputs("grammar", f"this is no GBNF: {str(error)[:200]}") from None
 
 
