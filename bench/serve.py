@@ -96,7 +96,10 @@ def serve(args: argparse.Namespace) -> None:
 
 async def fetch(port: int, method: str, path: str, body: bytes = b"") -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    lines = (f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}")
+    lines = (
+        f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    )  # fmt: skip
     writer.write("".join(f"{line}\r\n" for line in (*lines, "")).encode())
     writer.write(body)
     response = await reader.read(-1)

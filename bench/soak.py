@@ -210,7 +210,9 @@ class Clients:
     async def _malformed(self, rng: random.Random) -> None:
         method, path, body, status = rng.choice(MALFORMED)
         async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
-            response = await client.request(method, path, content=body)
+            response = await client.request(
+                method, path, content=body, headers={"Content-Type": "application/json"}
+            )
         if response.status_code not in (status, 429):  # a full queue may be checked first
             raise ValueError(f"{method} {path} {body[:60]!r}: {response.status_code} {response.text[:200]}")
         if list(response.json()) != ["error"]:
@@ -219,7 +221,8 @@ class Clients:
     async def _cut(self, request: SoakRequest, rng: random.Random) -> None:
         """Send part of a request over a plain socket, or random bytes, and close or reset the connection."""
         body = as_json(request.body | {"stream": rng.random() < 0.5})
-        head = f"POST {request.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST {request.path} HTTP/1.1\r\n{fields}\r\n".encode()
         noise = rng.random() < 0.15
         sent = (
             rng.randbytes(rng.randint(1, 300)) if noise else (head + body)[: rng.randint(0, len(head + body))]

@@ -133,7 +133,7 @@ MALFORMED: list[tuple[str, str, bytes, int]] = [
     ("POST", COMPLETIONS, as_json({"prompt": "x", "response_format": {"type": "json_schema"}}), 400),
     ("POST", COMPLETIONS, as_json({"prompt": "x", "stop": [""] * 100}), 400),
     ("POST", CHAT, as_json({"messages": []}), 400),
-    ("POST", CHAT, as_json({"messages": [{"role": "unknown", "content": "x"}]}), 400),
+    ("POST", CHAT, as_json({"messages": [{"role": "no role", "content": "x"}]}), 400),
     ("POST", CHAT, as_json({"messages": [{"role": "user", "content": 5}]}), 400),
     ("POST", CHAT, b" " * (9 * MIB), 413),
     ("POST", "/v1/responses", as_json({"input": "x"}), 404),

@@ -1,5 +1,6 @@
 """SamplingParams: what is refused, the errors, and what the sampler gets."""
 
+import copy
 import math
 import pickle
 import subprocess
@@ -84,6 +85,12 @@ def encode(text: str) -> list[int]:
         ("allowed_token_ids", []),
         ("allowed_token_ids", [1.0]),
         ("truncate_prompt_tokens", 0),
+        ("truncation_side", "middle"),
+        ("truncation_side", None),
+        ("priority", 0.5),
+        ("priority", 2**63),
+        ("logprob_token_ids", []),
+        ("logprob_token_ids", [-1]),
         ("verify", "yes"),
     ],
 )
@@ -118,10 +125,54 @@ def test_defaults_are_those_of_vllm() -> None:
     assert params.verify
 
 
-def test_params_are_frozen_and_can_be_pickled_cloned_and_hashed() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "stored"),
+    [
+        ("temperature", 0, 0.0),
+        ("stop", "ab", ("ab",)),
+        ("top_k", -1, 0),
+        ("logit_bias", {"3": 1}, {3: 1.0}),
+        ("max_tokens", None, None),
+        ("priority", -5, -5),
+    ],
+)
+def test_a_parameter_can_be_assigned(name: str, value: object, stored: object) -> None:
+    params = SamplingParams(top_k=4)
+    setattr(params, name, value)
+    assert getattr(params, name) == stored
+    assert params == SamplingParams(**{"top_k": 4} | {name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -1), ("n", 0), ("stop", ["a", ""]), ("min_tokens", 17), ("max_tokens", 4), ("n", 2)],
+)
+def test_an_assigned_value_is_refused_as_the_constructor_refuses_it(name: str, value: object) -> None:
+    given = {"min_tokens": 5, "prediction": "x"}
+    params = SamplingParams(**given)
+    before = vars(params).copy()
+    with pytest.raises(BadParameter) as constructed:
+        SamplingParams(**given | {name: value})
+    with pytest.raises(BadParameter) as assigned:
+        setattr(params, name, value)
+    assert str(assigned.value) == str(constructed.value)
+    assert assigned.value.param == constructed.value.param
+    assert vars(params) == before
+
+
+def test_unknown_parameters_cannot_be_assigned_and_none_can_be_deleted() -> None:
+    params = SamplingParams()
+    with pytest.raises(BadParameter, match=r"temprature=0\.5 .* did you mean 'temperature'"):
+        params.temprature = 0.5  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="temperature"):
+        del params.temperature
+    copied = copy.copy(params)
+    copied.temperature = 0.25
+    assert (params.temperature, copied.temperature) == (1.0, 0.25)
+
+
+def test_params_can_be_pickled_cloned_and_hashed() -> None:
     params = SamplingParams(stop=["a", "b"], logit_bias={1: 2}, seed=-1)
-    with pytest.raises(AttributeError):
-        params.n = 2  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(params)) == params
     assert params.clone(n=3).n == 3
     assert params.clone(n=3).stops == ("a", "b")
@@ -239,3 +290,14 @@ def test_a_derived_seed_depends_on_the_engines_seed_and_the_prompt_alone() -> No
 def test_host_modules_import_no_torch(module: str) -> None:
     code = f"import sys, samewise.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_logprob_token_ids_stand_in_place_of_logprobs() -> None:
+    assert SamplingParams(logprob_token_ids=[7, 5]).shows_logprobs
+    resolved = resolve(SamplingParams(logprob_token_ids=[7, 5, 7]))
+    assert (resolved.logprob_token_ids, resolved.top_logprobs) == ((7, 5), 3)
+    assert SamplingParams(logprob_token_ids=[7, 5], logprobs=2).logprobs == 2
+    with pytest.raises(BadParameter, match="logprobs=5: with 2 logprob_token_ids"):
+        SamplingParams(logprob_token_ids=[7, 5], logprobs=5)
+    with pytest.raises(BadParameter, match=r"logprob_token_ids=\[100\]"):
+        resolve(SamplingParams(logprob_token_ids=[100]))

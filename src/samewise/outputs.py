@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 class Logprob:
     """A token's log-probability: the model's own, before any processing.
 
-    `rank` counts from 1 among the requested alternatives; None for a chosen token that is not among them.
+    `rank` is the token's place among the whole vocabulary, by falling log-probability, then by rising id,
+    counted from 1; None for a token that is listed because `logprob_token_ids` names it. `decoded_token` is
+    None where text is not wanted (`detokenize=False`).
     """
 
     logprob: float

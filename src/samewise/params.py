@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from samewise.errors import BadParameter
 from samewise.types import Grammar, Sampling
-from samewise.values import FLAG, Values, integer, is_integer, is_number, number
+from samewise.values import FLAG, Values, integer, is_integer, is_number, number, one_of
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0: always the most likely token. vLLM's limit."""
@@ -92,15 +92,17 @@ PREDICTION = Values(
     ),
 )
 SEED = replace(integer(-(2**63), 2**64 - 1), text="a whole number of at most 64 bits")
+PRIORITY = replace(integer(-(2**63), 2**63 - 1), text="a whole number of 64 bits")
 PENALTY = number("-2 to 2 (0: off)", minimum=-2, maximum=2)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, unsafe_hash=True)
 class SamplingParams:
     """How to continue a prompt. Names and defaults are vLLM's; every value is checked when it is made.
 
-    Lists are stored as tuples. Where no seed is given, one is derived from the prompt (`derive_seed`), so the
-    same request gives the same text again.
+    A parameter can be assigned; a value that the constructor would refuse is refused, and changes nothing.
+    Requests under way keep the values they were made with. Lists are stored as tuples. Where no seed is
+    given, one is derived from the prompt (`derive_seed`), so the same request gives the same text again.
     """
 
     n: int = param(1, integer(1))
@@ -121,6 +123,8 @@ class SamplingParams:
     min_tokens: int = param(0, integer(0))
     logprobs: int | None = param(None, integer(-1))  # alternatives per token; -1: the whole vocabulary
     prompt_logprobs: int | None = param(None, integer(-1))  # the same for the prompt's tokens
+    # The tokens whose log-probabilities are shown beside each chosen one, in place of the most probable.
+    logprob_token_ids: Sequence[int] | None = param(None, SOME_TOKENS)
     detokenize: bool = param(True, FLAG)
     skip_special_tokens: bool = param(True, FLAG)
     spaces_between_special_tokens: bool = param(True, FLAG)
@@ -128,7 +132,11 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = param(None, SOME_TOKENS)
     # The form of the answer; needs samewise[grammar].
     grammar: Grammar | None = param(None, GRAMMAR)  # noqa: RUF009 - param() is a dataclass field
-    truncate_prompt_tokens: int | None = param(None, integer(1))  # keep this many of the prompt's last tokens
+    truncate_prompt_tokens: int | None = param(None, integer(1))  # keep this many of the prompt's tokens ...
+    truncation_side: str = param(
+        "left", one_of("left", "right")
+    )  # ... cutting on this side; left: keep the last
+    priority: int = param(0, PRIORITY)  # lower runs earlier, among equals the one that came first
     verify: bool = param(True, FLAG)  # False: faster, but the bits may depend on the load
     share: bool = param(True, FLAG)  # False: drafts for other requests are not taken from this one's tokens
     speculate: bool = param(True, FLAG)  # False: no drafts are made for it; the output is the same
@@ -158,6 +166,20 @@ class SamplingParams:
         """The stop strings."""
         return tuple(self.stop) if self.stop is not None else ()
 
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether log-probabilities of the output are shown."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a parameter that the constructor would take with all others as they are."""
+        if len(vars(self)) == len(_PARAMS):  # else it is being made, and is checked as a whole
+            value = getattr(replace(self, **{name: value}), name)
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a parameter cannot be deleted; assign its default to {name}")
+
     def __post_init__(self) -> None:
         for name, (values, optional) in _PARAMS.items():
             object.__setattr__(self, name, values.read(name, getattr(self, name), optional=optional))
@@ -172,6 +194,10 @@ class SamplingParams:
         if self.allowed_token_ids is not None and self.grammar is not None:
             remedy = "cannot be combined with a grammar: both may leave no token. Put it in the grammar"
             raise _refused("allowed_token_ids", self.allowed_token_ids, remedy)
+        named = self.logprob_token_ids
+        if named is not None and self.logprobs not in (None, len(named)):
+            remedy = f"with {len(named)} logprob_token_ids, leave it out or give {len(named)}"
+            raise _refused("logprobs", self.logprobs, remedy)
         if self.prediction is not None and self.n > 1:
             raise _refused("n", self.n, "a prediction is for one answer; ask for n=1, or leave it out")
 
@@ -189,7 +215,7 @@ class SamplingParams:
         `encode` returns a text's token ids without special tokens; bad words need it.
         """
         self._check_vocabulary(vocab)
-        stops = frozenset(self.stop_token_ids or ())
+        stops, named = frozenset(self.stop_token_ids or ()), self.logprob_token_ids
         return Sampling(
             temperature=0.0 if self.temperature < GREEDY_BELOW else self.temperature,
             top_k=self.top_k if self.top_k < vocab else 0,
@@ -204,13 +230,14 @@ class SamplingParams:
             grammar=self.grammar,
             min_tokens=self.min_tokens,
             stop_ids=stops if self.ignore_eos else stops | frozenset(eos_ids),
-            top_logprobs=self.logprobs,
+            top_logprobs=self.logprobs if named is None else len(named),
+            logprob_token_ids=() if named is None else tuple(dict.fromkeys(named)),
             seed=seed if self.seed is None else self.seed,
             index=index,
         )
 
     def _check_vocabulary(self, vocab: int) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             outside = [token for token in getattr(self, name) or () if token >= vocab]
             if outside:
                 raise _refused(name, outside, f"this model's token ids are 0 to {vocab - 1}")

@@ -144,6 +144,7 @@ class Sampling:
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()  # end-of-text and stop_token_ids; masked before min_tokens
     top_logprobs: int | None = None  # None: not wanted; -1: the whole vocabulary
+    logprob_token_ids: tuple[int, ...] = ()  # shown in place of the most probable tokens
     seed: int = 0
     index: int = 0  # which of the request's n choices
     edited: bool = field(init=False)  # whether logits are changed (penalties, bias, grammar, …)
@@ -227,6 +228,7 @@ class Request:
     score_from: int | None = None  # first prompt position to score; None: no scoring
     salt: bytes = b""  # prefix pages are shared only between requests with equal salts
     leader: int | None = None  # a request with the same prompt whose prefix pages it waits for
+    priority: int = 0  # lower is served earlier among the requests of its owner; no bit depends on it
     share: bool = True  # whether drafts for other requests may use its text
     speculate: bool = True  # whether it gets drafts; without, one token per frame
     prediction: tuple[int, ...] = ()  # what the caller expects the output to be; drafts are taken from it
@@ -279,9 +281,11 @@ class Sequence:
     num_failures: int = 0  # failed steps it was part of since it last made progress
     failed_at: Received | None = None  # what its caller had at the last of them
     prompt_len: int = field(init=False)  # fixed here: preemption does not turn output into prompt
+    place: int = field(init=False)  # in the order of admission; by arrival, and then by priority
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt)
+        self.place = self.request.id
 
     @property
     def committed(self) -> Received:
@@ -346,6 +350,7 @@ class Proposal(NamedTuple):
     drafter: str = ""
     more: bool = False
     parents: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # as in Delta
 
 
 class Span(NamedTuple):
@@ -367,7 +372,7 @@ class Span(NamedTuple):
     prompt_len: int
     targets: tuple[int, ...] = ()  # known tokens whose log-probability is wanted
     target_row: int = 0  # the span's row that predicts the first of them
-    target_tops: int = 0  # alternatives wanted for each
+    target_tops: int | None = None  # alternatives wanted for each, with its rank; None: neither is
     source: int | None = None  # the row of the frame in flight whose token is the input, still on the device
     drafter: str = ""
     guide: Guide | None = None
@@ -393,6 +398,8 @@ class Truth(NamedTuple):
     scores: tuple[float, ...] = ()
     score_tops: tuple[TopLogprobs, ...] = ()
     candidates: Candidates | None = None
+    ranks: tuple[int, ...] = ()
+    score_ranks: tuple[int, ...] = ()
 
 
 class Verdict(NamedTuple):
@@ -415,10 +422,17 @@ class Verdict(NamedTuple):
     drafter: str = ""
     path: tuple[int, ...] = ()
     candidates: Candidates | None = None  # of the span's rows, where the proposer asked for them
+    ranks: tuple[int, ...] = ()
+    score_ranks: tuple[int, ...] = ()
 
 
 class Delta(NamedTuple):
-    """What was committed for one request in one step."""
+    """What was committed for one request in one step.
+
+    A token's rank is its place in its row by falling log-probability, then by rising id, counted from 1.
+    There is one for each token where log-probabilities are shown (`Sampling.top_logprobs`), and one for each
+    score where those of the prompt are (`Request.prompt_logprobs`).
+    """
 
     request_id: int
     tokens: tuple[int, ...]
@@ -433,6 +447,8 @@ class Delta(NamedTuple):
     guessed: int = 0
     drafter: str = ""
     frames: int = 0  # 1 if the tokens came from a frame; 0 for an unverified request
+    ranks: tuple[int, ...] = ()
+    score_ranks: tuple[int, ...] = ()
 
 
 __all__ = [

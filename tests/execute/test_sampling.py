@@ -214,6 +214,37 @@ def test_masses_of_a_large_flat_vocabulary_do_not_overflow() -> None:
     assert int(total) / 2 ** filters.mass_bits(torch.zeros(300_000)) == 300_000
 
 
+def test_ranks_are_places_by_falling_log_probability_then_by_rising_id() -> None:
+    """By row and by block, alone and beside others; of `top`'s tokens their places there."""
+    logits = random_logits(70, 300, scale=2.0)
+    logits[3] = 0.5  # all equal
+    logits[4, 10:20] = logits[4].max() + 1.0
+    logits[5, ::2] = -math.inf
+    rows = [row for row in range(70) for _ in range(2)]
+    tokens = torch.tensor([(31 * i + 7) % 300 for i in range(len(rows))])
+    samplers = Sampler(300, CPU), block_sampler(300)
+    for sampler in samplers:
+        ranks = sampler.ranks(logits, rows, tokens)
+        for row, token, rank in zip(rows, tokens.tolist(), ranks, strict=True):
+            (everything,) = sampler.top(logits, [row], [-1])
+            assert everything[rank - 1][0] == token
+            assert sampler.ranks(logits[row : row + 1], [0], torch.tensor([token])) == [rank]
+        assert sampler.ranks(logits, [], torch.tensor([])) == []
+    assert samplers[0].ranks(logits, rows, tokens) == samplers[1].ranks(logits, rows, tokens)
+
+
+def test_alternatives_are_the_likeliest_tokens_or_those_that_are_named() -> None:
+    logits = random_logits(4, 50)
+    sampler = Sampler(50, CPU)
+    named = Sampling(top_logprobs=3, logprob_token_ids=(9, 4, 30))
+    samplings = [Sampling(top_logprobs=2), named, Sampling(top_logprobs=0), named]
+    best, first, nothing, second = sampler.alternatives(logits, [2, 0, 1, 3], samplings)
+    assert (best, nothing) == (sampler.top(logits, [2], [2])[0], ())
+    for row, shown in ((0, first), (3, second)):
+        (everything,) = sampler.top(logits, [row], [-1])
+        assert shown == tuple(pair for pair in everything if pair[0] in (9, 4, 30))
+
+
 # ── logit edits ──────────────────────────────────────────────────────────────────────────────────
 
 

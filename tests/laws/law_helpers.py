@@ -124,6 +124,7 @@ class Case:
     score_from: int | None = None
     salt: bytes = b""
     owner: bytes = b""
+    priority: int = 0
 
     def add(self, engine: Engine) -> int:
         """Queue it and return the request's id."""
@@ -137,6 +138,7 @@ class Case:
             score_from=self.score_from,
             salt=self.salt,
             owner=self.owner,
+            priority=self.priority,
         )
 
 
@@ -180,7 +182,7 @@ def other_requests(num: int, *, max_tokens: int = 40, verify: bool = True, seed:
 
 
 class FullTranscript(Transcript):
-    """A Transcript with top log-probabilities and stop id. `num_cached` is kept but not compared."""
+    """A Transcript with ranks, top log-probabilities and stop id. `num_cached` is kept but not compared."""
 
     __slots__ = ("num_cached",)  # outside __dict__, which is what a Transcript compares
 
@@ -188,6 +190,8 @@ class FullTranscript(Transcript):
         super().__init__()
         self.tops: list[tuple[tuple[int, str], ...]] = []
         self.score_tops: list[tuple[tuple[int, str], ...]] = []
+        self.ranks: list[int] = []
+        self.score_ranks: list[int] = []
         self.stop_id: int | None = None
         self.num_cached = 0
 
@@ -196,6 +200,8 @@ class FullTranscript(Transcript):
         super().take(delta)
         self.tops += [tuple((token, value.hex()) for token, value in top) for top in delta.tops]
         self.score_tops += [tuple((token, value.hex()) for token, value in top) for top in delta.score_tops]
+        self.ranks += delta.ranks
+        self.score_ranks += delta.score_ranks
         self.stop_id = delta.stop_id
         self.num_cached = delta.num_cached
 

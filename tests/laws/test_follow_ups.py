@@ -131,6 +131,25 @@ def test_prompts_are_read_in_follow_ups(setup, proposer):
 
 
 @pytest.mark.parametrize("proposer", TREES)
+def test_prompts_are_read_by_priority_in_follow_ups(basic, proposer):
+    """While one generates two prompts are read in pieces, the later one first."""
+    cases = [Case("first", random_prompt(5), max_tokens=60)]
+    cases += [Case(f"p{i}", random_prompt(90, i), sampled(i), 20, priority=-i) for i in (1, 2)]
+    engine = basic.engine(PROPOSERS[proposer], ahead=True, max_num_seqs=4)
+    begun = []
+
+    def watch(engine, _):
+        for seq in engine.scheduler._running.values():
+            if seq.request.priority and len(seq.tokens) > seq.prompt_len and seq.request.id not in begun:
+                begun.append(seq.request.id)
+
+    output = run_cases(engine, cases, arrivals=[0, 3, 3], after=watch)
+    assert output == run_references(basic, [replace(case, priority=0) for case in cases])
+    assert begun == [2, 1]
+    assert num_followed(engine) > 3
+
+
+@pytest.mark.parametrize("proposer", TREES)
 def test_owners_that_share_the_engine_change_nothing(basic, proposer):
     """A crowd of one owner stands back for the first token of another, and follow-ups go on after it."""
     crowd = [replace(case, owner=b"crowd") for case in LONG[:6]]

@@ -83,6 +83,25 @@ def test_earlier_requests_change_nothing(basic, basic_references):
         assert run_cases(engine, CASES[:4]) == basic_references[:4]
 
 
+# -- priority -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_priorities_change_nothing(variant, seed):
+    """Few places and few pages: priorities decide who is admitted, read and preempted."""
+    rng = random.Random(seed)
+    cases = [replace(case, priority=rng.choice([-3, 0, 0, 7])) for case in CASES]
+    arrivals = [rng.randrange(15) for _ in cases]
+    engine = variant.engine(num_pages=14, max_num_seqs=5)
+    assert run_cases(engine, cases, arrivals=arrivals) == variant.references
+
+
+def test_priorities_of_several_owners_change_nothing(basic, basic_references):
+    cases = [replace(case, priority=i % 3 - 1, owner=bytes([65 + i % 2])) for i, case in enumerate(CASES)]
+    engine = basic.engine(jitter, num_pages=14, max_num_seqs=6)
+    assert run_cases(engine, cases) == basic_references
+
+
 # -- preemption ---------------------------------------------------------------------------------------
 
 

@@ -329,7 +329,7 @@ def test_draft_length_and_deadline_change_nothing(basic, basic_references, propo
 
 
 def test_repeating_text_is_accepted_in_long_drafts(basic):
-    """With one allowed token the text repeats, and suffix matches find it. By this clock rows cost nothing."""
+    """With one allowed token the text repeats, and suffix matches find it. Rows cost nothing here."""
     case = Case("loop", random_prompt(9), Sampling(allowed_token_ids=(5,)), max_tokens=60)
     expected = run_reference(basic, case)
     for proposer in ("ngram", "auto"):

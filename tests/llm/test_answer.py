@@ -97,9 +97,10 @@ def test_the_chunks_of_every_choice_add_up_to_the_output() -> None:
     for text in ("n", "e", "é"):  # "ne" is held back as the start of a stop string, "é" has two bytes
         for choice in answer.choices:
             delta = text_delta(text)
-            answer.add(choice, delta._replace(tops=tops * len(delta.tokens)))
+            num = len(delta.tokens)
+            answer.add(choice, delta._replace(tops=tops * num, ranks=(3,) * num))
     for choice in answer.choices:
-        answer.add(choice, Delta(choice.engine_id, (EOS,), (-1.0,), tops, Finish.STOP, EOS))
+        answer.add(choice, Delta(choice.engine_id, (EOS,), (-1.0,), tops, Finish.STOP, EOS, ranks=(2,)))
     output = answer.output()
     assert output.finished
     for completion in output.outputs:
@@ -115,14 +116,42 @@ def test_the_chunks_of_every_choice_add_up_to_the_output() -> None:
 def test_log_probabilities_list_the_chosen_token_first_and_each_token_once() -> None:
     answer = make_answer(streamed=False, logprobs=2)
     top = ((66, -0.25), (65, -0.5))
-    answer.add(answer.choices[0], Delta(10, (65, 67), (-0.5, -2.0), (top, top), None))
+    answer.add(answer.choices[0], Delta(10, (65, 67), (-0.5, -2.0), (top, top), None, ranks=(2, 9)))
     first, second = answer.output().outputs[0].logprobs or []
     assert [(token, entry.logprob, entry.rank) for token, entry in first.items()] == [
         (65, -0.5, 2),
         (66, -0.25, 1),
     ]
     assert list(second) == [67, 66, 65]
-    assert (second[67].rank, second[67].decoded_token) == (None, "<67>")
+    assert (second[67].rank, second[67].decoded_token) == (9, "<67>")
+
+
+def test_tokens_that_the_request_names_have_no_rank_but_for_the_chosen_one() -> None:
+    answer = make_answer(streamed=False, logprob_token_ids=[66, 65])
+    top = ((66, -0.25), (65, -0.5))
+    answer.add(answer.choices[0], Delta(10, (65,), (-0.5,), (top,), None, ranks=(7,)))
+    (entry,) = answer.output().outputs[0].logprobs or []
+    assert {token: (one.logprob, one.rank) for token, one in entry.items()} == {
+        65: (-0.5, 7),
+        66: (-0.25, None),
+    }
+
+
+def test_log_probabilities_hold_no_text_where_none_is_wanted() -> None:
+    answer = make_answer(streamed=True, logprobs=1, prompt_logprobs=0, detokenize=False)
+    num = len(PROMPT_IDS) - 1
+    delta = Delta(10, (65,), (-0.5,), (((66, -0.25),),), Finish.LENGTH, ranks=(2,), scores=(-1.0,) * num,
+                  score_tops=((),) * num, score_ranks=(1,) * num)  # fmt: skip
+    answer.add(answer.choices[0], delta)
+    output = answer.output()
+    (chunk,) = answer.pending
+    positions = [
+        *(output.outputs[0].logprobs or []),
+        *(chunk.logprobs or []),
+        *(output.prompt_logprobs or []),
+    ]
+    assert len(positions) == 2 + len(PROMPT_IDS)
+    assert {one.decoded_token for entry in positions if entry for one in entry.values()} == {None}
 
 
 def test_guesses_and_frames_are_summed_over_choices_and_by_proposer() -> None:

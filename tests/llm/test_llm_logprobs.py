@@ -1,6 +1,7 @@
 """Log-probabilities of output and prompt tokens: shape, order, and that asking for them changes no bit."""
 
 import math
+from typing import Any
 
 import pytest
 from llm_cases import PROMPT, assert_idle, bits, encode, first_choice, generate, greedy
@@ -19,12 +20,57 @@ def test_logprobs_list_the_chosen_token_first_then_the_most_likely(llm: LLM, num
         entries = list(position.items())
         assert entries[0][0] == token
         assert entries[0][1].logprob == value <= 0
-        ranks = sorted(entry.rank for _, entry in entries if entry.rank is not None)
-        assert ranks == list(range(1, num + 1))
-        ranked = sorted((e for e in position.values() if e.rank is not None), key=lambda e: e.rank or 0)
+        ranks = sorted(entry.rank or 0 for entry in position.values())
+        chosen = entries[0][1].rank or 0
+        assert ranks == [*range(1, num + 1), *([chosen] if chosen > num else [])]
+        ranked = sorted(position.values(), key=lambda e: e.rank or 0)
         assert [e.logprob for e in ranked] == sorted((e.logprob for e in ranked), reverse=True)
-        assert len(entries) == num + (entries[0][1].rank is None)
     assert choice.cumulative_logprob == sum(choice.token_logprobs)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_ranks_are_places_in_the_whole_vocabulary(llm: LLM, verify: bool) -> None:
+    """Of chosen tokens and of the prompt's, whatever else is asked for."""
+    params = SamplingParams(
+        max_tokens=8, seed=3, temperature=1.8, logprobs=-1, prompt_logprobs=-1, verify=verify
+    )
+    (full,) = generate(llm, PROMPT, params)
+    places = [list_of_ranks(full.outputs[0].logprobs), list_of_ranks(full.prompt_logprobs)]
+    assert max(places[0]) > 5
+    assert max(places[1]) > 5
+    for num in (0, 2):
+        (few,) = generate(llm, PROMPT, params.clone(logprobs=num, prompt_logprobs=num))
+        assert [list_of_ranks(few.outputs[0].logprobs), list_of_ranks(few.prompt_logprobs)] == places
+
+
+def list_of_ranks(positions: Any) -> list[int]:
+    """The rank of each chosen token, checked against the others of its position where all are there."""
+    ranks = []
+    for entry in positions:
+        if entry is None:  # the first token of a prompt
+            continue
+        (token, chosen), *_ = entry.items()
+        if len(entry) == 320:
+            before = [t for t, e in entry.items() if (-e.logprob, t) < (-chosen.logprob, token)]
+            assert chosen.rank == 1 + len(before)
+        ranks.append(chosen.rank)
+    return ranks
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_logprob_token_ids_are_shown_in_place_of_the_most_likely(llm: LLM, verify: bool) -> None:
+    params = SamplingParams(max_tokens=6, seed=3, temperature=1.5, verify=verify)
+    (full,) = generate(llm, PROMPT, params.clone(logprobs=-1))
+    (named,) = generate(llm, PROMPT, params.clone(logprob_token_ids=[300, 7, 7, 65]))
+    assert full.outputs[0].token_ids == named.outputs[0].token_ids
+    pairs = zip(full.outputs[0].logprobs or [], named.outputs[0].logprobs or [], strict=True)
+    for token, (all_of_them, entry) in zip(named.outputs[0].token_ids, pairs, strict=True):
+        assert next(iter(entry)) == token
+        assert set(entry) == {token, 300, 7, 65}
+        assert entry[token].rank == all_of_them[token].rank
+        assert {t: e.logprob for t, e in entry.items()} == {t: all_of_them[t].logprob for t in entry}
+        others = [e.logprob for t, e in entry.items() if t != token]
+        assert others == sorted(others, reverse=True)
 
 
 def test_logprobs_minus_one_gives_the_whole_vocabulary(llm: LLM) -> None:

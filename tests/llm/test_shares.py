@@ -19,6 +19,14 @@ def test_the_first_request_of_an_owner_may_take_what_is_free() -> None:
     assert not within_share(0, 1, 100, 100)
 
 
+def test_priority_orders_the_requests_of_one_owner_and_gains_nothing_over_another() -> None:
+    queue: FairQueue[str] = FairQueue(100)
+    for number, priority in enumerate([0, 5, -1, 0]):
+        queue.push(b"a", 2 * number, f"a{number}", priority=priority)
+        queue.push(b"b", 2 * number + 1, f"b{number}", priority=-9)
+    assert [queue.pop() for _ in range(9)] == ["a2", "b0", "a0", "b1", "a3", "b2", "a1", "b3", None]
+
+
 def test_requests_are_admitted_by_the_fewest_running_then_by_age() -> None:
     queue: FairQueue[str] = FairQueue(8)
     for number in range(10):

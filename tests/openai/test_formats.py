@@ -1,9 +1,9 @@
-"""`response_format`: the grammar it asks for, and what is refused by name."""
+"""`response_format` and `structured_outputs`: the grammar it asks for, and what is refused by name."""
 
 import pytest
 
 from samewise.errors import BadParameter
-from samewise.openai.formats import grammar_of
+from samewise.openai.formats import grammar_of, grammar_of_outputs
 from samewise.types import Grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -26,6 +26,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
             {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": None, "description": "d"}},
             Grammar.json_schema(SCHEMA),
         ),
+        ({"type": "json_object", "schema": SCHEMA}, Grammar.json_schema(SCHEMA)),  # llama.cpp's
+        ({"type": "json_object", "schema": None}, Grammar.json_object()),
+        ({"type": "json_schema", "schema": SCHEMA}, Grammar.json_schema(SCHEMA)),
         ({"type": "grammar", "syntax": "regex", "definition": "a+"}, Grammar.regex("a+")),
         ({"type": "grammar", "syntax": "lark", "definition": "start: /a/"}, Grammar.lark("start: /a/")),
     ],
@@ -41,7 +44,9 @@ def test_known_formats_give_their_grammar(given, grammar):
         ({}, "known types are text, json_object, json_schema, grammar"),
         ({"type": "xml"}, "response_format=xml: known types"),
         ({"type": ["text"]}, "known types"),
-        ({"type": "json_object", "schema": SCHEMA}, "schema is not supported here"),
+        ({"type": "json_object", "json_schema": {"schema": SCHEMA}}, "json_schema is not supported here"),
+        ({"type": "json_object", "schema": "{}"}, "schema is missing"),
+        ({"type": "json_schema", "schema": SCHEMA, "json_schema": {"schema": SCHEMA}}, "one of them"),
         ({"type": "json_schema"}, "json_schema is an object"),
         ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema is missing"),
         ({"type": "json_schema", "json_schema": {"schema": "{}"}}, "schema is missing"),
@@ -60,3 +65,52 @@ def test_other_formats_are_refused_by_name(given, message):
         grammar_of(given)
     assert str(caught.value).startswith("response_format=")
     assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        ({"json": SCHEMA}, Grammar.json_schema(SCHEMA)),
+        ({"json": '{"type": "object"}', "regex": None}, Grammar.json_schema('{"type": "object"}')),
+        ({"regex": "a+"}, Grammar.regex("a+")),
+        ({"choice": ["yes", 'no "x"', "ä"]}, Grammar.lark('start: "yes" | "no \\"x\\"" | "ä"')),
+        ({"grammar": "start: /a/"}, Grammar.lark("start: /a/")),
+        ({"json_object": True, "disable_any_whitespace": False}, Grammar.json_object()),
+    ],
+)
+def test_structured_outputs_give_their_grammar(given, grammar):
+    assert grammar_of_outputs(given) == grammar
+
+
+def test_structured_outputs_may_be_written_in_gbnf():
+    grammar = grammar_of_outputs({"grammar": 'root ::= "a" | b\nb ::= [0-9]+ "x"'})
+    assert grammar.kind == "lark"
+    assert "start:" in grammar.text
+    for wrong in ("root ::= (", "root ::= unknown", "root ::= " + "(" * 2000):
+        with pytest.raises(BadParameter, match="this is no GBNF"):
+            grammar_of_outputs({"grammar": wrong})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "give exactly one of json, regex, choice, grammar, json_object"),
+        ({"regex": "a", "choice": ["b"]}, "regex, choice: give exactly one"),
+        ({"json_object": False}, "give exactly one"),
+        ({"structural_tag": "{}"}, "structural_tag: is not supported"),
+        ({"json": SCHEMA, "whitespace_pattern": " "}, "whitespace_pattern: is not supported"),
+        ({"json": 5}, "a JSON Schema is an object"),
+        ({"json": "["}, "json: the JSON schema is not JSON"),
+        ({"regex": 5}, "as text"),
+        ({"choice": []}, "list of texts"),
+        ({"choice": ["a", ""]}, "not empty"),
+        ({"choice": "ab"}, "list of texts"),
+        ({"grammar": " "}, "the grammar's text"),
+        ({"grammar": 'root ::= "a"\n' * 9999}, "more than 32768; use Lark"),
+    ],
+)
+def test_other_structured_outputs_are_refused_by_name(given, message):
+    with pytest.raises(BadParameter, match=message) as caught:
+        grammar_of_outputs(given)
+    assert str(caught.value).startswith("structured_outputs=")
+    assert caught.value.param == "structured_outputs"

@@ -89,8 +89,10 @@ def test_a_body_overrides_the_checkpoints_defaults() -> None:
 def test_echo_with_logprobs_includes_the_prompts_logprobs() -> None:
     assert complete(echo=True, logprobs=2, max_tokens=0).params.prompt_logprobs == 2
     assert complete(echo=True).params.prompt_logprobs is None
-    with pytest.raises(ApiError, match="same number"):
-        complete(echo=True, logprobs=2, prompt_logprobs=3)
+    both = complete(echo=True, logprobs=2, prompt_logprobs=3)
+    assert (both.params.prompt_logprobs, both.prompt_logprobs) == (3, 3)
+    assert complete(echo=True, logprobs=2, prompt_logprobs=0).params.prompt_logprobs == 2
+    assert complete(echo=True, logprobs=2).prompt_logprobs is None
 
 
 @pytest.mark.parametrize(

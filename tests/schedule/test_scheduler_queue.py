@@ -164,3 +164,68 @@ def test_every_prompt_score_comes_once_for_any_frame_size(rows: int, how: str) -
     engine.add([1, 2, 3, 4, 5] * 4, 0, score_from=17)
     engine.drain(how=how)
     assert engine.scheduler.counters.cached_tokens > 0
+
+
+def order_of_first_tokens(engine: FakeEngine, how: str = "lazy") -> list[int]:
+    """Request ids in the order in which each got its first token, to the end of all requests."""
+    order: list[int] = []
+    while not engine.scheduler.idle or engine.flight:
+        engine.step(how=how)
+        order += [i for i, output in engine.outputs.items() if output.tokens and i not in order]
+    return order
+
+
+@pytest.mark.parametrize("how", ["lazy", "chained"])
+def test_requests_are_admitted_by_priority_then_by_arrival(how: str) -> None:
+    engine = FakeEngine(make_limits(max_num_seqs=1))
+    for priority in (0, 3, -2, 3, 0):
+        engine.add([1, 2], 3, priority=priority)
+    assert order_of_first_tokens(engine, how) == [2, 0, 4, 1, 3]
+
+
+def test_prompts_are_read_by_priority() -> None:
+    engine = FakeEngine(make_limits(max_rows=4, num_pages=200, max_num_seqs=8))
+    for i, priority in enumerate((1, 1, 0, -1)):
+        engine.add([i] * 12, 2, priority=priority)
+    assert order_of_first_tokens(engine) == [3, 2, 0, 1]
+
+
+def test_a_request_of_low_priority_still_generates_while_others_fill_every_frame() -> None:
+    engine = FakeEngine(make_limits(max_rows=2, max_num_seqs=8))
+    low = engine.add([1], 12, priority=9)
+    for _ in range(4):
+        engine.add([2], 50)
+    for _ in range(60):
+        engine.step()
+    assert len(engine.outputs[low].tokens) > 5
+    engine.drain()
+
+
+def test_the_lowest_priority_is_preempted_first_however_old() -> None:
+    engine = FakeEngine(make_limits(num_pages=6, max_model_len=20))
+    first, second = engine.add([1] * 7, 12, priority=1), engine.add([2] * 7, 12)
+    while engine.scheduler.counters.preempted == 0:
+        engine.step()
+    assert engine.scheduler.running_ids() == [second]
+    assert engine.outputs[first].finish is None
+    engine.drain()
+
+
+def test_priority_orders_the_requests_of_an_owner_and_not_those_of_others() -> None:
+    """Each owner keeps the places that its requests have by arrival, whatever it claims for them."""
+    engine = FakeEngine(make_limits(max_num_seqs=1))
+    for owner, priority in ((b"a", 5), (b"b", -100), (b"a", 0), (b"b", -200), (b"a", -1)):
+        engine.add([1, 2], 3, owner=owner, priority=priority)
+    assert order_of_first_tokens(engine) == [4, 3, 2, 1, 0]
+
+
+def test_an_old_request_of_low_priority_opens_no_way_past_another_owner() -> None:
+    engine = FakeEngine(make_limits(max_num_seqs=1))
+    engine.add([1, 2], 3, owner=b"a", priority=5)
+    for i in range(3):
+        engine.add([1, 2], 3, owner=b"b" if i else b"a")
+    engine.step()
+    engine.add([1, 2], 3, owner=b"a", priority=-1)
+    engine.add([1, 2], 3, owner=b"a", priority=-2)
+    assert order_of_first_tokens(engine)[:3] == [1, 5, 2]
+    engine.drain()

@@ -98,13 +98,14 @@ def test_a_streamed_chat_joins_to_the_whole_one() -> None:
             assert {event["object"] for event in events} == {"chat.completion.chunk"}
             assert len({event["id"] for event in events}) == 1
             assert last["choices"] == []
+            assert [e["prompt_token_ids"] for e in chunks[:2]] == [body["prompt_token_ids"]] * 2
+            assert all("prompt_token_ids" not in event for event in chunks[2:])
             for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
                 assert last["usage"][name] == body["usage"][name]
             assert all(event["usage"] is None for event in chunks)
             for choice in body["choices"]:
                 mine = [e["choices"][0] for e in chunks if e["choices"][0]["index"] == choice["index"]]
                 assert mine[0]["delta"] == {"role": "assistant", "content": ""}
-                assert mine[0]["prompt_token_ids"] == body["prompt_token_ids"]
                 assert all("role" not in one["delta"] for one in mine[1:])
                 text = "".join(one["delta"].get("content", "") for one in mine)
                 assert text == choice["message"]["content"]

@@ -22,6 +22,8 @@ from samewise.serve.worker import ActiveRequest
 
 LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
 
+JSON_TYPE = "Content-Type: application/json\r\n"
+
 
 async def wait_for_tokens(served: ServedApp, tokens: int = 3) -> None:
     """Wait until the engine has committed this many tokens."""
@@ -151,7 +153,7 @@ def test_a_client_that_does_not_read_delays_no_other() -> None:
             body = json.dumps(
                 LONG | {"stream": True, "logprobs": 20, "n": 2, "max_tokens": 200, "return_token_ids": True}
             ).encode()
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON_TYPE}Content-Length: {len(body)}\r\n\r\n"
             writer.write(head.encode() + body)
             await writer.drain()
             await wait_for_tokens(served)

@@ -65,8 +65,10 @@ def test_requests_are_refused_while_loading() -> None:
         app = make_app(worker)
         loading = asyncio.create_task(worker.load())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-            assert (await client.get("/health")).status_code == 200
-            assert (await client.get("/ready")).status_code == 503
+            for path, status in (("/health", 503), ("/ready", 503), ("/live", 200)):
+                response = await client.get(path)
+                assert (response.status_code, response.json()) == (status, {"status": "loading"})
+            assert (await client.get("/load")).json() == {"server_load": 0}
             assert (await client.get("/version")).json()["contract"] is None
             assert b"samewise:up" in (await client.get("/metrics")).content
             for path in (COMPLETIONS, "/tokenize"):
@@ -76,7 +78,8 @@ def test_requests_are_refused_while_loading() -> None:
             assert (await client.get("/v1/models")).status_code == 503
             gate.set()
             await loading
-            assert (await client.get("/ready")).status_code == 200
+            for path in ("/health", "/ready", "/live"):
+                assert (await client.get(path)).status_code == 200
             assert (await client.post(COMPLETIONS, json=LONG | {"max_tokens": 4})).status_code == 200
         await worker.close()
 
@@ -107,7 +110,9 @@ def test_draining_lets_active_requests_finish() -> None:
             status, error = await served.refusal(COMPLETIONS, LONG)
             assert (status, error["code"]) == (503, "draining")
             assert (await served.client.get("/ready")).status_code == 503
-            assert (await served.client.get("/health")).status_code == 200
+            assert (await served.client.get("/health")).status_code == 503
+            assert (await served.client.get("/live")).status_code == 200
+            assert (await served.client.get("/load")).json() == {"server_load": 2}
             assert await draining
             assert (await asking).status_code == 200
             assert (await streaming)[-1]["choices"][0]["finish_reason"] == "length"
@@ -207,8 +212,8 @@ def test_a_stopped_engine_ends_requests_and_health() -> None:
             *_, last = events_of(stream.text)
             assert last["error"]["type"] == "server_error"
             assert "planted" not in whole.text + stream.text  # the text of the exception is for the log
-            assert (await served.client.get("/health")).status_code == 503
-            assert (await served.client.get("/ready")).status_code == 503
+            for path in ("/health", "/ready", "/live"):
+                assert (await served.client.get(path)).status_code == 503
             status, error = await served.refusal(COMPLETIONS, LONG)
             assert (status, error["code"]) == (503, "engine_stopped")
             assert b'samewise:up{model_name=""} 0.0' in (await served.client.get("/metrics")).content

@@ -24,6 +24,8 @@ from samewise.testing import tiny_engine
 
 SHORT = {"prompt": "hello", "temperature": 0, "max_tokens": 2}
 
+JSON_TYPE = "Content-Type: application/json\r\n"
+
 
 def port_of(served: ServedApp) -> int:
     return int(served.url.rpartition(":")[2])
@@ -49,7 +51,7 @@ def unread_stream(served: ServedApp, body: dict[str, Any]) -> socket.socket:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect(("127.0.0.1", port_of(served)))
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON_TYPE}Content-Length: {len(raw)}\r\n\r\n".encode()
     sock.sendall(head + raw)
     return sock
 
@@ -89,7 +91,9 @@ def test_a_body_has_a_deadline() -> None:
     async def work() -> None:
         async with served_app(ServeSettings(limits=ServeLimits(body_timeout=0.3)), on_port=True) as served:
             reader, writer = await connect(served)
-            writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+            writer.write(
+                f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON_TYPE}Content-Length: 100\r\n\r\n{{".encode()
+            )
             answer = await is_closed(reader)
             assert b" 408 " in answer.splitlines()[0]
             assert b"body_timeout" in answer
@@ -234,7 +238,8 @@ def test_held_bodies_do_not_fill_the_memory() -> None:
         limits = ServeLimits(max_bodies=2**20)
         settings = ServeSettings(max_body=2**19, limits=limits)
         async with served_app(settings, on_port=True) as served:
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {2**19}\r\n\r\n".encode()
+            fields = f"Host: x\r\n{JSON_TYPE}Content-Length: {2**19}\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\n{fields}\r\n".encode()
             held = []
             for _ in range(8):
                 _, writer = await connect(served)

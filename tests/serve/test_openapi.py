@@ -20,10 +20,12 @@ from starlette.routing import Mount
 from samewise.openai.bodies import (
     CompletionReply,
     DetokenizeReply,
+    LoadReply,
     ModelCard,
     ModelList,
     StatusReply,
     TokenizeReply,
+    TokenizerInfo,
     VersionReply,
 )
 from samewise.params import SamplingParams, json_schema_of
@@ -44,7 +46,7 @@ def test_the_openapi_document_describes_every_route() -> None:
             assert (fields["n"]["minimum"], fields["n"]["maximum"]) == (1, 128)
             assert (fields["top_p"]["exclusiveMinimum"], fields["top_p"]["maximum"]) == (0, 1)
             assert fields["stop_token_ids"]["items"] == {"minimum": 0}
-            for path in ("/health", "/ready", "/version"):
+            for path in ("/health", "/ready", "/live", "/load", "/tokenizer_info", "/version"):
                 assert (await served.client.get(path)).status_code == 200
 
     run(work())
@@ -67,12 +69,16 @@ def test_replies_have_the_types_of_the_document() -> None:
                 (ModelCard, "/v1/models/tiny-llama"),
                 (StatusReply, "/health"),
                 (StatusReply, "/ready"),
+                (StatusReply, "/live"),
+                (LoadReply, "/load"),
+                (TokenizerInfo, "/tokenizer_info"),
                 (VersionReply, "/version"),
             ):
                 replies.setdefault(kind, []).append((await served.client.get(path)).json())
             for kind, listed in replies.items():
                 for reply in listed:
-                    assert TypeAdapter(kind).validate_python(reply, strict=True, extra="forbid") == reply
+                    extra = "allow" if kind is TokenizerInfo else "forbid"
+                    assert TypeAdapter(kind).validate_python(reply, strict=True, extra=extra) == reply
             endpoints = served.app.state.service.endpoints
             assert {endpoint.reply for endpoint in endpoints} == {*replies, str}
 
@@ -91,6 +97,7 @@ def test_public_endpoints_are_those_without_a_key() -> None:
             assert [path for path, needs_key in refused.items() if not needs_key] == [
                 "/health",
                 "/ready",
+                "/live",
                 "/version",
                 "/metrics",
             ]
@@ -135,7 +142,17 @@ def test_the_docs_page_is_complete_and_loads_nothing_from_other_servers() -> Non
 def test_head_is_answered_where_get_is() -> None:
     async def work() -> None:
         async with served_app(on_port=True) as served:
-            for path in ("/", "/docs", "/health", "/ready", "/version", "/metrics", "/v1/models"):
+            for path in (
+                "/",
+                "/docs",
+                "/health",
+                "/ready",
+                "/live",
+                "/load",
+                "/version",
+                "/metrics",
+                "/v1/models",
+            ):
                 response = await served.client.head(path)
                 assert (response.status_code, response.content) == (200, b"")
                 assert response.headers["x-request-id"]

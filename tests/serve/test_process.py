@@ -97,7 +97,7 @@ def test_a_server_listens_loads_answers_drains_and_exits_with_0(folder: str, tmp
     with started(folder, *options, *QUICK) as server:
         server.wait_for("listening on")
         with connect("secret-two") as client, connect("wrong") as unauthorised:
-            assert client.get("/health").status_code == 200
+            assert client.get("/live").status_code == 200
             assert unauthorised.get("/v1/models").status_code == 401
             early = client.post("/v1/completions", json=LONG)
             assert early.status_code in (200, 503)

@@ -16,6 +16,8 @@ from served_app import (
 
 from samewise.serve.settings import ServeSettings
 
+JSON = {"Content-Type": "application/json"}
+
 
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
@@ -62,7 +64,10 @@ from samewise.serve.settings import ServeSettings
         (CHAT, {"messages": []}, "messages", "empty"),
         (CHAT, {"messages": "hi"}, "messages", "valid list"),
         (CHAT, {"messages": ["hi"]}, "messages", "valid dict"),
-        (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, "messages", "wizard"),
+        (CHAT, {"messages": [{"role": "the wizard", "content": "a"}]}, "messages", "the wizard"),
+        (CHAT, {"messages": [{"role": "user<|x|>", "content": "a"}]}, "messages", "user<|x|>"),
+        (CHAT, {"messages": [{"role": "", "content": "a"}]}, "messages", "role is ''"),
+        (CHAT, {"messages": [{"role": 5, "content": "a"}]}, "messages", "role is '5'"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages", "content is text"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "image_url"),
         (CHAT, {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}, "top_logprobs", "needs"),
@@ -87,7 +92,7 @@ from samewise.serve.settings import ServeSettings
         ),
         (CHAT, {"messages": [{"role": "user", "content": "a"}], "echo": True}, "echo", "for completions"),
         ("/tokenize", {}, "prompt", "one of them"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools", "usage"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools", "type"),
         ("/detokenize", {"tokens": [1, 99999]}, "tokens", "99999"),
         ("/detokenize", {"tokens": "a"}, "tokens", "valid list"),
     ],
@@ -114,6 +119,7 @@ class SharedServer:
 
     def post_raw(self, path: str, text: str | bytes, **options: Any) -> Any:
         content = text if isinstance(text, bytes) else text.encode()
+        options = {"headers": JSON} | options
         return self._loop.run_until_complete(self._served.client.post(path, content=content, **options))
 
     def request(self, method: str, path: str) -> Any:
@@ -204,7 +210,7 @@ def test_a_body_above_the_limit_is_refused() -> None:
                 for _ in range(10):
                     yield b"a" * 1000
 
-            response = await served.client.post(COMPLETIONS, content=pieces())
+            response = await served.client.post(COMPLETIONS, content=pieces(), headers=JSON)
             assert response.status_code == 413
 
     run(work())
@@ -217,7 +223,7 @@ def test_a_client_that_sends_too_large_a_body_sees_why() -> None:
         async with served_app(on_port=True) as served:
             for _ in range(5):
                 async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
-                    response = await client.post(COMPLETIONS, content=b" " * (9 * 2**20))
+                    response = await client.post(COMPLETIONS, content=b" " * (9 * 2**20), headers=JSON)
                 assert response.status_code == 413
 
     run(work())

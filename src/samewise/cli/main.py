@@ -21,6 +21,7 @@ from samewise.cli.generate import generate
 from samewise.cli.keygen import keygen
 from samewise.cli.probe import probe
 from samewise.cli.serve import serve
+from samewise.cli.several_values import SeveralNamesCommand
 from samewise.errors import SamewiseError
 
 app = typer.Typer(
@@ -31,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (demo, generate, chat, serve, probe, batch, audit, keygen, bench):
-    app.command()(command)
+    app.command(cls=SeveralNamesCommand if command is serve else None)(command)
 
 
 @app.callback(invoke_without_command=True)

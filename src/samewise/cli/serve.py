@@ -48,7 +48,7 @@ def serve(
     unix_socket: Annotated[Optional[Path], _server(help="Listen on this socket instead.")] = None,
     served_model_name: Annotated[
         Optional[list[str]],
-        _server(help="What the model is called; repeatable."),
+        _server(help="What the model is called; repeatable, and after MODEL also as A B."),
     ] = None,
     shutdown_timeout: Annotated[
         float,

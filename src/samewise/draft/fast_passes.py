@@ -49,6 +49,7 @@ class FastPasses:
         lens = [1 if ask.sampling.edited else min(ask.room, self._chain) for ask in asks]
         outputs: list[tuple[list[int], SamplerOutput]] = []  # of each pass: the asks in it, and their tokens
         tops: list[tuple[TopLogprobs, ...]] = [() for _ in asks]
+        ranks: list[tuple[int, ...]] = [() for _ in asks]
         rows: dict[int, int] = {}  # ask → its row in the pass before
         for ahead in range(max(lens, default=0)):
             live = [i for i in range(len(asks)) if lens[i] > ahead]
@@ -56,8 +57,9 @@ class FastPasses:
             logits = self._logits(live_asks, [rows[i] for i in live] if ahead else None, ahead, path)
             output = self._sample(live_asks, logits, rows_of_asks(live_asks, ahead))
             if logprobs:
-                for i, top in zip(live, self._top_logprobs(logits, live_asks), strict=True):
-                    tops[i] += top
+                for row, rank, top in self._shown(logits, live_asks, output.tokens):
+                    ranks[live[row]] += (rank,)
+                    tops[live[row]] += (top,)
             if max(lens) > ahead + 1:
                 self._runner.fast_tokens[: len(live)].copy_(output.tokens[: len(live)])
             outputs.append((live, output))
@@ -71,7 +73,9 @@ class FastPasses:
                 if logprobs:
                     values[i].append(pass_logprobs[row])
         return [
-            Proposal(ask.seq_id, tuple(tokens[i]), tuple(values[i]), tops[i], drafter, more=True)
+            Proposal(
+                ask.seq_id, tuple(tokens[i]), tuple(values[i]), tops[i], drafter, more=True, ranks=ranks[i]
+            )
             for i, ask in enumerate(asks)
         ]
 
@@ -91,14 +95,16 @@ class FastPasses:
         logits = runner.fast(inputs, path)[: len(asks)].float()
         return logits if self._perturb is None else self._perturb(logits)
 
-    def _top_logprobs(self, logits: torch.Tensor, asks: list[Ask]) -> list[tuple[TopLogprobs, ...]]:
-        """One entry per ask that wants them, none for the others."""
-        wanted = [(i, ask.sampling.top_logprobs) for i, ask in enumerate(asks) if ask.sampling.top_logprobs]
-        tops: dict[int, TopLogprobs] = {}
-        if wanted:
-            rows = [i for i, _ in wanted]
-            tops = dict(zip(rows, self._sampler.top(logits, rows, [n for _, n in wanted if n]), strict=True))
-        return [() if ask.sampling.top_logprobs is None else (tops.get(i, ()),) for i, ask in enumerate(asks)]
+    def _shown(
+        self, logits: torch.Tensor, asks: list[Ask], tokens: torch.Tensor
+    ) -> list[tuple[int, int, TopLogprobs]]:
+        """(row, rank of its token, alternatives) of the asks whose log-probabilities are shown."""
+        rows = [row for row, ask in enumerate(asks) if ask.sampling.top_logprobs is not None]
+        if not rows:
+            return []
+        ranks = self._sampler.ranks(logits, rows, tokens[rows])
+        tops = self._sampler.alternatives(logits, rows, [asks[row].sampling for row in rows])
+        return list(zip(rows, ranks, tops, strict=True))
 
 
 __all__ = ["FastPasses", "Perturb", "Sample"]

@@ -33,6 +33,9 @@ from samewise.kernels import noise
 from samewise.kernels.cpu_sampling import RowMath, RowStats, pick_row_math
 from samewise.types import NUM_CANDIDATES, Sampling, TopLogprobs
 
+RANK_ROWS = 32
+"""Rows that are ranked at once, to bound the memory that it takes. No result depends on it."""
+
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures above 0 are raised to this: dividing by them would overflow float32."""
 
@@ -122,6 +125,44 @@ class Sampler:
             _ranked(token_of[ends[i] : ends[i + 1]], value_of[ends[i] : ends[i + 1]], count)
             for i, count in enumerate(counts)
         ]
+
+    def ranks(self, logits: Tensor, rows: Sequence[int], tokens: Tensor) -> list[int]:
+        """The place of tokens[i] in row rows[i], counted from 1, in the order of `top`.
+
+        Comparisons and counts are exact, so no other row shows in them.
+        """
+        if not rows:
+            return []
+        scale, ids = self._scale(logits, rows), torch.arange(self._vocab, device=logits.device)
+        at, tokens = self._send(np.array(rows)), tokens.to(logits.device, torch.int64)
+        ranks: list[Tensor] = []
+        for start in range(0, len(rows), RANK_ROWS):
+            part = slice(start, start + RANK_ROWS)
+            row_scale = _Scale(scale.top[part, None], scale.log_sum[part, None])
+            values, token = row_scale.logprobs(logits[at[part]]), tokens[part, None]
+            own = values.gather(1, token)
+            before = (values > own) | ((values == own) & (ids < token))
+            ranks.append(before.sum(1) + 1)
+        in_order: list[int] = torch.cat(ranks).tolist()
+        return in_order
+
+    def alternatives(
+        self, logits: Tensor, rows: Sequence[int], samplings: Sequence[Sampling]
+    ) -> list[TopLogprobs]:
+        """What is shown of row rows[i] beside its token: the likeliest tokens, or those that are named."""
+        named = [(i, sampling.logprob_token_ids) for i, sampling in enumerate(samplings)]
+        flat = [(rows[i], token) for i, tokens in named for token in tokens]
+        values: list[float] = self.score(logits, [r for r, _ in flat], [t for _, t in flat]).tolist()
+        left, tops = iter(values), dict[int, TopLogprobs]()
+        for i, tokens in named:
+            if tokens:
+                pairs = [(token, next(left)) for token in tokens]
+                tops[i] = tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
+        ranked = [(i, samplings[i].top_logprobs) for i, tokens in named if not tokens]
+        nums = [(i, num) for i, num in ranked if num]
+        found = self.top(logits, [rows[i] for i, _ in nums], [num for _, num in nums])
+        tops |= dict(zip([i for i, _ in nums], found, strict=True))
+        return [tops.get(i, ()) for i in range(len(rows))]
 
     def top_choices(self, logits: Tensor, rows: Sequence[SamplingRow], num: int) -> tuple[Tensor, Tensor]:
         """The `num` best choices of every row with their confidence: [R, num] ids and shares.

@@ -126,7 +126,9 @@ class Auditor:
             return case.finding(
                 Status.UNREADABLE, "it has only its prompt's digest, and no prompt given has that digest"
             )
-        params = receipt.params.clone(logprobs=None, prompt_logprobs=None, speculate=True)
+        params = receipt.params.clone(
+            logprobs=None, prompt_logprobs=None, logprob_token_ids=None, speculate=True
+        )
         try:
             checked = self._loop.intake.check(list(prompt), params)
             answer = self._loop.submit(checked, only=receipt.index, streamed=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)  # where log-probabilities are shown
     text: str = ""
     finish: str | None = None
     stop_reason: int | str | None = None
@@ -87,7 +88,8 @@ class Answer:
         self.checked, self.request_id, self.streamed = checked, request_id, streamed
         self.choices: list[Choice] = []
         self.pending: deque[Chunk] = deque()
-        self._contract_id, self._decode_token, self._clock = contract_id, decode_token, clock
+        self._contract_id, self._clock = contract_id, clock
+        self._decode_token = decode_token if checked.params.detokenize else _no_text
         self._new_stream = new_stream
         self._before: _Before | None = None  # while a delta is being added
         self._arrival = clock()
@@ -95,6 +97,7 @@ class Answer:
         self._finished: float | None = None
         self._prompt_scores: list[float] = []
         self._prompt_tops: list[TopLogprobs] = []
+        self._prompt_ranks: list[int] = []
         self._num_cached = 0
 
     @property
@@ -128,6 +131,7 @@ class Answer:
         if choice.index == 0:
             self._prompt_scores += delta.scores
             self._prompt_tops += delta.score_tops
+            self._prompt_ranks += delta.score_ranks
             self._num_cached = delta.num_cached
         read = self._read(choice, delta)
         if read.num_tokens and self._first_token is None:
@@ -147,7 +151,8 @@ class Answer:
             return None
         choice, num_tokens, text, num_scores, num_pending = self._before
         del choice.token_ids[num_tokens:], choice.logprobs[num_tokens:], choice.top_logprobs[num_tokens:]
-        del self._prompt_scores[num_scores:], self._prompt_tops[num_scores:]
+        del choice.ranks[num_tokens:]
+        del self._prompt_scores[num_scores:], self._prompt_tops[num_scores:], self._prompt_ranks[num_scores:]
         while len(self.pending) > num_pending:
             self.pending.pop()
         choice.text, choice.finish, choice.stop_reason, self._finished = text, None, None, None
@@ -220,6 +225,7 @@ class Answer:
         choice.prediction.add(delta.tokens[:num])
         choice.logprobs += delta.logprobs[:num]
         choice.top_logprobs += delta.tops[:num]
+        choice.ranks += delta.ranks[:num]
         choice.text += read.text
         choice.frames += delta.frames
         if delta.guessed:
@@ -231,9 +237,10 @@ class Answer:
 
     def _chunk(self, choice: Choice, delta: Delta, read: _Read, accepted_before: int) -> Chunk:
         num, prediction = read.num_tokens, choice.prediction
-        tokens, logprobs, tops = list(delta.tokens[:num]), list(delta.logprobs[:num]), delta.tops[:num]
+        tokens, logprobs = list(delta.tokens[:num]), list(delta.logprobs[:num])
         return Chunk(
-            choice.index, read.text, tokens, logprobs, self._logprob_dicts(tokens, logprobs, tops),
+            choice.index, read.text, tokens, logprobs,
+            self._logprob_dicts(tokens, logprobs, delta.ranks[:num], delta.tops[:num]),
             read.finish, read.stop_reason, delta.accepted, delta.guessed, self.checked.seed,
             prediction.accepted - accepted_before, 0 if read.finish is None else prediction.rejected,
         )  # fmt: skip
@@ -242,8 +249,9 @@ class Answer:
         tokens, logprobs = list(choice.token_ids), list(choice.logprobs)
         return CompletionOutput(
             choice.index, choice.text, tokens, math.fsum(logprobs),
-            self._logprob_dicts(tokens, logprobs, choice.top_logprobs), choice.finish, choice.stop_reason,
-            logprobs, self.checked.seed, choice.prediction.accepted, choice.prediction.rejected,
+            self._logprob_dicts(tokens, logprobs, choice.ranks, choice.top_logprobs), choice.finish,
+            choice.stop_reason, logprobs, self.checked.seed, choice.prediction.accepted,
+            choice.prediction.rejected,
         )  # fmt: skip
 
     def _output(
@@ -264,34 +272,46 @@ class Answer:
         if self.checked.params.prompt_logprobs is None:
             return None
         tokens = self.checked.token_ids[1 : 1 + len(self._prompt_scores)]
-        return [None, *self._alternatives(tokens, self._prompt_scores, self._prompt_tops)]
+        rows = zip(tokens, self._prompt_scores, self._prompt_ranks, self._prompt_tops, strict=True)
+        return [None, *(_alternatives(*row, self._decode_token, named=False) for row in rows)]
 
     def _logprob_dicts(
-        self, tokens: list[int], logprobs: list[float], tops: list[TopLogprobs] | tuple[TopLogprobs, ...]
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        ranks: Sequence[int],
+        tops: Sequence[TopLogprobs],
     ) -> list[dict[int, Logprob]] | None:
         """Log-probabilities in vLLM's shape; None unless they were asked for."""
-        if self.checked.params.logprobs is None:
+        params = self.checked.params
+        if not params.shows_logprobs:
             return None
-        return self._alternatives(tokens, logprobs, tops)
+        named = bool(params.logprob_token_ids)
+        rows = zip(tokens, logprobs, ranks, tops, strict=True)
+        return [_alternatives(*row, self._decode_token, named=named) for row in rows]
 
-    def _alternatives(
-        self, tokens: list[int], logprobs: list[float], tops: list[TopLogprobs] | tuple[TopLogprobs, ...]
-    ) -> list[dict[int, Logprob]]:
-        return [
-            _alternatives(token, logprob, top, self._decode_token)
-            for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
-        ]
+
+def _no_text(_: int) -> None:
+    """The text of a token where text is not wanted."""
 
 
 def _alternatives(
-    token: int, logprob: float, top: TopLogprobs, decode: Callable[[int], str | None]
+    token: int,
+    logprob: float,
+    rank: int,
+    top: TopLogprobs,
+    decode: Callable[[int], str | None],
+    *,
+    named: bool,
 ) -> dict[int, Logprob]:
-    """The chosen token first, then the alternatives in order; each token once."""
-    ranks = {other: rank for rank, (other, _) in enumerate(top, 1)}
-    entries = {token: Logprob(logprob, ranks.get(token), decode(token))}
-    for other, value in top:
+    """The chosen token first, then the alternatives in order; each token once.
+
+    `named`: the alternatives are tokens that the request named, whose ranks are not known.
+    """
+    entries = {token: Logprob(logprob, rank, decode(token))}
+    for place, (other, value) in enumerate(top, 1):
         if other != token:
-            entries[other] = Logprob(value, ranks[other], decode(other))
+            entries[other] = Logprob(value, None if named else place, decode(other))
     return entries
 
 

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -27,6 +28,9 @@ from samewise.types import Grammar, Guide, Request, Sampling
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`, as vLLM takes them."""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+"""Keys of a prompt that is a mapping. Others, such as vLLM's `multi_modal_data`, would change the output."""
 
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters that a checkpoint's generation_config.json may set."""
@@ -67,6 +71,7 @@ class CheckedRequest:
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             salt=salt,
             leader=leader,
+            priority=params.priority,
             share=params.share,
             speculate=params.speculate,
             prediction=self.prediction,
@@ -106,9 +111,11 @@ class Intake:
 
     def check(self, prompt: Prompt, params: SamplingParams) -> CheckedRequest:
         """A request that can be submitted, or the error that says what is wrong with it."""
-        text, ids = self._token_ids(prompt, cut=params.truncate_prompt_tokens is not None)
-        if params.truncate_prompt_tokens is not None:
-            ids = ids[-params.truncate_prompt_tokens :]
+        params = copy(params)  # the caller may assign to its own while this request runs
+        keep = params.truncate_prompt_tokens
+        text, ids = self._token_ids(prompt, cut=keep is not None)
+        if keep is not None:
+            ids = ids[-keep:] if params.truncation_side == "left" else ids[:keep]
         self.refuse_unknown_tokens(ids)
         max_tokens = params.max_tokens
         if max_tokens is None:
@@ -255,6 +262,7 @@ class Intake:
     def _token_ids(self, prompt: Prompt, *, cut: bool = False) -> tuple[str | None, list[int]]:
         """(the prompt as text, or None; its token ids). `cut`: only some of them are used."""
         if isinstance(prompt, Mapping):
+            _refuse_unknown_keys(prompt)
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), _as_ids(prompt["prompt_token_ids"])
             if "prompt" not in prompt:
@@ -311,6 +319,16 @@ class Intake:
     def _refuse_without_tokenizer(self) -> None:
         if self.tokenizer is None:
             raise BadPrompt("this model has no tokenizer; it reads and writes token ids", param="prompt")
+
+
+def _refuse_unknown_keys(prompt: Mapping[str, Any]) -> None:
+    for name, value in prompt.items():
+        if name not in PROMPT_KEYS:
+            raise BadPrompt(
+                f"the prompt holds {name!r}: {str(value)[:40]!r}, which is not supported; "
+                f"known are {', '.join(map(repr, PROMPT_KEYS))}",
+                param="prompt",
+            )
 
 
 def _encode(encode: Callable[[], Iterable[int]]) -> list[int]:

@@ -36,18 +36,21 @@ class FairQueue(Generic[T]):
     def __init__(self, total: int) -> None:
         self._total = total
         self._owners: dict[int, bytes] = {}  # of every request, by its number
-        self._waiting: dict[bytes, dict[int, T]] = {}  # by owner and number, in the order of arrival
+        self._waiting: dict[bytes, dict[int, tuple[int, T]]] = {}  # with priority, by owner and number
         self._running: dict[bytes, int] = {}  # counts by owner, none of them 0
 
-    def push(self, owner: bytes, number: int, request: T) -> None:
-        """Add a request under a number that is not in use. Later requests have larger numbers."""
+    def push(self, owner: bytes, number: int, request: T, *, priority: int = 0) -> None:
+        """Add a request under a number that is not in use. Later requests have larger numbers.
+
+        Of an owner's requests the one of the lowest priority goes first, among equals the oldest.
+        """
         self._owners[number] = owner
-        self._waiting.setdefault(owner, {})[number] = request
+        self._waiting.setdefault(owner, {})[number] = priority, request
 
     def pop(self) -> T | None:
         """The next request that may run, which then counts as running; None: none may.
 
-        The owner with the fewest running goes first, among equals the one whose request is older.
+        The owner with the fewest running goes first, among equals the one whose oldest request is older.
         """
         used = sum(self._running.values())
         allowed = [
@@ -57,9 +60,13 @@ class FairQueue(Generic[T]):
         ]
         if not allowed:
             return None
-        running, number, owner = min(allowed)
+        running, _, owner = min(allowed)
         self._running[owner] = running + 1
-        return self._take(owner, number)
+        return self._take(owner, self._first(owner))
+
+    def _first(self, owner: bytes) -> int:
+        """The number of an owner's request that goes first."""
+        return min((priority, number) for number, (priority, _) in self._waiting[owner].items())[1]
 
     def forget(self, number: int) -> bool:
         """A request has ended or is not wanted any more; returns whether it was still waiting."""
@@ -87,7 +94,7 @@ class FairQueue(Generic[T]):
 
     def _take(self, owner: bytes, number: int) -> T:
         requests = self._waiting[owner]
-        request = requests.pop(number)
+        _, request = requests.pop(number)
         if not requests:
             del self._waiting[owner]
         return request

@@ -121,7 +121,7 @@ class StepLoop:
         if owner is None:
             self.engine.add(request, guide)
         else:
-            self._shared.push(owner, request.id, (request, guide))
+            self._shared.push(owner, request.id, (request, guide), priority=request.priority)
 
     def _admit_shared(self) -> None:
         """Add to the engine the requests that now fit their owners' shares."""

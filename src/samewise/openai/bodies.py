@@ -23,6 +23,9 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 """OpenAI's limits of `n` and of the alternatives per token. SamplingParams itself has none."""
 
+ROLE_PATTERN = r"^[A-Za-z0-9_.\-]{1,64}$"
+"""Roles of messages: OpenAI's, and others that the chat template renders. No control token is such a word."""
+
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPT = {
     "anyOf": [
@@ -42,7 +45,7 @@ _MESSAGES = {
         "type": "object",
         "required": ["role"],
         "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+            "role": {"type": "string", "pattern": ROLE_PATTERN},
             "content": {
                 "anyOf": [
                     {"type": "string"},
@@ -170,6 +173,15 @@ class Body(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Integer | None = _sampling("truncate_prompt_tokens")
+    truncation_side: str | None = Field(None, description="`left` keeps the last tokens, `right` the first.")
+    logprob_token_ids: list[Integer] | None = _sampling(
+        "logprob_token_ids", "With `logprobs`: these tokens, in place of the most probable."
+    )
+    priority: Integer | None = _sampling("priority", "Lower runs earlier, among the requests of one key.")
+    structured_outputs: dict[str, Anything] | None = Field(
+        None,
+        description="vLLM's form of a grammar: one of `json`, `regex`, `choice`, `grammar`, `json_object`.",
+    )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, description="Prefixes are shared only under an equal salt.")
@@ -216,6 +228,7 @@ class TokenizeBody(BaseModel):
     chat_template_kwargs: dict[str, Anything] | None = None
     special_tokens_in_content: bool | None = _CONTENT_TOKENS
     return_token_strs: bool | None = None
+    tools: list[dict[str, Anything]] | None = None
 
 
 class DetokenizeBody(BaseModel):
@@ -231,10 +244,12 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     # name: (values that change nothing, what to do instead)
     "add_special_tokens": ((), "is not supported; give the prompt as token ids"),
     "audio": ((), "is not supported; text only"),
+    "bad_words_ids": ((), "is not supported; use bad_words"),
     "best_of": ((1,), "is not supported; ask for n answers and choose"),
     "chat_template": ((), "is not taken from requests; the model's own is used"),
     "custom_logit_processor": ((), "is not supported; use logit_bias"),
     "documents": ((), "is not supported; put them into a message"),
+    "do_sample": ((), "is not known here; use temperature, 0 is greedy"),
     "dry_multiplier": ((0,), "is not supported; use repetition_penalty"),
     "dynatemp_range": ((0,), "is not supported; use temperature"),
     "early_stopping": ((False,), "is not supported; there is no beam search"),
@@ -255,6 +270,7 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "length_penalty": ((1, 1.0), "is not supported; there is no beam search"),
     "logits_processors": (([],), "is not supported; use logit_bias"),
     "max_new_tokens": ((), "is not known here; use max_tokens"),
+    "min_new_tokens": ((0,), "is not known here; use min_tokens"),
     "mirostat": ((0,), "is not supported; use temperature and top_p"),
     "mirostat_mode": ((0,), "is not supported; use temperature and top_p"),
     "mm_processor_kwargs": ((), "is not supported; text only"),
@@ -272,7 +288,6 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "samplers": ((), "is not supported; they are applied in one order"),
     "smoothing_factor": ((0,), "is not supported; use temperature"),
     "stop_sequences": (([],), "is not known here; use stop"),
-    "structured_outputs": ((), "is not supported; use response_format"),
     "suffix": (("",), "is not supported; this server continues text"),
     "tfs_z": ((1, 1.0), "is not supported; use top_p or min_p"),
     "thinking": ((), "is not supported; templates that know it take chat_template_kwargs"),
@@ -297,7 +312,6 @@ CHAT_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
 
 COMPLETIONS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "echo": ((False,), f"is for completions; use {COMPLETIONS}, or continue_final_message"),
-    "tools": (([],), f"is not known here; the usage of {CHAT} with max_tokens 0 counts them"),  # /tokenize
 }
 """Fields of completions that chats and /tokenize refuse, in the same form."""
 
@@ -322,11 +336,16 @@ class CompletionReply(TypedDict):
     object: str
     created: int
     model: str
-    system_fingerprint: str
     choices: list[dict[str, Any]]
+    service_tier: None
+    system_fingerprint: str
     usage: Usage
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: None
+    prompt_token_ids: NotRequired[list[int] | None]
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
+    prompt_text: NotRequired[None]
     receipt: NotRequired[Any]
 
 
@@ -338,6 +357,7 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     root: str
+    parent: None
     max_model_len: int
     contract: str
 
@@ -355,7 +375,7 @@ class TokenizeReply(TypedDict):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: NotRequired[list[str]]
+    token_strs: list[str] | None
 
 
 class DetokenizeReply(TypedDict):
@@ -364,10 +384,25 @@ class DetokenizeReply(TypedDict):
     prompt: str
 
 
+class TokenizerInfo(TypedDict):
+    """The response of `/tokenizer_info`: the tokenizer's configuration, without paths of files."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    tokenizer_class: str
+    chat_template: NotRequired[str]
+
+
 class StatusReply(TypedDict):
-    """The response of `/health` and `/ready`."""
+    """The response of `/health`, `/ready` and `/live`."""
 
     status: str
+
+
+class LoadReply(TypedDict):
+    """The response of `/load`."""
+
+    server_load: int
 
 
 class VersionReply(TypedDict):
@@ -384,6 +419,7 @@ __all__ = [
     "COMPLETIONS_ONLY",
     "MAX_LOGPROBS",
     "MAX_N",
+    "ROLE_PATTERN",
     "UNSUPPORTED",
     "Body",
     "ChatBody",
@@ -391,12 +427,14 @@ __all__ = [
     "CompletionReply",
     "DetokenizeBody",
     "DetokenizeReply",
+    "LoadReply",
     "ModelCard",
     "ModelList",
     "StatusReply",
     "StreamOptions",
     "TokenizeBody",
     "TokenizeReply",
+    "TokenizerInfo",
     "Usage",
     "VersionReply",
     "as_integer",

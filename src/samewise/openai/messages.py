@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from samewise.openai.bodies import ChatBody, TokenizeBody
+from samewise.openai.bodies import ROLE_PATTERN, ChatBody, TokenizeBody
 from samewise.openai.errors import ApiError, invalid, unsupported
+from samewise.text.chat_template import KNOWN_ROLES
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLE = re.compile(ROLE_PATTERN)
 
 TEMPLATE_FIELDS = (
     "add_generation_prompt",
@@ -50,9 +52,11 @@ def conversation(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ..
 
 def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise invalid(
-            "messages", f"messages[{i}].role is {str(role)[:40]!r}; choose one of {', '.join(ROLES)}"
+            "messages",
+            f"messages[{i}].role is {str(role)[:40]!r}; give {', '.join(KNOWN_ROLES)}, or another word of "
+            "letters, digits, '_', '-' and '.' that the chat template knows",
         )
     for name in ("audio", "function_call"):
         if message.get(name) is not None:

@@ -29,10 +29,10 @@ from samewise.openai.bodies import (
     as_integer,
 )
 from samewise.openai.errors import ApiError, invalid, unsupported
-from samewise.openai.formats import grammar_of
+from samewise.openai.formats import grammar_of, grammar_of_outputs
 from samewise.openai.messages import conversation, predicted_text, template_kwargs
 from samewise.openai.tool_calls import call_ids
-from samewise.openai.tools import RequestTools, request_tools, special_tokens
+from samewise.openai.tools import RequestTools, checked_tools, request_tools, special_tokens
 from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
 from samewise.types import Grammar
@@ -105,6 +105,7 @@ class ParseOptions:
     max_logprobs: int = MAX_LOGPROBS
     max_stops: int = 64
     max_stop_len: int = 1024  # characters
+    max_named: int = 128  # entries of logprob_token_ids; vLLM's limit
     max_listed: int = 1024  # entries of logit_bias, bad_words, stop_token_ids
     max_allowed: int = 1 << 18  # entries of allowed_token_ids: the largest vocabularies have about as many
     max_words_len: int = 1 << 15  # characters of all bad_words; each is tokenised twice, at 1 µs a character
@@ -145,6 +146,7 @@ class ParsedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
+    prompt_logprobs: int | None = None  # shown beside the answer, apart from those of an echo
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     cache_salt: str | None = None
@@ -245,14 +247,14 @@ def _completion(body: CompletionBody, options: ParseOptions) -> ParsedRequest:
     prompts = _prompts(body.prompt)
     refuse_unsupported(body, best_of=1 if body.n is None else body.n, add_special_tokens=True)
     _limit("logprobs", body.logprobs, options.max_logprobs)
-    if body.echo and body.logprobs is not None and body.prompt_logprobs not in (None, body.logprobs):
-        raise invalid("prompt_logprobs", "with echo and logprobs, leave it out or give the same number")
+    echoed = body.logprobs if body.echo else None
+    prompt_logprobs = [num for num in (echoed, body.prompt_logprobs) if num is not None]
     params = _params(
         body,
         options,
         max_tokens=COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs,
+        logprobs=_num_logprobs(body, body.logprobs),
+        prompt_logprobs=max(prompt_logprobs, default=None),
         grammar=_checked(lambda: _response_grammar(body)),
     )
     if len(prompts) * params.n > options.max_choices:
@@ -276,7 +278,7 @@ def _chat(body: ChatBody, options: ParseOptions) -> ParsedRequest:
         body,
         options,
         max_tokens=_chat_max_tokens(body),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        logprobs=_num_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None),
         prompt_logprobs=body.prompt_logprobs,
         grammar=tools.grammar,
         **({} if tools.tool_format is None else {"skip_special_tokens": False}),
@@ -318,7 +320,18 @@ def _tools(body: ChatBody, options: ParseOptions) -> RequestTools:
 
 
 def _response_grammar(body: Body) -> Grammar | None:
-    return None if body.response_format is None else grammar_of(body.response_format)
+    response = None if body.response_format is None else grammar_of(body.response_format)
+    if body.structured_outputs is None:
+        return response
+    if response is not None:
+        raise invalid("structured_outputs", "is given beside response_format; give one of them")
+    return grammar_of_outputs(body.structured_outputs)
+
+
+def template_tools(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """The keyword for the chat template of a conversation with these tools, checked; empty without any."""
+    checked = _checked(lambda: checked_tools(tools))
+    return {"tools": list(checked)} if checked else {}
 
 
 def _template_text(tools: Any, options: ParseOptions) -> str | None:
@@ -352,6 +365,15 @@ def _params(body: Body, options: ParseOptions, **endpoint: Any) -> SamplingParam
     return _checked(lambda: replace(options.defaults, speculate=speculate, **(given | endpoint)))
 
 
+def _num_logprobs(body: Body, num: int | None) -> int | None:
+    """Alternatives per token. Tokens that the body names stand in place of the most probable."""
+    if body.logprob_token_ids is None:
+        return num
+    if num is None:
+        raise invalid("logprob_token_ids", "needs logprobs")
+    return len(body.logprob_token_ids)
+
+
 def _common(body: Body, options: ParseOptions) -> dict[str, Any]:
     stream_options = body.stream_options
     if stream_options is not None and not body.stream:
@@ -365,6 +387,7 @@ def _common(body: Body, options: ParseOptions) -> dict[str, Any]:
         "stream": bool(body.stream),
         "include_usage": bool(stream_options and stream_options.include_usage),
         "continuous_usage": bool(stream_options and stream_options.continuous_usage_stats),
+        "prompt_logprobs": body.prompt_logprobs,
         "return_token_ids": bool(body.return_token_ids),
         "tokens_as_ids": bool(body.return_tokens_as_token_ids),
         "cache_salt": body.cache_salt,
@@ -428,6 +451,9 @@ def _check_lists(body: Body, options: ParseOptions) -> None:
         limit = options.max_allowed if name == "allowed_token_ids" else options.max_listed
         if len(entries) > limit:
             raise invalid(name, f"{len(entries)} entries are more than {limit}; give fewer")
+    if len(body.logprob_token_ids or ()) > options.max_named:
+        num = len(body.logprob_token_ids or ())
+        raise invalid("logprob_token_ids", f"{num} entries are more than {options.max_named}; give fewer")
     if (size := sum(map(len, body.bad_words or ()))) > options.max_words_len:
         raise invalid("bad_words", f"{size} characters are more than {options.max_words_len}; give fewer")
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= 1024:
@@ -467,5 +493,6 @@ __all__ = [
     "read_json",
     "refuse_unsupported",
     "served_name",
+    "template_tools",
     "validate",
 ]

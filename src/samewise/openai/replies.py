@@ -61,6 +61,29 @@ def encode_slices(body: Any, depth: int = 0) -> Iterator[bytes]:
         yield encode_json(body)
 
 
+NULLS: dict[str, Any] = {
+    "service_tier": None,
+    "prompt_logprobs": None,
+    "prompt_token_ids": None,
+    "prompt_text": None,
+    "kv_transfer_params": None,
+    "ec_transfer_params": None,
+    "metrics": None,
+}
+"""Keys of a chat's reply that vLLM sends as null, where nothing else was asked for or there is nothing."""
+
+COMPLETION_NULLS = {name: None for name in NULLS if not name.startswith("prompt_")}
+"""The same of a completion, whose choices have those of the prompt."""
+
+MESSAGE_NULLS: dict[str, Any] = {
+    "refusal": None, "annotations": None, "audio": None, "function_call": None, "reasoning": None,
+}  # fmt: skip
+"""The same of a chat's message."""
+
+CHOICE_NULLS: dict[str, Any] = {"token_ids": None, "routed_experts": None, "weight_versions": None}
+"""The same of a choice."""
+
+
 def respond(
     parsed: ParsedRequest,
     outputs: Sequence[RequestOutput],
@@ -77,23 +100,28 @@ def respond(
     for output in outputs:
         for completion in output.outputs:
             choices.append(_choice(parsed, output, completion, len(choices), decode, token_bytes))
-    body: CompletionReply = {
+    body: Any = {
         "id": id,
         "object": "chat.completion" if parsed.chat else "text_completion",
         "created": created,
         "model": model,
-        "system_fingerprint": outputs[0].contract,
         "choices": choices,
+        "system_fingerprint": outputs[0].contract,
         "usage": usage(outputs),
-    }
+    } | (NULLS if parsed.chat else COMPLETION_NULLS)
     if parsed.chat:
-        if parsed.return_token_ids:
-            body["prompt_token_ids"] = outputs[0].prompt_token_ids
-        if parsed.params.prompt_logprobs is not None:
-            body["prompt_logprobs"] = _prompt_logprobs(outputs[0])
+        body |= _of_prompt(parsed, outputs[0])
     if receipts is not None:
         body["receipt"] = receipts[0] if len(receipts) == 1 else list(receipts)
-    return body
+    reply: CompletionReply = body
+    return reply
+
+
+def _of_prompt(parsed: ParsedRequest, output: RequestOutput) -> dict[str, Any]:
+    """What a reply says of a prompt, null where it was not asked for."""
+    scores = None if parsed.prompt_logprobs is None else _prompt_logprobs(output, parsed.prompt_logprobs)
+    ids = output.prompt_token_ids if parsed.return_token_ids else None
+    return {"prompt_logprobs": scores, "prompt_token_ids": ids}
 
 
 def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
@@ -173,10 +201,8 @@ def _choice(
             table.add_prompt(output, decode)
             table.add(completion.token_ids, completion.logprobs or [])
             choice["logprobs"] = table.columns
-        if parsed.params.prompt_logprobs is not None and not parsed.echo:
-            choice["prompt_logprobs"] = _prompt_logprobs(output)
-        if parsed.return_token_ids:
-            choice["prompt_token_ids"] = output.prompt_token_ids
+        choice |= _of_prompt(parsed, output)
+    choice |= CHOICE_NULLS
     choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason, "seed": completion.seed}
     if parsed.return_token_ids:
         choice["token_ids"] = completion.token_ids
@@ -187,7 +213,7 @@ def _message(
     parsed: ParsedRequest, output: RequestOutput, completion: CompletionOutput
 ) -> tuple[dict[str, Any], str | None]:
     """The assistant's message, and the finish reason: the deltas of the stream, joined."""
-    message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": completion.text} | MESSAGE_NULLS
     if parsed.make_parser is None:
         return message, completion.finish_reason
     parser = parsed.make_parser(output, completion.index)
@@ -236,7 +262,9 @@ class LogprobTable:
         first, *others = output.prompt_token_ids
         text = f"token_id:{first}" if self._parsed.tokens_as_ids else _decoder(decode)([first])
         self._add_row(text, None, None)
-        self.add(others, [entry for entry in (output.prompt_logprobs or [])[1:] if entry is not None])
+        most = self._parsed.params.logprobs or 0
+        rows = [_limited(entry, most) for entry in (output.prompt_logprobs or [])[1:] if entry is not None]
+        self.add(others, rows)
 
     def add(self, token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]]) -> None:
         """Rows of the tokens that follow."""
@@ -273,10 +301,29 @@ def chat_logprobs(
         return None
     content = []
     for token, entry in zip(token_ids, entries, strict=True):
-        ranked = sorted((logprob.rank, other) for other, logprob in entry.items() if logprob.rank is not None)
-        tops = [_chat_token(parsed, other, entry[other], token_bytes) for _, other in ranked]
+        tops = [_chat_token(parsed, other, entry[other], token_bytes) for other in _listed(parsed, entry)]
         content.append(_chat_token(parsed, token, entry[token], token_bytes) | {"top_logprobs": tops})
     return {"content": content, "refusal": None}
+
+
+def _listed(parsed: ParsedRequest, entry: Mapping[int, Logprob]) -> list[int]:
+    """The alternatives of a chat's token, in order: the most probable tokens, or those that were named."""
+    named = parsed.params.logprob_token_ids
+    if named is not None:
+        return sorted((token for token in entry if token in named), key=lambda t: (-entry[t].logprob, t))
+    most = parsed.params.logprobs or 0
+    ranked = [(one.rank, token) for token, one in entry.items() if one.rank is not None and one.rank <= most]
+    return [token for _, token in sorted(ranked)]
+
+
+def _limited(entry: Mapping[int, Logprob], most: int) -> dict[int, Logprob]:
+    """The chosen token, which stands first, and the `most` most probable ones."""
+    chosen = next(iter(entry))
+    return {
+        token: one
+        for token, one in entry.items()
+        if token == chosen or (one.rank is not None and one.rank <= most)
+    }
 
 
 def _chat_token(
@@ -292,7 +339,7 @@ def _chat_token(
     }
 
 
-def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
+def _prompt_logprobs(output: RequestOutput, most: int) -> list[dict[str, Any] | None]:
     return [
         None
         if entry is None
@@ -302,7 +349,7 @@ def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
                 "rank": logprob.rank,
                 "decoded_token": logprob.decoded_token,
             }
-            for token, logprob in entry.items()
+            for token, logprob in _limited(entry, most).items()
         }
         for entry in output.prompt_logprobs or []
     ]
@@ -319,6 +366,10 @@ def _finite(logprob: float) -> float:
 
 
 __all__ = [
+    "CHOICE_NULLS",
+    "COMPLETION_NULLS",
+    "MESSAGE_NULLS",
+    "NULLS",
     "BytesOfToken",
     "DecodeTokens",
     "LogprobTable",

@@ -83,6 +83,7 @@ class StreamWriter:
         self._tables: dict[int, LogprobTable] = {}
         self._parsers: dict[int, DeltaParser] = {}
         self._called: set[int] = set()  # choices that called a tool
+        self._prompts: set[int] = set()  # prompts of which a choice had its first chunk
         self._prompt = self._completion = self._cached = self._accepted = self._rejected = 0  # for usage
         extras = parsed.return_token_ids or parsed.explain or parsed.continuous_usage
         self._text_only = parsed.make_parser is None and parsed.params.logprobs is None and not extras
@@ -139,13 +140,16 @@ class StreamWriter:
     ) -> list[dict[str, Any]]:
         parsed, index = self._parsed, prompt_index * self._parsed.params.n + chunk.index
         opening = output() if index not in self._begun else None
-        self._begun.add(index)
-        self._count(chunk, opening)
         choice: dict[str, Any] = {"index": index}
         events = []
+        if opening is not None:
+            first = not self._begun
+            self._begun.add(index)
+            self._count_prompt(prompt_index, chunk, opening)
+            if parsed.chat and first:
+                events += self._roles(opening)
+        self._count(chunk)
         if parsed.chat:
-            if opening is not None:
-                events.append(self._event(self._role(index, opening)))
             *before, last = self._deltas(index, chunk, opening)
             events += [
                 self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
@@ -157,24 +161,28 @@ class StreamWriter:
             echoed = echo(parsed, opening, self._decode) if opening is not None else ""
             choice["text"] = echoed + chunk.text
             choice["logprobs"] = self._table(index, chunk, opening)
-            if opening is not None and parsed.return_token_ids:
-                choice["prompt_token_ids"] = opening.prompt_token_ids
+            shown = opening is not None and parsed.return_token_ids
+            choice["prompt_token_ids"] = opening.prompt_token_ids if opening is not None and shown else None
         choice["finish_reason"] = finish_reason(chunk.finish_reason, called=index in self._called)
+        choice["stop_reason"] = chunk.stop_reason
         if chunk.finish_reason:
-            choice |= {"stop_reason": chunk.stop_reason, "seed": chunk.seed}
-        if parsed.return_token_ids:
-            choice["token_ids"] = chunk.token_ids
+            choice["seed"] = chunk.seed
+        choice["token_ids"] = chunk.token_ids if parsed.return_token_ids else None
         if parsed.explain:
             choice["samewise"] = {"guessed": chunk.num_guessed, "accepted": chunk.num_accepted}
         return [*events, self._event(choice)]
 
-    def _count(self, chunk: Chunk, opening: RequestOutput | None) -> None:
+    def _count_prompt(self, prompt_index: int, chunk: Chunk, opening: RequestOutput) -> None:
+        if prompt_index not in self._prompts:
+            self._prompts.add(prompt_index)
+            self._prompt += len(opening.prompt_token_ids)
+        if chunk.index == 0:  # which reads the prompt
+            self._cached += opening.num_cached_tokens
+
+    def _count(self, chunk: Chunk) -> None:
         self._completion += len(chunk.token_ids)
         self._accepted += chunk.accepted_prediction_tokens
         self._rejected += chunk.rejected_prediction_tokens
-        if opening is not None and chunk.index == 0:
-            self._prompt += len(opening.prompt_token_ids)
-            self._cached += opening.num_cached_tokens
 
     def _deltas(self, index: int, chunk: Chunk, opening: RequestOutput | None) -> list[dict[str, Any]]:
         """What a chunk adds to a chat's message; at least one delta."""
@@ -188,12 +196,15 @@ class StreamWriter:
             self._called.add(index)
         return deltas or [{}]
 
-    def _role(self, index: int, opening: RequestOutput) -> dict[str, Any]:
-        """The first event of a chat's choice."""
-        choice: dict[str, Any] = {"index": index, "delta": {"role": "assistant", "content": ""}}
-        if self._parsed.return_token_ids:
-            choice["prompt_token_ids"] = opening.prompt_token_ids
-        return choice | {"logprobs": None, "finish_reason": None}
+    def _roles(self, opening: RequestOutput) -> list[dict[str, Any]]:
+        """The first events of a chat, one for each choice: they have no token, and the prompt's ids."""
+        ids = opening.prompt_token_ids if self._parsed.return_token_ids else None
+        nothing: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+        return [
+            self._event({"index": index, "delta": {"role": "assistant", "content": ""}} | nothing)
+            | {"prompt_token_ids": ids}
+            for index in range(self._parsed.params.n)
+        ]
 
     def _table(self, index: int, chunk: Chunk, opening: RequestOutput | None) -> dict[str, list[Any]] | None:
         if self._parsed.params.logprobs is None:

@@ -90,6 +90,14 @@ def request_tools(
     return RequestTools(tuple(tools), tool_format, grammar, single)
 
 
+def checked_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """The tools of a conversation for its template alone, whether or not calls in answers can be read."""
+    if tools is None:
+        return ()
+    _functions(tools)
+    return tuple(tools)
+
+
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """Tokens that a grammar names by id, because they stand for no text: content → id."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
@@ -256,4 +264,4 @@ def _schema(function: dict[str, Any]) -> str:
     return "%json " + json.dumps({"type": "object"} | schema | options)
 
 
-__all__ = ["MAX_TOOLS", "RequestTools", "request_tools", "special_tokens"]
+__all__ = ["MAX_TOOLS", "RequestTools", "checked_tools", "request_tools", "special_tokens"]

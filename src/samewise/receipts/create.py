@@ -99,7 +99,8 @@ def _body(
 def _params_json(params: SamplingParams, choice: CompletionOutput) -> Json:
     """All parameters that say what was asked for, with the seed that was used.
 
-    A prediction is left out: no answer depends on it, and requests that differ in it have one receipt.
+    A prediction and a priority are left out: no answer depends on them, and requests that differ in them have
+    one receipt.
 
     An answer without `max_tokens` that was ended by the context records its length as `max_tokens`, so that a
     replay with a longer context ends at the same token.

@@ -24,7 +24,7 @@ NO_PROMISE = "none: the request was not verified"
 COMPLETE = ("stop", "length")
 """Finish reasons of a complete choice; only such a choice has a receipt."""
 
-UNRECORDED = ("prediction",)
+UNRECORDED = ("prediction", "priority")
 """Parameters that receipts do not hold."""
 
 Json = dict[str, Any]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from samewise.follow_up import FollowedSequence, FrameToFollow
 from samewise.schedule.drafts import max_tree_nodes
 from samewise.schedule.limits import Limits
+from samewise.schedule.order import prompts_by_priority
 from samewise.schedule.paging import Paging
 from samewise.types import Sequence, Span
 
@@ -85,7 +86,7 @@ class _FrameMaker:
         self._members.append((seq, member))
 
     def give_rows(self) -> bool:
-        """Rows for the sequences that read known tokens, those that waited longest first.
+        """Rows for the sequences that read known tokens: by priority, then those that waited longest first.
 
         False where there are too few rows for the others, or too few pages.
         """
@@ -93,9 +94,11 @@ class _FrameMaker:
         if left < 0:
             return False
         left -= min(left // DRAFT_SHARE, self.num_judged * self._max_nodes)
-        reading = [(seq.last_served, i) for i, (seq, member) in enumerate(self._members) if member.next_given]
-        for _, i in sorted(reading):
-            seq, member = self._members[i]
+        places = {seq.request.id: i for i, (seq, member) in enumerate(self._members) if member.next_given}
+        reading = sorted((self._members[i][0] for i in places.values()), key=lambda seq: seq.last_served)
+        for seq in prompts_by_priority(reading):
+            i = places[seq.request.id]
+            member = self._members[i][1]
             num = min(left, member.next_given)
             if not self._paging.grow(seq, member.start + member.num_rows + num):
                 return False

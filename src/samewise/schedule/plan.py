@@ -52,7 +52,7 @@ def _with_targets(span: Span, seq: Sequence, first: int) -> Span:
     return span._replace(
         targets=tuple(seq.tokens[start + row + 1 : min(end + 1, seq.prompt_len)]),
         target_row=row,
-        target_tops=seq.request.prompt_logprobs or 0,
+        target_tops=seq.request.prompt_logprobs,
     )
 
 

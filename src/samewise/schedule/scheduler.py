@@ -1,11 +1,11 @@
 """Decide which sequences run and what the next frame holds, and commit verdicts. Host only: no tensors.
 
-Requests are admitted by arrival. A frame's rows go first to sequences that generate, so that they keep
-streaming while prompts are read, then to prompts; among equals the one that waited longest goes first. Where
-the generating sequences leave no row, one that got none for some steps goes before them (`order`), so that
-none starves. When pages run out the youngest sequence is preempted: it releases its pages and later computes
-its KV again, to the same bits. The oldest can always take what it needs: a request that could not run alone
-was refused at intake.
+Requests are admitted by arrival, those of one owner by priority (`order.share_places`). A frame's rows go
+first to sequences that generate, so that they keep streaming while prompts are read, then to prompts; among
+equals the one that waited longest goes first. Where the generating sequences leave no row, one that got none
+for some steps goes before them (`order`), so that none starves. When pages run out the sequence that would be
+admitted last is preempted: it releases its pages and later computes its KV again, to the same bits. The first
+can always take what it needs: a request that could not run alone was refused at intake.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from samewise.schedule.drafts import (
 )
 from samewise.schedule.followed import frame_to_follow
 from samewise.schedule.limits import Limits
-from samewise.schedule.order import frame_due, serving_order, widest_frame
+from samewise.schedule.order import frame_due, serving_order, share_places, widest_frame
 from samewise.schedule.owners import Owners, short_frame, without_crowds
 from samewise.schedule.paging import Paging
 from samewise.schedule.plan import ask_of, continued, must_land, span_of
@@ -48,7 +48,7 @@ class Scheduler:
     registry: Registry = field(default_factory=Registry)
     frame_seconds: Callable[[int], float] = lambda _: 0.0  # of so many rows, as measured; 0.0: not known
     _paging: Paging = field(init=False)
-    _waiting: list[Sequence] = field(default_factory=list)  # by arrival
+    _waiting: list[Sequence] = field(default_factory=list)  # by place
     _running: dict[int, Sequence] = field(default_factory=dict)  # by admission
     _new_sequences: deque[Sequence] = field(default_factory=deque)  # admitted, not reported yet
     _step: int = 0
@@ -86,7 +86,7 @@ class Scheduler:
             score_next=request.first_scored,
             guide=guide,
         )
-        insort(self._waiting, seq, key=_arrival)
+        insort(self._waiting, seq, key=_place)
         self.registry.add(seq)
 
     def abort(self, request_id: int) -> Delta | None:
@@ -116,12 +116,15 @@ class Scheduler:
     # ---- one step, in the order of the loop
 
     def admit(self) -> None:
-        """Move waiting requests to running while there is room, oldest first."""
+        """Move waiting requests to running while there is room, in order of priority and arrival."""
         self._step += 1
         if not (self._suspects and self._admit_suspect()):
             self._admit_waiting()
 
     def _admit_waiting(self) -> None:
+        if not self._waiting or len(self._running) >= self.limits.max_num_seqs:
+            return
+        self._waiting = share_places(self._waiting)
         held_back: list[Sequence] = []
         while self._waiting and len(self._running) < self.limits.max_num_seqs:
             seq = self._waiting.pop(0)
@@ -434,15 +437,15 @@ class Scheduler:
         seq.unverified_kv = False
         self._preempted = True
         self.counters.preempted += 1
-        insort(self._waiting, seq, key=_arrival)
+        insort(self._waiting, seq, key=_place)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Get the sequence pages for this many tokens, preempting younger sequences if need be."""
+        """Get the sequence pages for this many tokens, preempting sequences after it if need be."""
         while not self._paging.grow(seq, num_tokens):
-            youngest = self._running[max(self._running)]
-            if youngest is seq:
+            last = share_places(self._running.values())[-1]
+            if last is seq:
                 return False
-            self._preempt(youngest)
+            self._preempt(last)
         return True
 
     # ---- frames
@@ -524,12 +527,13 @@ class Scheduler:
         return Delta(
             verdict.seq_id, verdict.tokens[:num], verdict.logprobs[:num], verdict.tops[:num], seq.finish,
             seq.stop_id, verdict.scores, verdict.score_tops, seq.num_cached or 0, verdict.accepted,
-            verdict.guessed, verdict.drafter, int(seq.request.verify and num > 0),
+            verdict.guessed, verdict.drafter, int(seq.request.verify and num > 0), verdict.ranks[:num],
+            verdict.score_ranks,
         )  # fmt: skip
 
 
-def _arrival(seq: Sequence) -> int:
-    return seq.request.id
+def _place(seq: Sequence) -> int:
+    return seq.place
 
 
 __all__ = ["Scheduler"]

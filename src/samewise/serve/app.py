@@ -29,11 +29,13 @@ from samewise.openai.bodies import (
     CompletionReply,
     DetokenizeBody,
     DetokenizeReply,
+    LoadReply,
     ModelCard,
     ModelList,
     StatusReply,
     TokenizeBody,
     TokenizeReply,
+    TokenizerInfo,
     VersionReply,
 )
 from samewise.openai.errors import ApiError, invalid, unavailable
@@ -45,10 +47,12 @@ from samewise.openai.parse import (
     read_json,
     refuse_unsupported,
     served_name,
+    template_tools,
     validate,
 )
 from samewise.openai.replies import encode_slices, refuse_aborted, respond
 from samewise.openai.stream import DONE, StreamWriter, encode_event, join_chunks
+from samewise.openai.tokenizer_info import tokenizer_info
 from samewise.outputs import Chunk, RequestOutput
 from samewise.receipts import Receipt, is_complete
 from samewise.receipts.store import save
@@ -126,6 +130,11 @@ class Service:
                      state=True),
             Endpoint(method="GET", path="/ready", handler=self.ready, reply=StatusReply, public=True,
                      state=True),
+            Endpoint(method="GET", path="/live", handler=self.live, reply=StatusReply, public=True,
+                     state=True),
+            Endpoint(method="GET", path="/load", handler=self.get_load, reply=LoadReply),
+            Endpoint(method="GET", path="/tokenizer_info", handler=self.get_tokenizer_info,
+                     reply=TokenizerInfo),
             Endpoint(method="GET", path="/version", handler=self.get_version, reply=VersionReply,
                      public=True),
             Endpoint(method="GET", path="/metrics", handler=self.get_metrics, reply=str, public=True),
@@ -312,6 +321,7 @@ class Service:
             "created": self._started,
             "owned_by": "samewise",
             "root": llm.config.model,
+            "parent": None,
             "max_model_len": llm.max_model_len,
             "contract": llm.contract.id,
         }
@@ -348,17 +358,23 @@ class Service:
                 refuse_unsupported(body, add_special_tokens=False)
                 messages = conversation(body.messages or [])
                 special = self.settings.special_tokens_in_content
-                tokens = llm.intake.chat_prompt(messages, **template_kwargs(body, special=special))
+                template = template_kwargs(body, special=special) | template_tools(body.tools)
+                tokens = llm.intake.chat_prompt(messages, **template)
         except CallerError as error:
             raise ApiError.of(error, prompt_field="messages" if body.messages else "prompt") from error
         reply: TokenizeReply = {
             "count": len(tokens),
             "max_model_len": llm.max_model_len,
             "tokens": tokens,
+            "token_strs": None,
         }
         if body.return_token_strs:
             reply["token_strs"] = [llm.intake.decode([token]) for token in tokens]
         return reply
+
+    async def get_tokenizer_info(self, _: Request) -> Response:
+        """The tokenizer's configuration."""
+        return JsonResponse(tokenizer_info(self.worker.llm.intake.tokenizer))
 
     async def detokenize(self, request: Request) -> Response:
         """Turn token ids into text."""
@@ -375,12 +391,21 @@ class Service:
     # ---- operation
 
     async def health(self, _: Request) -> Response:
-        """Whether the process works: 503 once the engine has stopped."""
+        """Whether answers can be had: 503 while loading, draining or stopped."""
+        return self._status(ok=self.worker.state is State.READY)
+
+    async def ready(self, request: Request) -> Response:
+        """The same as `/health`."""
+        return await self.health(request)
+
+    async def live(self, _: Request) -> Response:
+        """Whether the process works, also while loading or draining: 503 once the engine has stopped."""
         return self._status(ok=self.worker.state is not State.STOPPED)
 
-    async def ready(self, _: Request) -> Response:
-        """Whether requests are accepted: 503 while loading, draining or stopped."""
-        return self._status(ok=self.worker.state is State.READY)
+    async def get_load(self, _: Request) -> Response:
+        """The number of requests under way."""
+        reply: LoadReply = {"server_load": self.worker.num_active}
+        return JsonResponse(reply)
 
     def _status(self, *, ok: bool) -> Response:
         reply: StatusReply = {"status": self.worker.state.value}

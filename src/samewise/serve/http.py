@@ -138,11 +138,12 @@ class HeldBody:
         self._size = 0
 
     async def read(self, seconds: float) -> bytes:
-        """The body. 413 where it is too large, 408 where it takes too long."""
+        """The body. 415 where it is not JSON, 413 where it is too large, 408 where it takes too long."""
         parts: list[bytes] = []
         stream = self._request.stream()
         try:
             async with asyncio.timeout(seconds):
+                self._refuse_other_types()
                 self._refuse_length()
                 async for part in stream:
                     self._add(part)
@@ -158,6 +159,15 @@ class HeldBody:
                 status=408, code="body_timeout", close=True,
             ) from None  # fmt: skip
         return b"".join(parts)
+
+    def _refuse_other_types(self) -> None:
+        """Browsers let any page send a body of another type, or of none, without asking the server first."""
+        given = self._request.headers.get("content-type", "")
+        if given.partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(
+                f"the body has the type {given[:60]!r}; send JSON, with Content-Type: application/json",
+                status=415, code="unsupported_media_type",
+            )  # fmt: skip
 
     def _refuse_length(self) -> None:
         length = self._request.headers.get("content-length", "")

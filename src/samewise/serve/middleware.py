@@ -24,7 +24,7 @@ log = logging.getLogger("samewise.serve")
 PUBLIC_PREFIX = "/samewise/page/"
 """Paths of the web page's files, which need no key."""
 
-POLLED_PATHS = ("/health", "/ready", "/metrics")
+POLLED_PATHS = ("/health", "/ready", "/live", "/load", "/metrics")
 """Paths that monitoring requests every few seconds; logged at debug level."""
 
 PORT = re.compile(r":\d*\Z")

@@ -27,6 +27,7 @@ STATUSES = {
     "401": "No key, or not one of this server's.",
     "404": "No such model.",
     "413": "The body is too large.",
+    "415": "The body is not `application/json`.",
     "429": "The queue is full; see `Retry-After`.",
     "500": "The engine failed.",
     "503": "Loading, shutting down, or stopped.",
@@ -106,7 +107,7 @@ def _statuses(endpoint: Endpoint) -> list[str]:
     statuses = ["200"]
     statuses += ["401", "404", "500"] if not endpoint.public else []
     statuses += ["503"] if endpoint.state or not endpoint.public else []
-    statuses += ["400", "413"] if endpoint.body is not None else []
+    statuses += ["400", "413", "415"] if endpoint.body is not None else []
     statuses += ["429"] if endpoint.streams else []
     return sorted(statuses)
 

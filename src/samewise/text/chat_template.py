@@ -5,13 +5,16 @@ from __future__ import annotations
 import datetime as dt
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from samewise.errors import BadPrompt
 from samewise.text.date_format import format_date
 
 Messages = Sequence[Mapping[str, Any]]
+
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+"""OpenAI's roles. Messages of any other are checked: a template may leave out what it does not know."""
 
 
 def template_of(tokenizer: Any, tools: Any = None) -> str:
@@ -30,7 +33,8 @@ def render_chat(
 ) -> str:
     """The text of a conversation. `date` (YYYY-MM-DD) is what a template that asks for today's date gets.
 
-    Other keywords go to the template. Raises BadPrompt for a conversation the template cannot render.
+    Other keywords go to the template. Raises BadPrompt for a conversation the template cannot render, or of
+    which it leaves out messages of other roles than KNOWN_ROLES.
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise BadPrompt(
@@ -45,22 +49,43 @@ def render_chat(
             )
     import jinja2
 
-    try:
+    def render(conversation: Messages) -> str:
         return str(
             tokenizer.apply_chat_template(
-                list(messages),
+                list(conversation),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 chat_template=pin_date(template_of(tokenizer, template.get("tools")), date),
                 **template,
             )
         )
+
+    try:
+        text, missing = render(messages), _left_out(messages, render)
     except jinja2.exceptions.UndefinedError as error:
         raise BadPrompt(
             f"the chat template needs something it was not given: {error}; see date=…", param="messages"
         ) from error
     except Exception as error:  # the template is a program of the model's author and may raise anything
         raise BadPrompt(f"the chat template refused the conversation: {error}", param="messages") from error
+    if missing is not None:
+        raise BadPrompt(
+            f"the chat template leaves out messages of the role {missing!r}; use one that it knows",
+            param="messages",
+        )
+    return text
+
+
+def _left_out(messages: Messages, render: Callable[[Messages], str]) -> str | None:
+    """A role, other than KNOWN_ROLES, of a message that does not show in the text; None: there is none."""
+    marked = [dict(message) for message in messages]
+    marks: dict[str, str] = {}  # role of a message by the text that it is given instead of its own
+    for i, message in enumerate(marked):
+        if message["role"] not in KNOWN_ROLES and isinstance(message.get("content"), str):
+            message["content"] = f"samewise-message-{i}-"
+            marks[message["content"]] = str(message["role"])
+    text = render(marked) if marks else ""
+    return next((role for mark, role in marks.items() if mark not in text), None)
 
 
 def pin_date(template: str, date: str | None) -> str:
@@ -99,4 +124,4 @@ def _is_message(message: object) -> bool:
     )
 
 
-__all__ = ["Messages", "asks_for_date", "pin_date", "render_chat", "template_of"]
+__all__ = ["KNOWN_ROLES", "Messages", "asks_for_date", "pin_date", "render_chat", "template_of"]

@@ -22,23 +22,27 @@ def judge(span: Span, truth: Truth) -> Verdict:
     if num_rows == span.given:  # no draft: one token
         return Verdict(
             span.seq_id, truth.tokens, truth.logprobs, truth.tops, span.start + num_rows, 0, 0, True,
-            truth.scores, truth.score_tops, candidates=truth.candidates,
+            truth.scores, truth.score_tops, candidates=truth.candidates, ranks=truth.ranks,
+            score_ranks=truth.score_ranks,
         )  # fmt: skip
     if num_rows < span.given:
         return Verdict(
-            span.seq_id, (), (), (), span.start + num_rows, 0, 0, True, truth.scores, truth.score_tops
-        )
+            span.seq_id, (), (), (), span.start + num_rows, 0, 0, True, truth.scores, truth.score_tops,
+            score_ranks=truth.score_ranks,
+        )  # fmt: skip
     guesses = span.inputs[span.given :]
     if span.parents:
         path = _path(guesses, span.parents, truth.tokens)
         rows, num = (0, *[node + 1 for node in path]), len(path)
         tokens, logprobs, tops = _at(truth.tokens, rows), _at(truth.logprobs, rows), _at(truth.tops, rows)
+        ranks = _at(truth.ranks, rows)
     else:
         path, num = (), _num_matches(guesses, truth.tokens)
         tokens, logprobs, tops = truth.tokens[: num + 1], truth.logprobs[: num + 1], truth.tops[: num + 1]
+        ranks = truth.ranks[: num + 1]
     return Verdict(
         span.seq_id, tokens, logprobs, tops, span.start + span.given + num, len(guesses), num, True,
-        truth.scores, truth.score_tops, span.drafter, path, truth.candidates,
+        truth.scores, truth.score_tops, span.drafter, path, truth.candidates, ranks, truth.score_ranks,
     )  # fmt: skip
 
 
@@ -75,8 +79,9 @@ def trust(proposal: Proposal, kv_len: int) -> Verdict:
     """Commit a fast pass's tokens unverified, for requests with `verify` off: regular decoding."""
     num = len(proposal.tokens)
     return Verdict(
-        proposal.seq_id, proposal.tokens, proposal.logprobs, proposal.tops, kv_len + num, 0, 0, False
-    )
+        proposal.seq_id, proposal.tokens, proposal.logprobs, proposal.tops, kv_len + num, 0, 0, False,
+        ranks=proposal.ranks,
+    )  # fmt: skip
 
 
 __all__ = ["judge", "trust"]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from samewise.execute.logit_edits import send
 from samewise.execute.pack import pack_frame
 from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
@@ -30,9 +31,10 @@ class FrameResult(NamedTuple):
     """What a frame sampled and scored. On CUDA the host tensor is valid once the copy to it is done."""
 
     packed: torch.Tensor  # [R, 2 + NUM_CANDIDATES] int32 on the host: see `Runner.frame_outputs`
-    tops: dict[int, TopLogprobs]  # by row
+    shown: dict[int, tuple[int, TopLogprobs]]  # rank of the token, and alternatives, by row
     scores: list[float]  # of all targets, in the order of spans
     score_tops: list[TopLogprobs]
+    score_ranks: list[int | None]
 
 
 class StartedFrame(NamedTuple):
@@ -159,27 +161,27 @@ class Verifier:
     @torch.inference_mode()
     def run(self, spans: list[Span], started: StartedFrame | None = None) -> FrameResult:
         """One frame: logits, sampled tokens, top log-probabilities and scores of targets."""
-        sampler, runner = self.sampler, self.runner
+        runner = self.runner
         inputs, keep, raw = started or self._start(spans)
         logit_rows: LogitRows = (
             range(raw.shape[0]) if keep is None else {row: i for i, row in enumerate(keep)}
         )
         greedy = self._greedy.get(_shape_key(inputs))
         sampled = rows_of_spans(spans, logit_rows)
-        rows, nums = _top_rows(spans)
+        shown_rows = _shown_rows(spans)
         has_targets = any(span.targets for span in spans)
         if greedy is not None and not sampled:
             greedy()
-        logits = raw.float() if sampled or rows or has_targets or greedy is None else raw
+        logits = raw.float() if sampled or shown_rows or has_targets or greedy is None else raw
         if sampled or greedy is None:
             self._sample(logits, sampled, inputs.keep)
-        scores, score_tops = self._score(logits, spans, logit_rows) if has_targets else ([], [])
-        tops = sampler.top(logits, [logit_rows[row] for row in rows], nums) if rows else []
+        scored = self._score(logits, spans, logit_rows) if has_targets else ([], [], [])
+        shown = self._show(logits, shown_rows, logit_rows) if shown_rows else {}
         # All in one copy: joining several on the host would have to wait for them.
         host = self._hosts[0][: inputs.num_rows]
         self._hosts.reverse()
         host.copy_(runner.frame_outputs[: inputs.num_rows], non_blocking=True)
-        return FrameResult(host, dict(zip(rows, tops, strict=True)), scores, score_tops)
+        return FrameResult(host, shown, *scored)
 
     def _sample(
         self, logits: torch.Tensor, rows: list[SamplingRow], keep: torch.Tensor | None = None
@@ -194,13 +196,24 @@ class Verifier:
         if self._with_candidates:
             self.runner.frame_outputs[at, 2:] = self.sampler.candidates(logits)
 
+    def _show(
+        self, logits: torch.Tensor, shown: list[tuple[int, Sampling]], logit_rows: LogitRows
+    ) -> dict[int, tuple[int, TopLogprobs]]:
+        """Rank of the sampled token, and alternatives, of rows whose log-probabilities are shown."""
+        rows = [row for row, _ in shown]
+        at = [logit_rows[row] for row in rows]
+        where = send(np.array(rows), self.runner.device)
+        ranks = self.sampler.ranks(logits, at, self.runner.frame_outputs[where, 0])
+        tops = self.sampler.alternatives(logits, at, [sampling for _, sampling in shown])
+        return dict(zip(rows, zip(ranks, tops, strict=True), strict=True))
+
     def _score(
         self, logits: torch.Tensor, spans: list[Span], logit_rows: LogitRows
-    ) -> tuple[list[float], list[TopLogprobs]]:
-        """Log-probabilities of all targets, and their rows' top log-probabilities where asked for."""
+    ) -> tuple[list[float], list[TopLogprobs], list[int | None]]:
+        """Log-probabilities of all targets; their rows' top log-probabilities, and ranks, where asked for."""
         rows: list[int] = []
         targets: list[int] = []
-        nums: list[int] = []
+        nums: list[int | None] = []
         first = 0
         for span in spans:
             if span.targets:
@@ -210,12 +223,19 @@ class Verifier:
                 nums += [span.target_tops] * len(span.targets)
             first += len(span.inputs)
         if not rows:
-            return [], []
+            return [], [], []
         scores: list[float] = self.sampler.score(logits, rows, targets).tolist()
         with_tops = [(row, num) for row, num in zip(rows, nums, strict=True) if num]
         tops = self.sampler.top(logits, [r for r, _ in with_tops], [n for _, n in with_tops])
         in_order = iter(tops)
-        return scores, [next(in_order) if num else () for num in nums]
+        ranked = [i for i, num in enumerate(nums) if num is not None]
+        tokens = torch.tensor([targets[i] for i in ranked])
+        ranks = iter(self.sampler.ranks(logits, [rows[i] for i in ranked], tokens))
+        return (
+            scores,
+            [next(in_order) if num else () for num in nums],
+            [None if num is None else next(ranks) for num in nums],
+        )
 
     # ── start-up: see `sampler_trial` ────────────────────────────────────────────────────────────
 
@@ -260,19 +280,15 @@ def _rows_to_sample(spans: list[Span]) -> list[int]:
     return rows
 
 
-def _top_rows(spans: list[Span]) -> tuple[list[int], list[int]]:
-    """Rows whose top log-probabilities are asked for, and how many of each."""
-    rows: list[int] = []
-    nums: list[int] = []
+def _shown_rows(spans: list[Span]) -> list[tuple[int, Sampling]]:
+    """Rows whose log-probabilities are shown, and what is wanted of each."""
+    rows: list[tuple[int, Sampling]] = []
     first = 0
     for span in spans:
-        num = span.sampling.top_logprobs
-        if num:
-            sampled = range(first + span.given - 1, first + len(span.inputs))
-            rows += sampled
-            nums += [num] * len(sampled)
+        if span.sampling.top_logprobs is not None:
+            rows += [(row, span.sampling) for row in range(first + span.given - 1, first + len(span.inputs))]
         first += len(span.inputs)
-    return rows, nums
+    return rows
 
 
 def _judge_all(
@@ -290,24 +306,22 @@ def _judge_all(
             truth = Truth(tuple(tokens[begin:end]), tuple(logprobs[begin:end]), candidates=candidates)
         else:
             end_score = first_score + len(span.targets)
+            wanted = span.sampling.top_logprobs is not None
+            shown = [result.shown[row] for row in range(begin, end)] if wanted else []
             truth = Truth(
                 tuple(tokens[begin:end]),
                 tuple(logprobs[begin:end]),
-                _tops(span, range(begin, end), result),
+                tuple(top for _, top in shown),
                 tuple(result.scores[first_score:end_score]),
                 tuple(result.score_tops[first_score:end_score]),
                 candidates,
+                tuple(rank for rank, _ in shown),
+                tuple(rank for rank in result.score_ranks[first_score:end_score] if rank is not None),
             )
             first_score = end_score
         verdicts.append(judge(span, truth))
         first = end
     return verdicts
-
-
-def _tops(span: Span, rows: range, result: FrameResult) -> tuple[TopLogprobs, ...]:
-    if span.sampling.top_logprobs is None:
-        return ()
-    return tuple(result.tops.get(row, ()) for row in rows)
 
 
 __all__ = ["FrameInFlight", "FrameResult", "StartedFrame", "Verifier"]
