@@ -23,7 +23,7 @@ from samewise.types import Grammar
 
 MAX_TOOLS = 128
 """Tools in one request: OpenAI's own limit."""
-_NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_\-]{1,128}")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -145,7 +145,7 @@ def _function(i: int, tool: Any) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _bad(
-            "tools", name, f"tools[{i}]: a function has a name of letters, digits, _ and -, at most 64"
+            "tools", name, f"tools[{i}]: a function has a name of letters, digits, _ and -, at most 128"
         )
     for key, kind in (("parameters", dict), ("description", str), ("strict", bool)):
         if function.get(key) is not None and not isinstance(function[key], kind):
