@@ -6,14 +6,14 @@ refuses are refused, and others pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from samewise.anthropic.blocks import chat_messages
 from samewise.anthropic.bodies import CountTokensBody, MessagesBody
-from samewise.openai.bodies import CHAT
-from samewise.openai.errors import ApiError, invalid, unsupported
-from samewise.openai.parse import ParsedRequest, ParseOptions, parse, validate
+from samewise.openai.errors import invalid, unsupported
+from samewise.openai.exchange import parse_as_chat
+from samewise.openai.parse import ParsedRequest, ParseOptions, validate
 
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     # name: (values that change nothing, what to do instead)
@@ -51,7 +51,7 @@ def parse_message(body: object, options: ParseOptions) -> ParsedMessage:
     checked = validate(MessagesBody, body)
     if checked.max_tokens < 1:
         raise invalid("max_tokens", "give 1 or more")
-    return _parsed(checked, options, {
+    return _parse(checked, options, {
         "max_tokens": checked.max_tokens,
         "stop": checked.stop_sequences,
         "stream": bool(checked.stream),
@@ -66,16 +66,7 @@ def parse_count(body: object, options: ParseOptions) -> ParsedRequest:
     checked = validate(CountTokensBody, body)
     for name in (*MessagesBody.model_fields.keys() - CountTokensBody.model_fields.keys(), "stream"):
         (checked.model_extra or {}).pop(name, None)  # fields of a message that are not part of its prompt
-    return _parsed(checked, options, {}).parsed
-
-
-def _parsed(body: CountTokensBody, options: ParseOptions, own: dict[str, Any]) -> ParsedMessage:
-    try:
-        return _parse(body, options, own)
-    except ApiError as error:
-        if error.param in PARAMS:
-            error.param = PARAMS[error.param]
-        raise
+    return _parse(checked, options, {}).parsed
 
 
 def _parse(body: CountTokensBody, options: ParseOptions, own: dict[str, Any]) -> ParsedMessage:
@@ -105,7 +96,7 @@ def _parse(body: CountTokensBody, options: ParseOptions, own: dict[str, Any]) ->
         chat["reasoning_effort"] = effort
     if "enable_thinking" not in chat:
         chat["enable_thinking"] = _enable_thinking(thinking)
-    parsed = replace(parse(CHAT, chat, options), fit_max_tokens=True)
+    parsed = parse_as_chat(chat, options, PARAMS)
     return ParsedMessage(parsed=parsed, show_thinking=thinking.get("display") != "omitted")
 
 

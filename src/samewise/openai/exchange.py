@@ -6,9 +6,10 @@ Completions and chats are here; `openai.responses` and `anthropic` have their ow
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from samewise.openai.bodies import CHAT
 from samewise.openai.errors import ApiError
 from samewise.openai.parse import DeltaParser, ParsedRequest, ParseOptions, parse
 from samewise.openai.replies import BytesOfToken, DecodeTokens, respond
@@ -116,6 +117,19 @@ class _OpenAIWriter:
         return encode_event(error.body()) + DONE
 
 
+def parse_as_chat(chat: Mapping[str, Any], options: ParseOptions, names: Mapping[str, str]) -> ParsedRequest:
+    """An agent's request, translated to the body of a chat. `names` are those of the fields before.
+
+    Where the prompt and max_tokens exceed the context, the context ends the answer: agents always ask for as
+    much as their own models can write. Raises ApiError.
+    """
+    try:
+        return replace(parse(CHAT, dict(chat), options), fit_max_tokens=True, names=names)
+    except ApiError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
+
+
 class ChoiceDeltas:
     """The deltas of the one choice that an agent's request has: reasoning, content and tool calls."""
 
@@ -148,4 +162,5 @@ __all__ = [
     "Reader",
     "Receipts",
     "named_event",
+    "parse_as_chat",
 ]

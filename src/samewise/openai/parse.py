@@ -173,6 +173,8 @@ class ParsedRequest:
     count_reasoning: Callable[[RequestOutput, Sequence[int]], int] | None = field(default=None, compare=False)
     # Where the prompt and max_tokens exceed the context, the context ends the answer.
     fit_max_tokens: bool = False
+    # What the request's own format calls the fields of a chat, where it is translated from another.
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool:
@@ -192,7 +194,13 @@ class ParsedRequest:
                 prompts = [intake.chat_prompt(self.messages, **self.template)]
             return [self._check(intake, prompt) for prompt in prompts]
         except CallerError as error:
-            raise ApiError.of(error, prompt_field="messages" if self.chat else "prompt") from error
+            field_name = "messages" if self.chat else "prompt"
+            raise self.named(ApiError.of(error, prompt_field=field_name)) from error
+
+    def named(self, error: ApiError) -> ApiError:
+        """The error, with its field as the request's own format calls it."""
+        error.param = self.names.get(error.param or "", error.param)
+        return error
 
     def _check(self, intake: RequestChecker[C], prompt: Prompt) -> C:
         try:
@@ -381,10 +389,13 @@ class _Reasoning:
     marks: ReasoningFormat
     decode: DecodeTokens
     show: bool
+    held: bool  # a grammar holds the answer from its start, whatever the prompt has opened
     continued: str | None  # the message that the answer continues
 
     def before(self, output: RequestOutput) -> str:
         """The text in which the prompt may have opened the marks."""
+        if self.held:
+            return ""
         if self.continued is None:
             return self.decode(output.prompt_token_ids[-TAIL_TOKENS:])
         opening, closing = self.marks.opening, self.marks.closing
@@ -397,9 +408,8 @@ class _Reasoning:
 
 
 def _reasoning(body: ChatBody, tools: RequestTools, options: ParseOptions) -> _Reasoning | None:
-    """None where answers have no reasoning: by the model, or because a grammar holds them from the start."""
-    chosen = body.tool_choice not in (None, "auto")
-    if options.decode is None or (tools.grammar is not None and (tools.tool_format is None or chosen)):
+    """None where the model's answers have no reasoning."""
+    if options.decode is None:
         return None
     marks = reasoning_format_of(
         _template_text(body.tools, options), options.special_tokens, options.special_names
@@ -407,7 +417,14 @@ def _reasoning(body: ChatBody, tools: RequestTools, options: ParseOptions) -> _R
     if marks is None or (marks.special and body.skip_special_tokens):
         return None
     continued = str(body.messages[-1].get("content") or "") if body.continue_final_message else None
-    return _Reasoning(marks, options.decode, body.include_reasoning is not False, continued)
+    chosen = tools.tool_format is None or body.tool_choice not in (None, "auto")
+    return _Reasoning(
+        marks,
+        options.decode,
+        body.include_reasoning is not False,
+        tools.grammar is not None and chosen,
+        continued,
+    )
 
 
 def _make_parser(

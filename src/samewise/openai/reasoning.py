@@ -164,7 +164,10 @@ class MarkSplitter:
         text, opening = self._text.lstrip("\n"), self._marks.opening
         if len(text) < len(opening) and opening.startswith(text):
             return None
-        self._text, self._state = text.removeprefix(opening).lstrip("\n"), self._inside
+        if text.startswith(opening):
+            self._text = text[len(opening) :]
+        else:
+            self._text, self._state = text, self._inside
         return []
 
     def _inside(self) -> list[Piece] | None:
@@ -338,11 +341,7 @@ def _is_analysis(header: str) -> bool:
 
 
 __all__ = [
-    "CHANNEL",
-    "END",
     "MARKS",
-    "MESSAGE",
-    "START",
     "TAIL_TOKENS",
     "AnswerParser",
     "ChannelSplitter",

@@ -261,7 +261,7 @@ class Service:
         try:
             return await self.worker.llm.compile_grammar(parsed.params, owner=owner)
         except CallerError as error:
-            raise ApiError.of(error) from error
+            raise parsed.named(ApiError.of(error)) from error
         except MachineError as error:
             if self.worker.state is State.DRAINING:
                 raise unavailable("the server is shutting down", "draining") from error
@@ -316,7 +316,10 @@ class Service:
         Receipts are stored where a folder is configured.
         """
         outputs, folder = [reader.output() for reader in active.readers], self.settings.receipts
-        refuse_aborted(outputs)
+        try:
+            refuse_aborted(outputs)
+        except ApiError as error:
+            raise parsed.named(error) from None
         if not (parsed.receipt or folder) or not all(map(is_complete, outputs)):
             return outputs, None
         receipts = [

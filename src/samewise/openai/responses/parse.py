@@ -7,12 +7,13 @@ refuses are refused, and others pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from samewise.openai.bodies import CHAT, MAX_LOGPROBS
+from samewise.openai.bodies import MAX_LOGPROBS
 from samewise.openai.errors import ApiError, invalid, unsupported
-from samewise.openai.parse import ParsedRequest, ParseOptions, parse, validate
+from samewise.openai.exchange import parse_as_chat
+from samewise.openai.parse import ParsedRequest, ParseOptions, validate
 from samewise.openai.responses.bodies import ResponsesBody
 from samewise.openai.responses.items import FindItem, Item, input_items, messages_of
 
@@ -64,13 +65,7 @@ def parse_response(
     body: object, options: ParseOptions, *, earlier: FindConversation, find: FindItem
 ) -> ParsedResponse:
     """A body of `/v1/responses`. Raises ApiError, which names the field as it is called here."""
-    checked = validate(ResponsesBody, body)
-    try:
-        return _parse(checked, options, earlier, find)
-    except ApiError as error:
-        if error.param in PARAMS:
-            error.param = PARAMS[error.param]
-        raise
+    return _parse(validate(ResponsesBody, body), options, earlier, find)
 
 
 def _parse(
@@ -116,7 +111,7 @@ def _parse(
         chat["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.verbosity is not None:
         chat["verbosity"] = body.text.verbosity
-    parsed = replace(parse(CHAT, chat, options), fit_max_tokens=True)
+    parsed = parse_as_chat(chat, options, PARAMS)
     return ParsedResponse(
         parsed=parsed, items=tuple(items), store=body.store is not False, logprobs=logprobs,
         encrypted=ENCRYPTED in include, echo=_echo(body, parsed, tools),
