@@ -177,7 +177,7 @@ def test_counting_ignores_what_is_not_part_of_the_prompt():
     ("body", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "x"}, "messages"),
         ({"system": 5}, "system"),

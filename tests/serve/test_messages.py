@@ -97,6 +97,17 @@ def test_a_message_has_the_bits_of_the_chat_whole_and_streamed() -> None:
     run(work())
 
 
+def test_zero_tokens_read_the_prompt() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            whole = await served.post(MESSAGES, BODY | {"max_tokens": 0})
+            assert (whole["content"], whole["usage"]["output_tokens"]) == ([], 0)
+            assert whole["stop_reason"] == "max_tokens"
+            assert without_ids((await stream(served, BODY | {"max_tokens": 0}))[0]) == without_ids(whole)
+
+    run(work())
+
+
 def test_stop_sequences() -> None:
     async def work() -> None:
         async with served_app() as served:
@@ -252,7 +263,7 @@ def test_keys_and_errors_in_anthropics_form() -> None:
             served.client.headers["x-api-key"] = "one"
             for reply, status, kind in (
                 (await post(MESSAGES, content=b"{"), 400, "invalid_request_error"),
-                (await post(MESSAGES, json=BODY | {"max_tokens": 0}), 400, "invalid_request_error"),
+                (await post(MESSAGES, json=BODY | {"max_tokens": -1}), 400, "invalid_request_error"),
                 (await post(MESSAGES, json=BODY | {"model": "other"}), 404, "not_found_error"),
                 (await post(COUNT, json=BODY | {"model": "other"}), 404, "not_found_error"),
                 (await post(MESSAGES + "/batches", json={}), 404, "not_found_error"),

@@ -82,7 +82,8 @@ class MessagesBody(CountTokensBody):
     """The body of `/v1/messages`."""
 
     max_tokens: Integer = Field(
-        description="At most; the context may end the answer before.", json_schema_extra={"minimum": 1}
+        description="At most; the context may end the answer before. 0: the prompt is read into the cache.",
+        json_schema_extra={"minimum": 0},
     )
     stop_sequences: list[str] | None = None
     stream: bool | None = None

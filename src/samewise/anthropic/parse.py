@@ -49,8 +49,8 @@ class ParsedMessage:
 def parse_message(body: object, options: ParseOptions) -> ParsedMessage:
     """A body of `/v1/messages`. Raises ApiError, which names the field as it is called here."""
     checked = validate(MessagesBody, body)
-    if checked.max_tokens < 1:
-        raise invalid("max_tokens", "give 1 or more")
+    if checked.max_tokens < 0:
+        raise invalid("max_tokens", "give 0 or more")
     return _parse(checked, options, {
         "max_tokens": checked.max_tokens,
         "stop": checked.stop_sequences,
