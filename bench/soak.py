@@ -4,11 +4,12 @@
 
 The server runs a tiny random model in its own process, with so little KV memory that it preempts. Clients
 request complete answers and streams of completions, chats, responses and messages, verified and not, one
-choice or several, with and without a grammar; they read stored responses; they disconnect at any moment, also while sending a request; and they send malformed requests. After each
-round all clients stop and the server's state is checked: every page free, no task, connection, descriptor or
-thread left over, memory no larger than after warm-up. Every complete verified answer (token ids,
-log-probabilities, text) must equal its reference, computed beforehand, one at a time, by an engine in another
-process without speculation and without prefix caching.
+choice or several, with and without a grammar; they read stored responses; they disconnect at any moment, also
+while sending a request; and they send malformed requests. After each round all clients stop and the server's
+state is checked: every page free, no task, connection, descriptor or thread left over, memory no larger than
+after warm-up. Every complete verified answer (token ids, log-probabilities, text) must equal its reference,
+computed beforehand, one at a time, by an engine in another process without speculation and without prefix
+caching.
 """
 
 from __future__ import annotations

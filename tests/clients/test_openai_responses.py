@@ -1,4 +1,4 @@
-"""openai-python's `responses`, whole and streaming, with tools, structured output and stored conversations."""
+"""openai-python's `responses`, whole and streaming: tools, structured output, stored conversations."""
 
 import asyncio
 import json

@@ -417,14 +417,8 @@ def _reasoning(body: ChatBody, tools: RequestTools, options: ParseOptions) -> _R
     if marks is None or (marks.special and body.skip_special_tokens):
         return None
     continued = str(body.messages[-1].get("content") or "") if body.continue_final_message else None
-    chosen = tools.tool_format is None or body.tool_choice not in (None, "auto")
-    return _Reasoning(
-        marks,
-        options.decode,
-        body.include_reasoning is not False,
-        tools.grammar is not None and chosen,
-        continued,
-    )
+    held = tools.grammar is not None and not tools.free
+    return _Reasoning(marks, options.decode, body.include_reasoning is not False, held, continued)
 
 
 def _make_parser(
