@@ -34,7 +34,7 @@ _MESSAGE_ENDS = (END, START, CHANNEL, "<|return|>", "<|call|>")
 _FINAL = CHANNEL + "final"
 
 TAIL_TOKENS = 64
-"""Tokens at the end of a prompt in which marks that it opened are looked for. A template writes a few words
+"""Tokens at the end of a prompt, and at the start of an answer, in which opening marks are looked for. A template writes a few words
 there; a tokenizer of bytes needs about fifty tokens for them."""
 
 _WORD = re.compile(r"[A-Za-z0-9_.\-]{1,32}")
@@ -88,12 +88,11 @@ class ReasoningFormat:
 
     def num_tokens(self, before: str, token_ids: Sequence[int], decode: DecodeTokens) -> int:
         """How many of an answer's tokens are reasoning, its marks included."""
-        text = decode(list(token_ids))
-        begun = _is_analysis(text.partition(MESSAGE)[0]) if self.channels else (
-            text.lstrip().startswith(self.opening)
-        )  # fmt: skip
+        head = decode(list(token_ids[:TAIL_TOKENS])).lstrip()
+        begun = _is_analysis(head.partition(MESSAGE)[0]) if self.channels else head.startswith(self.opening)
         if not begun and not self.opens(before):
             return 0
+        text = decode(list(token_ids))
         closing = _FINAL if self.channels else self.closing
         if closing not in text:
             return len(token_ids)

@@ -182,7 +182,7 @@ class Service:
         record = self.stored.get(
             request.state.key_digest, request.path_params["response_id"], param="response_id"
         )
-        return Response(record.reply, media_type=JsonResponse.media_type)
+        return SlicedResponse([record.reply], unread=self.unread)
 
     async def delete_response(self, request: Request) -> Response:
         """Forget a stored response."""
@@ -287,6 +287,11 @@ class Service:
         self, parsed: ParsedRequest, active: ActiveRequest, writer: EventWriter
     ) -> AsyncGenerator[bytes]:
         """An answer as events. An error in the middle is an event too, the last one."""
+
+        def end() -> tuple[list[RequestOutput], bytes]:
+            outputs, receipts = self._finish(parsed, active)
+            return outputs, writer.last(outputs, receipts)
+
         try:
             if first := writer.first():
                 yield first
@@ -296,9 +301,10 @@ class Service:
                         if number:  # a late reader has many; others are served between them
                             await asyncio.sleep(0)
                         yield data
-            outputs, receipts = await self._run(lambda: self._finish(parsed, active), parsed, active)
+            outputs, last = await self._run(end, parsed, active)
             self.metrics.finished(parsed, outputs)
-            yield writer.last(outputs, receipts)
+            for start in range(0, len(last), SLICE_BYTES):
+                yield last[start : start + SLICE_BYTES]
         except SamewiseError as error:
             yield writer.failed(ApiError.of(error))
 

@@ -1,7 +1,7 @@
 """Responses that are stored, for `previous_response_id` and `GET`, in a bounded memory.
 
 A response belongs to the key that it was made with; no other key can find it. Where the memory is full, the
-oldest response of the key that holds most of it is forgotten. Nothing is written to disk.
+oldest response of the key that holds most of it is forgotten. One response takes at most a quarter. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ResponseStore:
         return self._used
 
     def add(self, key: bytes, record: ResponseRecord) -> None:
-        """Store a response. One that is larger than the whole memory is not stored."""
+        """Store a response, unless it is too large."""
         size = _size(record)
-        if size > self.limit:
+        if size > self.limit // 4:
             return
         with self._lock:
             self._records.setdefault(key, OrderedDict())[record.id] = record

@@ -70,6 +70,8 @@ class ResponsesExchange:
     ) -> None:
         self._request = parse_response(body, options, earlier=records.conversation, find=records.item)
         self._keep, self._id = keep, PREFIX + uuid4().hex
+        # Encoded now, in the thread that read the body: conversations may be long where answers are short.
+        self._before = encode_json(list(self._request.items)) if self._request.store else b""
 
     @property
     def parsed(self) -> ParsedRequest:
@@ -93,7 +95,13 @@ class ResponsesExchange:
         return self._writer(facts)
 
     def _writer(self, facts: AnswerFacts) -> _ResponseWriter:
-        return _ResponseWriter(self._request, facts, self._id, self._keep)
+        return _ResponseWriter(self._request, facts, self._id, self._store)
+
+    def _store(self, reply: dict[str, Any]) -> None:
+        """Store a complete response, if it is to be."""
+        if self._request.store:
+            items = _joined(self._before, encode_json(reply["output"]))
+            self._keep(ResponseRecord(self._id, encode_json(reply), items))
 
 
 class _ResponseWriter:
@@ -104,9 +112,9 @@ class _ResponseWriter:
         request: ParsedResponse,
         facts: AnswerFacts,
         response_id: str,
-        keep: Callable[[ResponseRecord], object],
+        store: Callable[[dict[str, Any]], object],
     ) -> None:
-        self._request, self._facts, self._id, self._keep = request, facts, response_id, keep
+        self._request, self._facts, self._store = request, facts, store
         head = {
             "id": response_id,
             "object": "response",
@@ -174,7 +182,7 @@ class _ResponseWriter:
         return self._builder.add(deltas, entries)
 
     def end(self, outputs: Sequence[RequestOutput], receipts: Receipts | None) -> list[Event]:
-        """The events that complete the response. It is stored, if it is to be."""
+        """The events that complete the response, which is then stored."""
         (output,) = outputs
         (answer,) = output.outputs
         count = self._request.parsed.count_reasoning
@@ -200,9 +208,7 @@ class _ResponseWriter:
         if receipts is not None:
             fields["receipt"] = receipts[0]
         events = self._builder.end(cut=answer.finish_reason == "length", **fields)
-        if self._request.store:
-            items = [*self._request.items, *self._builder.items]
-            self._keep(ResponseRecord(self._id, encode_json(events[-1]["response"]), encode_json(items)))
+        self._store(events[-1]["response"])
         return events
 
     def _entries(
@@ -243,6 +249,11 @@ def _rows(
         for one in (row, *row["top_logprobs"]):
             one["bytes"] = one["bytes"] or []
     return rows
+
+
+def _joined(one: bytes, two: bytes) -> bytes:
+    """Two JSON lists as one."""
+    return b"[" + b",".join(part[1:-1] for part in (one, two) if part != b"[]") + b"]"
 
 
 def _encode(events: Sequence[Event]) -> bytes:
