@@ -34,8 +34,8 @@ _MESSAGE_ENDS = (END, START, CHANNEL, "<|return|>", "<|call|>")
 _FINAL = CHANNEL + "final"
 
 TAIL_TOKENS = 64
-"""Tokens at the end of a prompt, and at the start of an answer, in which opening marks are looked for. A template writes a few words
-there; a tokenizer of bytes needs about fifty tokens for them."""
+"""Tokens at the end of a prompt, and at the start of an answer, in which opening marks are looked for. A
+template writes a few words there; a tokenizer of bytes needs about fifty tokens for them."""
 
 _WORD = re.compile(r"[A-Za-z0-9_.\-]{1,32}")
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)

@@ -1,7 +1,8 @@
 """Responses that are stored, for `previous_response_id` and `GET`, in a bounded memory.
 
 A response belongs to the key that it was made with; no other key can find it. Where the memory is full, the
-oldest response of the key that holds most of it is forgotten. One response takes at most a quarter. Nothing is written to disk.
+oldest response of the key that holds most of it is forgotten. One response takes at most a quarter. Nothing
+is written to disk.
 """
 
 from __future__ import annotations
