@@ -53,13 +53,13 @@ class Records:
     def item(self, item_id: str) -> Item:
         """An item of a stored response: its id contains the response's."""
         response_id = PREFIX + item_id.partition("_")[2].partition("_")[0]
-        for item in self._get(response_id).conversation():
-            if item.get("id") == item_id:
-                return item
-        raise ApiError(
-            f"the item {item_id[:80]!r} is not stored here; send the item itself",
-            status=404, param="input", code="not_found",
-        )  # fmt: skip
+        try:
+            return next(one for one in self.conversation(response_id) if one.get("id") == item_id)
+        except (ApiError, StopIteration):
+            raise ApiError(
+                f"the item {item_id[:80]!r} is not stored here; send the item itself",
+                status=404, param="input", code="item_not_found",
+            ) from None  # fmt: skip
 
 
 class ResponsesExchange:
