@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 
+from samewise.openai.bodies import CHAT
 from samewise.openai.errors import ApiError
+from samewise.openai.parse import ParseOptions, parse
 from samewise.openai.reasoning import (
     AnswerParser,
     ReasoningFormat,
@@ -166,3 +168,32 @@ def test_a_contradiction_and_a_word_that_is_none_are_refused():
     with pytest.raises(ApiError) as refused:
         thinking_kwargs(GPT, reasoning_effort="<|im_end|>")
     assert refused.value.param == "reasoning_effort"
+
+
+def test_marks_that_are_special_tokens_are_kept_in_the_text():
+    def parsed(**body):
+        options = ParseOptions(
+            template=lambda tools: "[THINK] [/THINK]", special_names=frozenset(special), decode=bytes_of
+        )
+        return parse(CHAT, {"messages": [{"role": "user", "content": "x"}]} | body, options)
+
+    special = ("[THINK]", "[/THINK]")
+    assert not parsed().params.skip_special_tokens
+    assert parsed().make_parser is not None
+    assert parsed(skip_special_tokens=True).make_parser is None  # the text will have no marks
+    special = ()
+    assert parsed().params.skip_special_tokens
+    assert parsed().make_parser is not None
+
+
+def test_a_message_that_is_continued_may_have_opened_the_marks():
+    def continued(content):
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}]
+        body = {"messages": messages, "continue_final_message": True}
+        options = ParseOptions(template=lambda tools: "</think>", decode=bytes_of)
+        parser = parse(CHAT, body, options).make_parser(None, 0)
+        return joined(parser.push("a</think>b") + parser.flush())
+
+    assert continued("<think>so") == ("a", "b")
+    assert continued("<think>so</think>yes") == ("", "a</think>b")
+    assert continued("yes") == ("", "a</think>b")

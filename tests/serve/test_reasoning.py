@@ -21,7 +21,6 @@ def test_reasoning_is_apart_from_the_content_whole_and_streamed() -> None:
             text = plain["choices"][0]["message"]["content"]
             assert "reasoning" not in plain["choices"][0]["message"]  # the template knows no marks
             served.llm.intake.tokenizer.chat_template = template + "{# </think> #}"
-            served.app.state.service._parse_options = None
             whole = await served.post(CHAT, BODY | {"return_token_ids": True, "logprobs": True})
             message = whole["choices"][0]["message"]
             assert text == f"<think>\n{message['reasoning']}\n</think>\n\n{message['content']}"
