@@ -102,7 +102,7 @@ def _operation(endpoint: Endpoint, refs: Mapping[Any, Any]) -> dict[str, Any]:
         content = {"application/json": {"schema": refs[endpoint.body]}}
         operation["requestBody"] = {"required": True, "content": content}
     if "{" in endpoint.path:
-        name = endpoint.path.partition("{")[2].partition(":")[0]
+        name = endpoint.path.partition("{")[2].partition("}")[0].removesuffix(":path")
         schema = {"type": "string", "minLength": 1}
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     return operation
