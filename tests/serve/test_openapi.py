@@ -32,6 +32,8 @@ from samewise.openai.responses.bodies import DeletedReply, ResponseReply
 from samewise.params import SamplingParams, json_schema_of
 from samewise.serve.settings import Keys, ServeSettings
 
+AGENTS_REPLIES = (ResponseReply, DeletedReply, MessageReply, CountTokensReply)
+
 
 def test_the_openapi_document_describes_every_route() -> None:
     async def work() -> None:
@@ -79,6 +81,7 @@ def test_agents_replies_and_errors_have_the_types_of_the_document() -> None:
                 CountTokensReply: [await served.post("/v1/messages/count_tokens", message)],
                 MessageErrorBody: [(await served.client.post("/v1/messages", json={})).json()],
             }
+            assert {*replies} == {*AGENTS_REPLIES, MessageErrorBody}
             for kind, bodies in replies.items():
                 for body in bodies:
                     assert TypeAdapter(kind).validate_python(body) == body
@@ -113,7 +116,7 @@ def test_replies_have_the_types_of_the_document() -> None:
                 for reply in listed:
                     assert TypeAdapter(kind).validate_python(reply, strict=True, extra="forbid") == reply
             endpoints = served.app.state.service.endpoints
-            assert {endpoint.reply for endpoint in endpoints} == {*replies, str}
+            assert {endpoint.reply for endpoint in endpoints} == {*replies, *AGENTS_REPLIES, str}
 
     run(work())
 

@@ -237,6 +237,29 @@ def test_a_schema_is_followed() -> None:
     run(work())
 
 
+def test_beside_tools_an_answer_is_a_call_or_follows_the_schema() -> None:
+    """What agents with a type for their result send: tools, and a form of the text."""
+
+    async def work() -> None:
+        async with served_app(eos=True) as served:
+            served.llm.intake.tokenizer.chat_template = HERMES + "{# </think> #}"
+            text = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}}
+            body = BODY | {"tools": [TOOL], "text": text, "max_output_tokens": 200}
+            kinds = set()
+            for seed in range(8):
+                whole = await served.post(RESPONSES, body | {"seed": seed, "temperature": 2})
+                kinds |= {item["type"] for item in whole["output"]}
+                for item in whole["output"] if whole["status"] == "completed" else ():
+                    if item["type"] == "message":
+                        assert set(json.loads(item["content"][0]["text"])) == {"name", "age"}
+                    else:
+                        assert json.loads(item["arguments"])["town"] in ("Ulm", "Bonn")
+            assert kinds <= {"message", "function_call"}
+            assert kinds
+
+    run(work())
+
+
 @pytest.mark.parametrize("include", [[], ["reasoning.encrypted_content"], ["message.output_text.logprobs"]])
 def test_reasoning_is_an_item_of_its_own_and_comes_back(include: list[str]) -> None:
     async def work() -> None:
