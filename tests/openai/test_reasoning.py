@@ -197,3 +197,7 @@ def test_a_message_that_is_continued_may_have_opened_the_marks():
     assert continued("<think>so") == ("a", "b")
     assert continued("<think>so</think>yes") == ("", "a</think>b")
     assert continued("yes") == ("", "a</think>b")
+    empty = {"messages": [], "continue_final_message": True}
+    options = ParseOptions(template=lambda tools: "</think>", decode=bytes_of)
+    with pytest.raises(ApiError, match="is empty"):
+        parse(CHAT, empty, options)

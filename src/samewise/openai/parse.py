@@ -416,7 +416,8 @@ def _reasoning(body: ChatBody, tools: RequestTools, options: ParseOptions) -> _R
     )
     if marks is None or (marks.special and body.skip_special_tokens):
         return None
-    continued = str(body.messages[-1].get("content") or "") if body.continue_final_message else None
+    last = body.messages[-1] if body.continue_final_message and body.messages else None
+    continued = None if last is None else str(last.get("content") or "")
     held = tools.grammar is not None and not tools.free
     return _Reasoning(marks, options.decode, body.include_reasoning is not False, held, continued)
 
