@@ -3,12 +3,13 @@
     python bench/soak.py --minutes 10 --clients 32
 
 The server runs a tiny random model in its own process, with so little KV memory that it preempts. Clients
-request complete answers and streams, verified and not, one choice or several, with and without a grammar;
-they disconnect at any moment, also while sending a request; and they send malformed requests. After each
-round all clients stop and the server's state is checked: every page free, no task, connection, descriptor or
-thread left over, memory no larger than after warm-up. Every complete verified answer (token ids,
-log-probabilities, text) must equal its reference, computed beforehand, one at a time, by an engine in another
-process without speculation and without prefix caching.
+request complete answers and streams of completions, chats, responses and messages, verified and not, one
+choice or several, with and without a grammar; they read stored responses; they disconnect at any moment, also
+while sending a request; and they send malformed requests. After each round all clients stop and the server's
+state is checked: every page free, no task, connection, descriptor or thread left over, memory no larger than
+after warm-up. Every complete verified answer (token ids, log-probabilities, text) must equal its reference,
+computed beforehand, one at a time, by an engine in another process without speculation and without prefix
+caching.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ import httpx
 from soak_requests import (
     MALFORMED,
     MIB,
+    RESPONSES,
     SoakRequest,
     as_json,
-    choice_result,
+    is_complete,
     make_engine,
     random_bodies,
     references,
-    stream_result,
+    results_of,
+    streamed_results_of,
 )
 
 # ---- server
@@ -56,10 +59,14 @@ def serve(kv_memory: str) -> None:
 
     from samewise import AsyncLLM
     from samewise.serve.app import make_app
+    from samewise.serve.limits import ServeLimits
+    from samewise.serve.settings import ServeSettings
+
+    settings = ServeSettings(limits=ServeLimits(max_stored=MIB // 4))  # so that it is soon full
 
     async def main() -> None:
         async with AsyncLLM.over(make_engine(kv_memory=kv_memory, max_num_seqs=16, max_queued=36)) as llm:
-            app = make_app(llm)
+            app = make_app(llm, settings)
             server = uvicorn.Server(
                 uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
             )
@@ -76,6 +83,7 @@ def serve(kv_memory: str) -> None:
                     "tasks": len(asyncio.all_tasks()),
                     "threads": threading.active_count(),
                     "connections": len(server.server_state.connections),
+                    "stored": app.state.service.stored.used,
                     "descriptors": len(list(Path("/proc/self/fd").iterdir())),
                     "rss": rss(),
                     "objects": len(gc.get_objects()),
@@ -188,7 +196,17 @@ class Clients:
             return None, None
         if response.status_code != 200:
             raise ValueError(f"{response.status_code} {response.text[:300]}")
-        return tuple(choice_result(choice) for choice in response.json()["choices"]), None
+        reply = response.json()
+        if path == RESPONSES:
+            await self._retrieve(client, reply)
+        return results_of(path, reply), None
+
+    async def _retrieve(self, client: httpx.AsyncClient, reply: dict) -> None:
+        """A stored response is as it was sent, or was forgotten to make room."""
+        stored = await client.get(f"{RESPONSES}/{reply['id']}")
+        self.results.counts[f"stored response {stored.status_code}"] += 1
+        if stored.status_code != 404 and stored.json() != reply:
+            raise ValueError(f"{stored.status_code} {stored.text[:300]} instead of {reply}")
 
     async def _stream(self, client: httpx.AsyncClient, path: str, body: dict):
         events, first, done = [], None, False
@@ -200,12 +218,12 @@ class Clients:
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     done = True
-                elif line:
+                elif line.startswith("data: "):
                     first = first or time.monotonic()
                     events.append(json.loads(line.removeprefix("data: ")))
-        if not done or any("error" in event for event in events):
-            raise ValueError(f"a stream ended without [DONE] or with an error: {events[-1:]}")
-        return stream_result(events), first
+        if not is_complete(path, events, done=done) or any("error" in event for event in events):
+            raise ValueError(f"a stream ended without its end mark or with an error: {events[-1:]}")
+        return streamed_results_of(path, events), first
 
     async def _malformed(self, rng: random.Random) -> None:
         method, path, body, status = rng.choice(MALFORMED)
@@ -215,7 +233,7 @@ class Clients:
             )
         if response.status_code not in (status, 429):  # a full queue may be checked first
             raise ValueError(f"{method} {path} {body[:60]!r}: {response.status_code} {response.text[:200]}")
-        if list(response.json()) != ["error"]:
+        if not {"message", "param", "code"} <= response.json()["error"].keys():
             raise ValueError(f"not an error: {response.text[:200]}")
 
     async def _cut(self, request: SoakRequest, rng: random.Random) -> None:
@@ -308,6 +326,8 @@ async def soak(args: argparse.Namespace, port: int, requests: list[SoakRequest],
               f"threads {state['threads']:2d}  {state['rss'] / MIB:6.1f} MiB  {state['objects']} objects  "
               f"wrong {len(clients.results.errors) + len(errors)}", flush=True)  # fmt: skip
     counts, last = clients.results.counts, states[-1]
+    if not 0 < last["stored"] <= MIB // 4:
+        errors.append(f"stored responses take {last['stored']} bytes of {MIB // 4}")
     errors += growth(states, first) + clients.results.errors
     if not last["preempted"]:
         errors.append("nothing was preempted, so preemption was not tested; give less --kv-memory")

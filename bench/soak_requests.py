@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 MIB = 2**20
 
 
@@ -53,7 +54,10 @@ def random_bodies(num: int, rng: random.Random) -> list[tuple[str, dict]]:
             body["response_format"] = {"type": "json_object"}
         if rng.random() < 0.3:
             messages = [{"role": "user", "content": text}]
-            requests.append((CHAT, body | {"messages": messages, "logprobs": True, "top_logprobs": 2}))
+            chat = body | {"messages": messages, "logprobs": True, "top_logprobs": 2}
+            requests.append((CHAT, chat))
+            if "n" not in body:
+                requests += [(RESPONSES, as_response(chat)), (MESSAGES, as_message(chat))]
         else:
             echo = {"echo": True} if i % 11 == 8 else {}
             prompt = list(text.encode()) if i % 12 == 9 else text
@@ -61,23 +65,93 @@ def random_bodies(num: int, rng: random.Random) -> list[tuple[str, dict]]:
     return requests
 
 
+def as_response(chat: dict) -> dict:
+    """The chat's request as one for a response."""
+    body = dict(chat) | {"input": chat["messages"], "max_output_tokens": chat["max_tokens"]}
+    body |= {"include": ["message.output_text.logprobs"], "metadata": {"from": "the soak"}}
+    if "response_format" in chat:
+        body["text"] = {"format": chat["response_format"]}
+    return {
+        name: body[name]
+        for name in body
+        if name not in ("messages", "max_tokens", "logprobs", "response_format")
+    }
+
+
+def as_message(chat: dict) -> dict:
+    """The chat's request as one for a message."""
+    body = dict(chat) | {"metadata": {"user_id": "the soak"}}
+    if "stop" in chat:
+        body["stop_sequences"] = chat["stop"]
+    if "response_format" in chat:
+        body["output_config"] = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    return {name: body[name] for name in body if name not in ("stop", "response_format")}
+
+
 def references(bodies: list[tuple[str, dict]]) -> tuple[list[SoakRequest], str]:
     """Answer each request alone, in this process; returns them with their contract id."""
     from samewise import LLM
-    from samewise.openai.parse import parse
-    from samewise.openai.replies import respond
+    from samewise.anthropic.exchange import MessagesExchange
+    from samewise.openai.exchange import AnswerFacts, OpenAIExchange
+    from samewise.openai.parse import ParseOptions
+    from samewise.openai.responses.exchange import Records, ResponsesExchange
     from samewise.testing import byte_tokenizer
 
+    def read(path: str, body: dict):
+        if path == RESPONSES:
+            return ResponsesExchange(body, options, records=Records(lambda _: None), keep=lambda _: None)
+        return MessagesExchange(body, options) if path == MESSAGES else OpenAIExchange(path, body, options)
+
     llm = LLM.over(make_engine(proposer="none", enable_prefix_caching=False, max_num_seqs=1))
+    options = ParseOptions()
+    facts = AnswerFacts(
+        model="x", created=0, request_id="x", contract="x", decode=byte_tokenizer().decode,
+        token_bytes=lambda _: None,
+    )  # fmt: skip
     requests = []
     for path, body in bodies:
-        parsed = parse(path, body)
+        exchange = read(path, body)
+        parsed = exchange.parsed
         prompt = llm.chat_prompt(parsed.messages, **parsed.template) if parsed.chat else parsed.prompts[0]
         outputs = llm.generate([prompt], parsed.params, use_tqdm=False)
-        reply = respond(parsed, outputs, model="x", created=0, id="x", decode=byte_tokenizer().decode)
-        results = tuple(choice_result(choice) for choice in reply["choices"])
-        requests.append(SoakRequest(path, body, results))
+        requests.append(SoakRequest(path, body, results_of(path, exchange.reply(facts, outputs, None))))
     return requests, llm.engine.contract.id
+
+
+def results_of(path: str, reply: dict) -> tuple:
+    """The results of each choice of a whole answer; agents' answers have one."""
+    if path == RESPONSES:
+        (message,) = reply["output"]
+        (part,) = message["content"]
+        values = tuple(row["logprob"] for row in part["logprobs"])
+        return ((tuple(reply["token_ids"]), values, part["text"], reply["status"]),)
+    if path == MESSAGES:
+        text = "".join(block["text"] for block in reply["content"])
+        values = tuple(row["logprob"] for row in reply["logprobs"]["content"])
+        return ((tuple(reply["token_ids"]), values, text, reply["stop_reason"]),)
+    return tuple(choice_result(choice) for choice in reply["choices"])
+
+
+def streamed_results_of(path: str, events: list[dict]) -> tuple:
+    """The results of each choice of a stream."""
+    if path == RESPONSES:
+        whole = results_of(path, events[-1]["response"])
+        text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+        return ((*whole[0][:2], text, whole[0][3]),)
+    if path == MESSAGES:
+        deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+        last = next(event for event in events if event["type"] == "message_delta")
+        text = [{"text": "".join(deltas)}]
+        return results_of(path, last | {"content": text, "stop_reason": last["delta"]["stop_reason"]})
+    return stream_result(events)
+
+
+def is_complete(path: str, events: list[dict], *, done: bool) -> bool:
+    """Whether a stream was ended as its endpoint ends one. `done`: it had OpenAI's end mark."""
+    last = events[-1].get("type") if events else None
+    if path == RESPONSES:
+        return last in ("response.completed", "response.incomplete")
+    return last == "message_stop" if path == MESSAGES else done
 
 
 def choice_result(choice: dict) -> tuple:
@@ -136,7 +210,15 @@ MALFORMED: list[tuple[str, str, bytes, int]] = [
     ("POST", CHAT, as_json({"messages": [{"role": "no role", "content": "x"}]}), 400),
     ("POST", CHAT, as_json({"messages": [{"role": "user", "content": 5}]}), 400),
     ("POST", CHAT, b" " * (9 * MIB), 413),
-    ("POST", "/v1/responses", as_json({"input": "x"}), 404),
+    ("POST", RESPONSES, as_json({"input": "x", "background": True}), 400),
+    ("POST", RESPONSES, as_json({"input": [{"type": "unknown"}]}), 400),
+    ("POST", RESPONSES, as_json({"input": "x", "previous_response_id": "resp_0"}), 404),
+    ("GET", RESPONSES + "/resp_0", b"", 404),
+    ("DELETE", RESPONSES + "/resp_0", b"", 404),
+    ("POST", MESSAGES, as_json({"messages": [], "max_tokens": 1}), 400),
+    ("POST", MESSAGES, as_json({"messages": [{"role": "user", "content": "x"}]}), 400),
+    ("POST", MESSAGES + "/count_tokens", b"{", 400),
+    ("GET", MESSAGES, b"", 405),
     ("GET", COMPLETIONS, b"", 405),
     ("GET", "/nowhere", b"", 404),
 ]

@@ -16,10 +16,12 @@ from samewise.testing import byte_tokenizer, tiny_model
 
 SRC = Path(__file__).parents[2] / "src"
 NAME = "tiny"
-TEMPLATE = (  # a template with tools, in the format of the Hermes models
+TEMPLATE = (  # a template with tools, in the format of the Hermes models, and with thinking marks
     "{% if tools %}# Tools\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     'Answer with <tool_call>{"name": …, "arguments": …}</tool_call>\n{% endif %}'
-    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% for m in messages %}<s>{{ m['role'] }}: "
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% endif %}"
 )
 CLIENT_ENV = {

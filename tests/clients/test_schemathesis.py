@@ -16,6 +16,8 @@ pytest.importorskip("schemathesis", reason="schemathesis is not installed; see m
 
 CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance,status_code_conformance"
 ANSWERING = ("/v1/completions", "/v1/chat/completions")
+AGENTS = ("/v1/responses", "/v1/messages")
+COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
 def run(
@@ -45,7 +47,7 @@ def test_random_bodies_never_cause_a_server_error(server: ServerProcess, tmp_pat
         server, tmp_path, f"{server.url}/openapi.json", "--max-examples", "24", "--phases", "coverage,fuzzing"
     )
     assert max(status for _, status in counts) < 500
-    for path in (*ANSWERING, "/tokenize", "/detokenize"):
+    for path in (*ANSWERING, *AGENTS, COUNT_TOKENS, "/tokenize", "/detokenize"):
         assert counts[path, 200] > 0, counts
         assert counts[path, 400] > 0, counts
 
@@ -60,6 +62,53 @@ def test_likely_requests_are_answered(server: ServerProcess, tmp_path: Path) -> 
     assert {status for path, status in counts if path in ANSWERING} <= {200, 400}
     for path in ANSWERING:
         assert counts[path, 200] > 40, counts
+
+
+def test_likely_requests_of_agents_are_answered(server: ServerProcess, tmp_path: Path) -> None:
+    """The same for the agents' endpoints."""
+    document = tmp_path / "narrow.json"
+    document.write_text(json.dumps(narrowed_for_agents(httpx.get(f"{server.url}/openapi.json").json())))
+    counts = run(
+        server, tmp_path, str(document), "--max-examples", "60", "--mode", "positive", "--phases", "fuzzing"
+    )
+    assert {status for path, status in counts if path in AGENTS} <= {200, 400}
+    for path in (*AGENTS, COUNT_TOKENS):
+        assert counts[path, 200] > 25, counts
+
+
+def narrowed_for_agents(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with the agents' paths, and narrow types for values that would be refused."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}}
+    narrow: dict[str, Any] = {
+        "model": {"enum": [NAME, None]},
+        "max_tokens": {"enum": [1, 2, 7, 24]},
+        "max_output_tokens": {"enum": [1, 2, 7, 24]},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 1},
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "top_k": {"type": "integer", "minimum": 1, "maximum": 400},
+        "previous_response_id": {"type": "null"},
+        "truncation": {"enum": ["disabled", None]},
+        "tool_choice": {"type": "null"},
+        "top_logprobs": {"type": "null"},
+        "include": {"enum": [None, [], ["reasoning.encrypted_content"]]},
+        "thinking": {"enum": [None, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}]},
+        "output_format": {"type": "null"},
+        "output_config": {
+            "enum": [None, {"effort": "low"}, {"format": {"type": "json_schema", "schema": schema}}]
+        },
+        "text": {"enum": [None, {"format": {"type": "text"}}, {"verbosity": "low"}]},
+        "reasoning": {"enum": [None, {"effort": "low"}, {"effort": "none", "summary": "auto"}]},
+        "stop_sequences": {"type": "array", "items": {"enum": ["x", "yz"]}, "maxItems": 2},
+        "tools": {"enum": [None, [], [{"type": "web_search", "name": "web_search"}]]},
+    }  # fmt: skip
+    for name in ("ResponsesBody", "MessagesBody", "CountTokensBody"):
+        body = document["components"]["schemas"][name]
+        for field in body["properties"].keys() & narrow.keys():
+            body["properties"][field] = narrow[field]
+        body["additionalProperties"] = False
+    document["components"]["schemas"]["ResponsesBody"]["required"] = ["input", "max_output_tokens"]
+    document["paths"] = {path: document["paths"][path] for path in (*AGENTS, COUNT_TOKENS)}
+    return document
 
 
 def narrowed(document: dict[str, Any]) -> dict[str, Any]:

@@ -146,10 +146,11 @@ def test_invalid_tools_are_refused_by_name(tools, choice, message):
     assert caught.value.param == str(caught.value).partition("=")[0]
 
 
-def test_a_response_format_is_refused_with_tool_choice_auto():
+def test_a_response_format_is_refused_where_a_call_cannot_be_told_from_it():
+    for template, response in ((LLAMA, Grammar.json_object()), (HERMES, Grammar.regex("a"))):
+        with pytest.raises(BadParameter, match=rf"^response_format={response.kind}: .*tool_choice"):
+            request_tools([CLOCK], "auto", template=template, response=response)
     response = Grammar.json_object()
-    with pytest.raises(BadParameter, match=r"^response_format=json_object: .*tool_choice"):
-        request_tools([CLOCK], "auto", template=HERMES, response=response)
     assert request_tools([CLOCK], "required", template=HERMES, response=response).grammar != response
 
 
@@ -211,6 +212,27 @@ def test_without_parallel_calls_the_grammar_allows_one_call(tool_format):
     tools = request_tools([STRICT], "required", parallel=False, template=TEMPLATES[tool_format])
     assert follows(PLAIN, tools.grammar, TEXTS[tool_format])
     assert not follows(PLAIN, tools.grammar, TEXTS[tool_format] + "\n" + TEXTS[tool_format])
+
+
+@pytest.mark.parametrize("tokenizer", [WITH_MARKERS, PLAIN], ids=["marked", "plain"])
+@pytest.mark.parametrize("tool_format", [ToolFormat.HERMES, ToolFormat.MISTRAL, ToolFormat.MISTRAL_ARGS])
+@pytest.mark.parametrize(
+    "response",
+    [
+        Grammar.json_object(),
+        Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
+    ],
+    ids=["object", "schema"],
+)
+def test_beside_a_response_format_an_answer_is_calls_or_that(tool_format, tokenizer, response):
+    template, special = TEMPLATES[tool_format], special_tokens(tokenizer)
+    tools = request_tools([CLOCK, WEATHER], "auto", template=template, special=special, response=response)
+    assert not tools.free
+    assert follows(tokenizer, tools.grammar, TEXTS[tool_format])
+    assert follows(tokenizer, tools.grammar, '{"a": 5}')
+    assert follows(tokenizer, tools.grammar, '{"a": "x"}') is (response.kind == "json_object")
+    for text in ("It is sunny.", "Let me see. " + TEXTS[tool_format], TEXTS[tool_format] + ' {"a": 5}'):
+        assert not follows(tokenizer, tools.grammar, text)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from served_app import (
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
+from samewise.anthropic.bodies import CountTokensReply, MessageReply
+from samewise.anthropic.errors import MessageErrorBody
 from samewise.openai.bodies import (
     CompletionReply,
     DetokenizeReply,
@@ -28,8 +30,11 @@ from samewise.openai.bodies import (
     TokenizerInfo,
     VersionReply,
 )
+from samewise.openai.responses.bodies import DeletedReply, ResponseReply
 from samewise.params import SamplingParams, json_schema_of
 from samewise.serve.settings import Keys, ServeSettings
+
+AGENTS_REPLIES = (ResponseReply, DeletedReply, MessageReply, CountTokensReply)
 
 
 def test_the_openapi_document_describes_every_route() -> None:
@@ -48,6 +53,43 @@ def test_the_openapi_document_describes_every_route() -> None:
             assert fields["stop_token_ids"]["items"] == {"minimum": 0}
             for path in ("/health", "/ready", "/live", "/load", "/tokenizer_info", "/version"):
                 assert (await served.client.get(path)).status_code == 200
+
+    run(work())
+
+
+def test_parameters_in_paths_are_described() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            document = (await served.client.get("/openapi.json")).json()
+            named = {path: re.findall(r"{(\w+)}", path) for path in document["paths"]}
+            assert named["/v1/responses/{response_id}"] == ["response_id"]
+            for path, methods in document["paths"].items():
+                for operation in methods.values():
+                    assert [one["name"] for one in operation.get("parameters", ())] == named[path]
+
+    run(work())
+
+
+def test_agents_replies_and_errors_have_the_types_of_the_document() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            message = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+            response = await served.post("/v1/responses", {"input": "hello", "max_output_tokens": 4})
+            address = f"/v1/responses/{response['id']}"
+            replies: dict[Any, list[Any]] = {
+                ResponseReply: [response, (await served.client.get(address)).json()],
+                DeletedReply: [(await served.client.delete(address)).json()],
+                MessageReply: [await served.post("/v1/messages", message | {"logprobs": True})],
+                CountTokensReply: [await served.post("/v1/messages/count_tokens", message)],
+                MessageErrorBody: [(await served.client.post("/v1/messages", json={})).json()],
+            }
+            assert {*replies} == {*AGENTS_REPLIES, MessageErrorBody}
+            for kind, bodies in replies.items():
+                for body in bodies:
+                    assert TypeAdapter(kind).validate_python(body) == body
+            document = (await served.client.get("/openapi.json")).json()
+            refusal = document["paths"]["/v1/messages"]["post"]["responses"]["400"]["content"]
+            assert refusal["application/json"]["schema"]["$ref"].endswith("/MessageErrorBody")
 
     run(work())
 
@@ -80,7 +122,7 @@ def test_replies_have_the_types_of_the_document() -> None:
                     extra = "allow" if kind is TokenizerInfo else "forbid"
                     assert TypeAdapter(kind).validate_python(reply, strict=True, extra=extra) == reply
             endpoints = served.app.state.service.endpoints
-            assert {endpoint.reply for endpoint in endpoints} == {*replies, str}
+            assert {endpoint.reply for endpoint in endpoints} == {*replies, *AGENTS_REPLIES, str}
 
     run(work())
 

@@ -181,7 +181,6 @@ def test_unknown_models_are_refused(server: Any) -> None:
         ("GET", "/nope", 404, "not_found"),
         ("GET", COMPLETIONS, 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
-        ("POST", "/v1/responses", 404, "unsupported_endpoint"),
         ("POST", "/v1/embeddings", 404, "not_found"),
     ],
 )

@@ -87,6 +87,10 @@ def serve(
         int,
         _limit(help="Memory of answers that clients do not read; the largest is dropped first."),
     ] = DEFAULT_LIMITS.max_unread,
+    max_stored_bytes: Annotated[
+        int,
+        _limit(help="Memory of stored responses; the oldest of the key that holds most is forgotten first."),
+    ] = DEFAULT_LIMITS.max_stored,
     max_connections: Annotated[
         Optional[int],
         _limit(help="Open connections; by default as many as the limit on files allows."),
@@ -118,6 +122,7 @@ def serve(
     limits = ServeLimits(
         max_connections=max_connections, head_timeout=head_timeout, body_timeout=body_timeout,
         write_timeout=write_timeout, max_bodies=max_bodies_bytes, max_unread=max_unread_bytes,
+        max_stored=max_stored_bytes,
     )  # fmt: skip
     listen = Listen(host=host, port=port, unix_socket=unix_socket, certificate=ssl_certfile, key=ssl_keyfile)
     keys = gather_keys(api_key or (), api_key_file)

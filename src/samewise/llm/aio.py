@@ -113,6 +113,11 @@ class ResponseReader:
         return self._answer.output()
 
     @property
+    def params(self) -> SamplingParams:
+        """The parameters of the answer, as they were checked."""
+        return self._answer.checked.params
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all choices so far."""
         return sum(len(choice.token_ids) for choice in self._answer.choices)

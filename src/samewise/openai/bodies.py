@@ -115,6 +115,9 @@ def _sampling(name: str, description: str | None = None, **json_schema: Any) -> 
     return _ranged(description, **(json_schema_of(name) | json_schema))
 
 
+_EFFORT: Any = Field(None, description="For templates that know it; others are not changed by it.")
+_THINKING: Any = Field(None, description="Whether to reason, for templates that know it.")
+_VERBOSITY: Any = Field(None, description="For templates that know it; others are not changed by it.")
 _CONTENT_TOKENS: Any = Field(
     None, description="False: control tokens in messages are encoded as text. The server may always do so."
 )
@@ -208,6 +211,10 @@ class ChatBody(Body):
     tools: list[dict[str, Anything]] | None = None
     tool_choice: Anything = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = _EFFORT
+    enable_thinking: bool | None = _THINKING
+    verbosity: str | None = _VERBOSITY
+    include_reasoning: bool | None = Field(None, description="False: the answer comes without its reasoning.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Anything] | None = None
@@ -223,6 +230,9 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    reasoning_effort: str | None = _EFFORT
+    enable_thinking: bool | None = _THINKING
+    verbosity: str | None = _VERBOSITY
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Anything] | None = None
@@ -254,7 +264,6 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "dynatemp_range": ((0,), "is not supported; use temperature"),
     "early_stopping": ((False,), "is not supported; there is no beam search"),
     "ebnf": ((), "is not supported; use response_format"),
-    "enable_thinking": ((), "is not a field of its own; templates that know it take chat_template_kwargs"),
     "epsilon_cutoff": ((0,), "is not supported; use top_p or min_p"),
     "eta_cutoff": ((0,), "is not supported; use top_p or min_p"),
     "function_call": (("none",), "is not supported; use tools and tool_choice"),
@@ -280,8 +289,7 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "num_predict": ((), "is not known here; use max_tokens"),
     "penalty_alpha": ((0,), "is not supported; use repetition_penalty"),
     "prompt_embeds": ((), "is not supported; give text or token ids"),
-    "reasoning": ((), "is not supported; templates that know it take chat_template_kwargs"),
-    "reasoning_effort": (("none",), "is not supported; templates that know it take chat_template_kwargs"),
+    "reasoning": ((), "is not known here; use reasoning_effort, or /v1/responses"),
     "regex": ((), "is not supported; use response_format"),
     "repeat_penalty": ((1,), "is not known here; use repetition_penalty"),
     "repetition_detection": ((), "is not supported"),
@@ -290,20 +298,21 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "stop_sequences": (([],), "is not known here; use stop"),
     "suffix": (("",), "is not supported; this server continues text"),
     "tfs_z": ((1, 1.0), "is not supported; use top_p or min_p"),
-    "thinking": ((), "is not supported; templates that know it take chat_template_kwargs"),
+    "thinking": ((), "is not known here; use enable_thinking, or /v1/messages"),
     "thinking_token_budget": ((), "is not supported; use max_tokens"),
     "top_a": ((0,), "is not supported; use top_p or min_p"),
     "typical": ((1,), "is not supported; use top_p or min_p"),
     "typical_p": ((1, 1.0), "is not supported; use top_p or min_p"),
     "use_beam_search": ((False,), "is not supported; ask for n answers and choose"),
-    "verbosity": (("medium",), "is not supported; ask for it in a message"),
     "web_search_options": ((), "is not supported; the server has no network access"),
     "xtc_probability": ((0,), "is not supported; use top_p or min_p"),
 }
 """Fields that would change the output and cannot be honoured."""
 
 CHAT_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "enable_thinking": ((), f"is for conversations; use {CHAT}"),
     "max_completion_tokens": ((), "is for conversations; use max_tokens"),
+    "reasoning_effort": (("none",), f"is for conversations; use {CHAT}"),
     "tool_choice": (("none", "auto"), f"is for conversations; use {CHAT}"),
     "tools": (([],), f"is for conversations; use {CHAT}"),
     "top_logprobs": ((0,), "is for conversations; use logprobs"),
@@ -427,6 +436,7 @@ __all__ = [
     "CompletionReply",
     "DetokenizeBody",
     "DetokenizeReply",
+    "Integer",
     "LoadReply",
     "ModelCard",
     "ModelList",

@@ -64,11 +64,13 @@ def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = message.get("tool_calls")
     result["content"] = _text(i, message.get("content"), required=not (role == "assistant" and calls))
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if message.get(name) is not None:
             if not isinstance(message[name], str):
                 raise invalid("messages", f"messages[{i}].{name} is text")
             result[name] = message[name]
+    if "reasoning" in result:  # one thing under two names; templates know the older one
+        result.setdefault("reasoning_content", result.pop("reasoning"))
     if calls is not None and (checked := _calls(i, calls)):  # templates render an empty list as a call
         result["tool_calls"] = checked
     return result

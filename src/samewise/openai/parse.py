@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from samewise.config import PROPOSERS
-from samewise.errors import CallerError
+from samewise.errors import CallerError, PromptTooLong
 from samewise.openai.bodies import (
     CHAT,
     CHAT_ONLY,
@@ -26,12 +26,21 @@ from samewise.openai.bodies import (
     Body,
     ChatBody,
     CompletionBody,
+    TokenizeBody,
     as_integer,
 )
 from samewise.openai.errors import ApiError, invalid, unsupported
 from samewise.openai.formats import grammar_of, grammar_of_outputs
 from samewise.openai.messages import conversation, predicted_text, template_kwargs
-from samewise.openai.tool_calls import call_ids
+from samewise.openai.reasoning import (
+    TAIL_TOKENS,
+    AnswerParser,
+    DecodeTokens,
+    ReasoningFormat,
+    reasoning_format_of,
+    thinking_kwargs,
+)
+from samewise.openai.tool_calls import ToolCallParser, call_ids
 from samewise.openai.tools import RequestTools, checked_tools, request_tools, special_tokens
 from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
@@ -55,7 +64,7 @@ something else at each endpoint."""
 
 
 class DeltaParser(Protocol):
-    """Turns a choice's text into OpenAI's deltas: content or tool calls."""
+    """Turns a choice's text into OpenAI's deltas: reasoning, content or tool calls."""
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """Add text; returns the deltas that it completes."""
@@ -83,6 +92,10 @@ class RequestChecker(Protocol[Checked_co]):
         """Token ids of a conversation."""
         ...
 
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens included."""
+        ...
+
     def check(self, prompt: Prompt, params: SamplingParams) -> Checked_co:
         """A checked request."""
         ...
@@ -97,6 +110,8 @@ class ParseOptions:
     receipts: bool = False  # whether receipts can be returned
     template: Callable[[Any], str] | None = None  # the chat template's text, given the tools
     special_tokens: Mapping[str, int] = field(default_factory=dict)  # for grammars over tool calls
+    special_names: frozenset[str] = frozenset()  # of the tokens that are left out of an answer's text
+    decode: DecodeTokens | None = None  # token ids to text; without it answers are not split into reasoning
     contract_id: str = ""  # ids of tool calls are derived from it
     special_tokens_in_content: bool = True  # False: control tokens in messages are text, whatever a body says
     # Limits of one body: far above what clients send, and low enough to bound the work for one request.
@@ -127,6 +142,8 @@ class ParseOptions:
             receipts=True,
             template=intake.template,
             special_tokens=special_tokens(intake.tokenizer),
+            special_names=frozenset(getattr(intake.tokenizer, "all_special_tokens", ())),
+            decode=intake.decode,
             contract_id=contract_id,
             special_tokens_in_content=special_tokens_in_content,
         )
@@ -154,6 +171,12 @@ class ParsedRequest:
     explain: bool = False
     # A parser for a choice, given the prompt's output and the choice's index. None: the text is the content.
     make_parser: Callable[[RequestOutput, int], DeltaParser] | None = field(default=None, compare=False)
+    # How many of an answer's tokens are reasoning, given the prompt's output. None: there is no reasoning.
+    count_reasoning: Callable[[RequestOutput, Sequence[int]], int] | None = field(default=None, compare=False)
+    # Where the prompt and max_tokens exceed the context, the context ends the answer.
+    fit_max_tokens: bool = False
+    # What the request's own format calls the fields of a chat, where it is translated from another.
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool:
@@ -171,9 +194,23 @@ class ParsedRequest:
             prompts: Sequence[Prompt] = self.prompts
             if self.chat:
                 prompts = [intake.chat_prompt(self.messages, **self.template)]
-            return [intake.check(prompt, self.params) for prompt in prompts]
+            return [self._check(intake, prompt) for prompt in prompts]
         except CallerError as error:
-            raise ApiError.of(error, prompt_field="messages" if self.chat else "prompt") from error
+            field_name = "messages" if self.chat else "prompt"
+            raise self.named(ApiError.of(error, prompt_field=field_name)) from error
+
+    def named(self, error: ApiError) -> ApiError:
+        """The error, with its field as the request's own format calls it."""
+        error.param = self.names.get(error.param or "", error.param)
+        return error
+
+    def _check(self, intake: RequestChecker[C], prompt: Prompt) -> C:
+        try:
+            return intake.check(prompt, self.params)
+        except PromptTooLong:
+            if not self.fit_max_tokens:
+                raise
+            return intake.check(prompt, replace(self.params, max_tokens=None))
 
 
 def read_json(raw: bytes) -> Any:
@@ -274,6 +311,11 @@ def _chat(body: ChatBody, options: ParseOptions) -> ParsedRequest:
     tools = _checked(lambda: _tools(body, options))
     if tools.tool_format is not None and body.skip_special_tokens:
         raise invalid("skip_special_tokens", "calls of tools are read from special tokens; leave it out")
+    template = template_kwargs(body, special=options.special_tokens_in_content) | thinking_fields(
+        body, _template_text(body.tools, options)
+    )
+    reasoning = _reasoning(body, tools, options)
+    marked = tools.tool_format is not None or (reasoning is not None and reasoning.marks.special)
     params = _params(
         body,
         options,
@@ -281,7 +323,7 @@ def _chat(body: ChatBody, options: ParseOptions) -> ParsedRequest:
         logprobs=_num_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None),
         prompt_logprobs=body.prompt_logprobs,
         grammar=tools.grammar,
-        **({} if tools.tool_format is None else {"skip_special_tokens": False}),
+        **({"skip_special_tokens": False} if marked else {}),
     )
     if params.n > options.max_choices:
         raise invalid("n", f"{params.n} is more than {options.max_choices}; ask for fewer")
@@ -291,10 +333,21 @@ def _chat(body: ChatBody, options: ParseOptions) -> ParsedRequest:
         endpoint=CHAT,
         params=params,
         messages=conversation(body.messages),
-        template=template_kwargs(body, special=options.special_tokens_in_content)
-        | ({"tools": list(tools.tools)} if tools.tools else {}),
-        make_parser=_make_parser(tools, options.contract_id),
+        template=template | ({"tools": list(tools.tools)} if tools.tools else {}),
+        make_parser=_make_parser(tools, options.contract_id, reasoning),
+        count_reasoning=None if reasoning is None else reasoning.count,
         **_common(body, options),
+    )
+
+
+def thinking_fields(body: ChatBody | TokenizeBody, template: str | None) -> dict[str, Any]:
+    """A body's fields about reasoning, as variables for the chat template that knows them."""
+    return thinking_kwargs(
+        template,
+        enable_thinking=body.enable_thinking,
+        reasoning_effort=body.reasoning_effort,
+        verbosity=body.verbosity,
+        given=body.chat_template_kwargs,
     )
 
 
@@ -342,12 +395,61 @@ def _template_text(tools: Any, options: ParseOptions) -> str | None:
         return None
 
 
-def _make_parser(tools: RequestTools, contract_id: str) -> Callable[[RequestOutput, int], DeltaParser] | None:
-    tool_format = tools.tool_format
-    if tool_format is None:
+@dataclass(frozen=True, slots=True)
+class _Reasoning:
+    """The reasoning of one request's answers."""
+
+    marks: ReasoningFormat
+    decode: DecodeTokens
+    show: bool
+    held: bool  # a grammar holds the answer from its start, whatever the prompt has opened
+    continued: str | None  # the message that the answer continues
+
+    def before(self, output: RequestOutput) -> str:
+        """The text in which the prompt may have opened the marks."""
+        if self.held:
+            return ""
+        if self.continued is None:
+            return self.decode(output.prompt_token_ids[-TAIL_TOKENS:])
+        opening, closing = self.marks.opening, self.marks.closing
+        opened = self.continued.rfind(opening) > self.continued.rfind(closing)
+        return opening if opened and not self.marks.channels else ""
+
+    def count(self, output: RequestOutput, token_ids: Sequence[int]) -> int:
+        """How many of an answer's tokens are reasoning."""
+        return self.marks.num_tokens(self.before(output), token_ids, self.decode)
+
+
+def _reasoning(body: ChatBody, tools: RequestTools, options: ParseOptions) -> _Reasoning | None:
+    """None where the model's answers have no reasoning."""
+    if options.decode is None:
         return None
-    return lambda output, index: tools.parser(
-        call_ids(tool_format, contract_id, output.prompt_token_ids, index)
+    marks = reasoning_format_of(
+        _template_text(body.tools, options), options.special_tokens, options.special_names
+    )
+    if marks is None or (marks.special and body.skip_special_tokens):
+        return None
+    last = body.messages[-1] if body.continue_final_message and body.messages else None
+    continued = None if last is None else str(last.get("content") or "")
+    held = tools.grammar is not None and not tools.free
+    return _Reasoning(marks, options.decode, body.include_reasoning is not False, held, continued)
+
+
+def _make_parser(
+    tools: RequestTools, contract_id: str, reasoning: _Reasoning | None
+) -> Callable[[RequestOutput, int], DeltaParser] | None:
+    tool_format = tools.tool_format
+
+    def calls(output: RequestOutput, index: int) -> ToolCallParser:
+        assert tool_format is not None
+        return tools.parser(call_ids(tool_format, contract_id, output.prompt_token_ids, index))
+
+    if reasoning is None:
+        return None if tool_format is None else calls
+    return lambda output, index: AnswerParser(
+        reasoning.marks.splitter(reasoning.before(output)),
+        None if tool_format is None else calls(output, index),
+        show=reasoning.show,
     )
 
 
@@ -494,5 +596,6 @@ __all__ = [
     "refuse_unsupported",
     "served_name",
     "template_tools",
+    "thinking_fields",
     "validate",
 ]

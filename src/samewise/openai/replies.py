@@ -9,9 +9,9 @@ from typing import Any
 from samewise.openai.bodies import CompletionReply, Usage
 from samewise.openai.errors import ApiError
 from samewise.openai.parse import ParsedRequest
+from samewise.openai.reasoning import DecodeTokens
 from samewise.outputs import CompletionOutput, Logprob, RequestOutput
 
-DecodeTokens = Callable[[list[int]], str]
 BytesOfToken = Callable[[int], bytes | None]
 """The bytes a token stands for; None where they depend on its neighbours."""
 
@@ -107,7 +107,7 @@ def respond(
         "model": model,
         "choices": choices,
         "system_fingerprint": outputs[0].contract,
-        "usage": usage(outputs),
+        "usage": usage(outputs, reasoning=reasoning_tokens(parsed, outputs)),
     } | (NULLS if parsed.chat else COMPLETION_NULLS)
     if parsed.chat:
         body |= _of_prompt(parsed, outputs[0])
@@ -139,7 +139,15 @@ def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
         )  # fmt: skip
 
 
-def usage(outputs: Sequence[RequestOutput]) -> Usage:
+def reasoning_tokens(parsed: ParsedRequest, outputs: Sequence[RequestOutput]) -> int:
+    """Tokens of finished answers that are reasoning."""
+    count = parsed.count_reasoning
+    if count is None:
+        return 0
+    return sum(count(output, completion.token_ids) for output in outputs for completion in output.outputs)
+
+
+def usage(outputs: Sequence[RequestOutput], *, reasoning: int = 0) -> Usage:
     """Tokens of a finished request."""
     completions = [completion for output in outputs for completion in output.outputs]
     return usage_of(
@@ -148,10 +156,13 @@ def usage(outputs: Sequence[RequestOutput]) -> Usage:
         sum(output.num_cached_tokens for output in outputs),
         sum(completion.accepted_prediction_tokens for completion in completions),
         sum(completion.rejected_prediction_tokens for completion in completions),
+        reasoning,
     )
 
 
-def usage_of(prompt: int, completion: int, cached: int, accepted: int, rejected: int) -> Usage:
+def usage_of(
+    prompt: int, completion: int, cached: int, accepted: int, rejected: int, reasoning: int = 0
+) -> Usage:
     """The `usage` field from its counts. `accepted` and `rejected`: tokens of the request's prediction."""
     return {
         "prompt_tokens": prompt,
@@ -161,7 +172,7 @@ def usage_of(prompt: int, completion: int, cached: int, accepted: int, rejected:
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": rejected,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": reasoning,
         },
     }
 
@@ -217,9 +228,10 @@ def _message(
     if parsed.make_parser is None:
         return message, completion.finish_reason
     parser = parsed.make_parser(output, completion.index)
-    content, calls = "", dict[int, dict[str, Any]]()
+    content, reasoning, calls = "", "", dict[int, dict[str, Any]]()
     for delta in (*parser.push(completion.text), *parser.flush()):
         content += delta.get("content") or ""
+        reasoning += delta.get("reasoning") or ""
         for part in delta.get("tool_calls", ()):
             call = calls.setdefault(
                 part["index"], {"id": "", "type": "function", "function": {"arguments": ""}}
@@ -228,7 +240,9 @@ def _message(
             function = part.get("function", {})
             arguments = call["function"]["arguments"] + function.get("arguments", "")
             call["function"] |= function | {"arguments": arguments}
-    message["content"] = content if content or not calls else None
+    message["content"] = content if content or not (calls or reasoning) else None
+    if reasoning:
+        message |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if calls:
         message["tool_calls"] = [calls[index] for index in sorted(calls)]
     return message, finish_reason(completion.finish_reason, called=bool(calls))
@@ -378,6 +392,7 @@ __all__ = [
     "encode_json",
     "encode_slices",
     "finish_reason",
+    "reasoning_tokens",
     "refuse_aborted",
     "respond",
     "usage",

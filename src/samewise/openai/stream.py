@@ -15,6 +15,7 @@ from samewise.openai.replies import (
     echo,
     encode_json,
     finish_reason,
+    reasoning_tokens,
     usage,
     usage_of,
 )
@@ -125,7 +126,7 @@ class StreamWriter:
         """The events after the last chunk."""
         last: dict[str, Any] = {}
         if self._parsed.include_usage:
-            last["usage"] = usage(outputs)
+            last["usage"] = usage(outputs, reasoning=reasoning_tokens(self._parsed, outputs))
         if receipts is not None:
             last["receipt"] = receipts[0] if len(receipts) == 1 else list(receipts)
         return [self._head | {"choices": []} | last] if last else []

@@ -23,7 +23,7 @@ from samewise.types import Grammar
 
 MAX_TOOLS = 128
 """Tools in one request: OpenAI's own limit."""
-_NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_\-]{1,128}")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -39,6 +39,7 @@ class RequestTools:
     tool_format: ToolFormat | None = None  # None: answers are plain text
     grammar: Grammar | None = None
     single: bool = False  # text after the first call is dropped
+    free: bool = False  # the grammar, if there is one, admits text of any kind
 
     def parser(self, ids: CallIds) -> ToolCallParser:
         """A parser for one choice's text."""
@@ -57,8 +58,8 @@ def request_tools(
 ) -> RequestTools:
     """`tools`, `tool_choice` and `parallel_tool_calls` under a model's chat template.
 
-    `special` are the tokenizer's `special_tokens`. `response` is the grammar of `response_format`; it cannot
-    be enforced while the model may choose between text and a call.
+    `special` are the tokenizer's `special_tokens`. `response` is the grammar of `response_format`: while the
+    model may choose, an answer is calls alone or a text that follows it.
     """
     chosen = _choice(choice, tools)
     if not tools:
@@ -74,20 +75,16 @@ def request_tools(
             "tools", f"{len(functions)} functions", "this model's chat template knows no tools, or writes "
             "calls in a way this server cannot read; describe them in a message instead",
         )  # fmt: skip
-    if response is not None and chosen == "auto":
-        raise _bad(
-            "response_format", response.kind,
-            "cannot be promised while the model may call tools; set tool_choice to none or required",
-        )  # fmt: skip
+    document = _document(response, tool_format) if response is not None and chosen == "auto" else None
     single = parallel is False or isinstance(chosen, dict)
     if isinstance(chosen, dict):
         functions = [_named(chosen["name"], functions)]
-    free = chosen == "auto"
+    free = chosen == "auto" and document is None
     strict = any(function.get("strict") for function in functions)
     grammar = None
     if strict or not free:
-        grammar = _grammar(tool_format, functions, special or {}, free=free, single=single)
-    return RequestTools(tuple(tools), tool_format, grammar, single)
+        grammar = _grammar(tool_format, functions, special or {}, free=free, single=single, document=document)
+    return RequestTools(tuple(tools), tool_format, grammar, single, free)
 
 
 def checked_tools(tools: Any) -> tuple[dict[str, Any], ...]:
@@ -153,7 +150,7 @@ def _function(i: int, tool: Any) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _bad(
-            "tools", name, f"tools[{i}]: a function has a name of letters, digits, _ and -, at most 64"
+            "tools", name, f"tools[{i}]: a function has a name of letters, digits, _ and -, at most 128"
         )
     for key, kind in (("parameters", dict), ("description", str), ("strict", bool)):
         if function.get(key) is not None and not isinstance(function[key], kind):
@@ -210,13 +207,31 @@ def _grammar(
     *,
     free: bool,
     single: bool,
+    document: str | None,
 ) -> Grammar:
-    """One call or more; with `free`, text before them or instead of them."""
+    """One call or more; with `free`, text before them or instead of them; else `document` instead of them."""
     syntax = _SYNTAX[tool_format]
     rules = [f"call_{i}: {_call(syntax, function, special)}" for i, function in enumerate(functions)]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
     start, more = _start(syntax, special, free=free, single=single)
+    if document is not None:
+        start, more = f"{start} | document", [*more, f"document: {document}"]
     return Grammar.lark("\n".join([f"start: {start}", *rules, *more]))
+
+
+def _document(response: Grammar, tool_format: ToolFormat) -> str:
+    """The answer that a `response_format` asks for, as a part of a Lark grammar beside calls."""
+    if tool_format is ToolFormat.LLAMA or response.kind not in ("json_object", "json_schema"):
+        raise _bad(
+            "response_format", response.kind,
+            "cannot be promised while the model may call tools; set tool_choice to none or required",
+        )  # fmt: skip
+    schema = json.loads(response.text) if response.kind == "json_schema" else {"type": "object"}
+    return _json(schema if isinstance(schema, dict) else {"allOf": [schema]})
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return "%json " + json.dumps(schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
 def _start(
@@ -260,8 +275,7 @@ def _schema(function: dict[str, Any]) -> str:
         raise _bad("tools", function["name"], "its schema has 'x-guidance', which is not part of JSON Schema")
     if schema.get("type", "object") != "object":
         raise _bad("tools", function["name"], "its parameters are an object: a JSON Schema of type object")
-    options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-    return "%json " + json.dumps({"type": "object"} | schema | options)
+    return _json({"type": "object"} | schema)
 
 
 __all__ = ["MAX_TOOLS", "RequestTools", "checked_tools", "request_tools", "special_tokens"]

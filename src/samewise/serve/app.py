@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from samewise.anthropic.bodies import (
+    COUNT_TOKENS,
+    MESSAGES,
+    CountTokensBody,
+    CountTokensReply,
+    MessageReply,
+    MessagesBody,
+)
+from samewise.anthropic.errors import MessageErrorBody
+from samewise.anthropic.exchange import MessagesExchange
+from samewise.anthropic.parse import parse_count
 from samewise.errors import CallerError, MachineError, SamewiseError
 from samewise.llm.aio import AsyncLLM
 from samewise.llm.mailbox import UnreadBudget
@@ -39,19 +51,22 @@ from samewise.openai.bodies import (
     VersionReply,
 )
 from samewise.openai.errors import ApiError, invalid, unavailable
+from samewise.openai.exchange import AnswerFacts, EventWriter, Exchange, OpenAIExchange, Reader
 from samewise.openai.messages import conversation, template_kwargs
 from samewise.openai.parse import (
     ParsedRequest,
     ParseOptions,
-    parse,
     read_json,
     refuse_unsupported,
     served_name,
     template_tools,
+    thinking_fields,
     validate,
 )
-from samewise.openai.replies import encode_slices, refuse_aborted, respond
-from samewise.openai.stream import DONE, StreamWriter, encode_event, join_chunks
+from samewise.openai.replies import encode_slices, refuse_aborted
+from samewise.openai.responses.bodies import RESPONSES, DeletedReply, ResponseReply, ResponsesBody
+from samewise.openai.responses.exchange import Records, ResponsesExchange
+from samewise.openai.stream import join_chunks
 from samewise.openai.tokenizer_info import tokenizer_info
 from samewise.outputs import Chunk, RequestOutput
 from samewise.receipts import Receipt, is_complete
@@ -71,11 +86,13 @@ from samewise.serve.metrics import Metrics
 from samewise.serve.middleware import AuthMiddleware, RequestIdMiddleware, WebPageMiddleware
 from samewise.serve.openapi import Endpoint, docs_page, openapi_document
 from samewise.serve.settings import ServeSettings
+from samewise.serve.stored import ResponseStore
 from samewise.serve.threads import FairThreads
 from samewise.serve.web_page import PAGE_HEADERS, page_routes
 from samewise.serve.worker import ActiveRequest, State, Worker, salt_of
 
 T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
 
 log = logging.getLogger("samewise.serve")
 
@@ -91,9 +108,9 @@ MAX_JOINED = 512
 """Chunks that are joined to events at once, for a late reader. Set by hand: about 1 ms of work."""
 
 DESCRIPTION = (
-    "OpenAI's interface to a model that answers the same way every time: for a verified request, tokens "
-    "and log-probabilities are a function of the contract (`system_fingerprint`), prompt, sampling "
-    "parameters and seed."
+    "OpenAI's and Anthropic's interfaces to a model that answers the same way every time: for a verified "
+    "request, tokens and log-probabilities are a function of the contract (`system_fingerprint`), prompt, "
+    "sampling parameters and seed."
 )
 
 PUBLIC_PAGES = frozenset(("/", "/docs", "/openapi.json"))
@@ -107,6 +124,7 @@ class Service:
         self.worker, self.settings, self.version = worker, settings, version
         self.metrics = Metrics(worker, settings)
         self.unread = UnreadBudget(settings.limits.max_unread)
+        self.stored = ResponseStore(settings.limits.max_stored)
         self._bodies = BodyBudget(settings.limits.max_bodies)
         self._intakes, self._renders = FairThreads(INTAKE_THREADS), FairThreads(RENDER_THREADS)
         self._started = int(time.time())
@@ -120,6 +138,16 @@ class Service:
                      reply=CompletionReply, streams=True),
             Endpoint(method="POST", path=CHAT, handler=self.chat_completions, body=ChatBody,
                      reply=CompletionReply, streams=True),
+            Endpoint(method="POST", path=RESPONSES, handler=self.responses, body=ResponsesBody,
+                     reply=ResponseReply, streams=True),
+            Endpoint(method="GET", path=RESPONSES + "/{response_id}", handler=self.stored_response,
+                     reply=ResponseReply),
+            Endpoint(method="DELETE", path=RESPONSES + "/{response_id}", handler=self.delete_response,
+                     reply=DeletedReply),
+            Endpoint(method="POST", path=MESSAGES, handler=self.messages, body=MessagesBody,
+                     reply=MessageReply, error=MessageErrorBody, streams=True),
+            Endpoint(method="POST", path=COUNT_TOKENS, handler=self.count_tokens, body=CountTokensBody,
+                     reply=CountTokensReply, error=MessageErrorBody),
             Endpoint(method="GET", path="/v1/models", handler=self.models, reply=ModelList),
             Endpoint(method="GET", path="/v1/models/{model_id:path}", handler=self.model, reply=ModelCard),
             Endpoint(method="POST", path="/tokenize", handler=self.tokenize, body=TokenizeBody,
@@ -144,54 +172,90 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """Continue a text."""
-        return await self._answer(request, COMPLETIONS)
+        return await self._answer(request, partial(OpenAIExchange, COMPLETIONS))
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation."""
-        return await self._answer(request, CHAT)
+        return await self._answer(request, partial(OpenAIExchange, CHAT))
 
-    async def _answer(self, request: Request, endpoint: str) -> Response:
+    async def responses(self, request: Request) -> Response:
+        """Continue a conversation of items; the response can be stored and continued."""
+        key: bytes = request.state.key_digest
+        records = Records(partial(self.stored.get, key, param="previous_response_id"))
+        return await self._answer(
+            request, partial(ResponsesExchange, records=records, keep=partial(self.stored.add, key))
+        )
+
+    async def stored_response(self, request: Request) -> Response:
+        """A stored response."""
+        record = self.stored.get(
+            request.state.key_digest, request.path_params["response_id"], param="response_id"
+        )
+        return SlicedResponse([record.reply], unread=self.unread)
+
+    async def delete_response(self, request: Request) -> Response:
+        """Forget a stored response."""
+        response_id: str = request.path_params["response_id"]
+        self.stored.delete(request.state.key_digest, response_id)
+        reply: DeletedReply = {"id": response_id, "object": "response", "deleted": True}
+        return JsonResponse(reply)
+
+    async def messages(self, request: Request) -> Response:
+        """Continue a conversation, in Anthropic's format."""
+        return await self._answer(request, MessagesExchange)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a message's prompt."""
+        return await self._convert(request, self._count_tokens)
+
+    def _count_tokens(self, raw: bytes, llm: AsyncLLM) -> CountTokensReply:
+        parsed = parse_count(self._json(raw), self._options())
+        self._name(parsed.model, llm)
+        try:
+            return {"input_tokens": len(llm.intake.chat_prompt(parsed.messages, **parsed.template))}
+        except CallerError as error:
+            raise ApiError.of(error, prompt_field="messages") from error
+
+    async def _answer(self, request: Request, read: Reader) -> Response:
         llm = self.worker.llm
         owner = self._owner(request)
         with self._body(request) as body, ExitStack() as closing:
             raw = await body.read(self.settings.limits.body_timeout)
             active = self.worker.begin(owner)
             closing.callback(active.close)
-            parsed, name = await until_disconnect(
-                request.receive, self._submit(request, endpoint, raw, active)
-            )
+            exchange, name = await until_disconnect(request.receive, self._submit(request, read, raw, active))
             del raw
             answering = closing.pop_all()
         with answering:
-            fields: Any = {
-                "model": name,
-                "created": int(time.time()),
-                "id": ("chatcmpl-" if parsed.chat else "cmpl-") + request.state.request_id,
-                "decode": llm.intake.decode,
-                "token_bytes": llm.intake.token_bytes,
-            }
+            facts = AnswerFacts(
+                model=name, created=int(time.time()), request_id=request.state.request_id,
+                contract=llm.contract.id, decode=llm.intake.decode, token_bytes=llm.intake.token_bytes,
+            )  # fmt: skip
+            parsed = exchange.parsed
             if parsed.stream:
-                writer = StreamWriter(parsed, **fields, fingerprint=llm.contract.id)
-                return EventStream(self._events(parsed, active, writer), close=answering.pop_all().close)
-            return await until_disconnect(request.receive, self._reply(parsed, active, fields))
+                events = self._events(parsed, active, exchange.writer(facts))
+                return EventStream(events, close=answering.pop_all().close)
+            return await until_disconnect(request.receive, self._reply(exchange, active, facts))
 
     async def _submit(
-        self, request: Request, endpoint: str, raw: bytes, active: ActiveRequest
-    ) -> tuple[ParsedRequest, str]:
+        self, request: Request, read: Reader, raw: bytes, active: ActiveRequest
+    ) -> tuple[Exchange, str]:
         """Everything before the engine: parse, validate, render, tokenise and check, in one thread job.
 
         Returns the request and the model's name in its answer.
         """
         llm, options = self.worker.llm, self._options()
 
-        def prepare() -> tuple[ParsedRequest, str, list[Any]]:
-            parsed = parse(endpoint, self._json(raw), options)
+        def prepare() -> tuple[Exchange, str, list[Any]]:
+            exchange = read(self._json(raw), options)
+            parsed = exchange.parsed
             name = self._name(parsed.model, llm)
             active.reserve(parsed.num_choices)
-            return parsed, name, [] if parsed.params.grammar else parsed.check(llm.intake)
+            return exchange, name, [] if parsed.params.grammar else parsed.check(llm.intake)
 
         with llm.expecting():
-            parsed, name, checked = await self._intakes.run(prepare, owner=active.owner)
+            exchange, name, checked = await self._intakes.run(prepare, owner=active.owner)
+        parsed = exchange.parsed
         if parsed.params.grammar is not None:  # compiled before a thread is taken for the rest
             compiled = await self._compile(parsed, active.owner)
             checked = await self._intakes.run(lambda: parsed.check(llm.intake), owner=active.owner)
@@ -199,26 +263,27 @@ class Service:
         salt = salt_of(request.state.key_digest, parsed.cache_salt)
         readers = await llm.submit(checked, salt=salt, owner=active.owner, streamed=parsed.stream)
         active.read_from(readers, self.unread)
-        return parsed, name
+        return exchange, name
 
     async def _compile(self, parsed: ParsedRequest, owner: bytes | None) -> object:
         """The request's compiled grammar, to be held until the request was checked."""
         try:
             return await self.worker.llm.compile_grammar(parsed.params, owner=owner)
         except CallerError as error:
-            raise ApiError.of(error) from error
+            raise parsed.named(ApiError.of(error)) from error
         except MachineError as error:
             if self.worker.state is State.DRAINING:
                 raise unavailable("the server is shutting down", "draining") from error
             raise
 
-    async def _reply(self, parsed: ParsedRequest, active: ActiveRequest, fields: Any) -> Response:
+    async def _reply(self, exchange: Exchange, active: ActiveRequest, facts: AnswerFacts) -> Response:
         """A whole answer, rendered in a thread where it is large."""
         await active.wait()
+        parsed = exchange.parsed
 
         def render() -> tuple[list[RequestOutput], list[bytes]]:
             outputs, receipts = self._finish(parsed, active)
-            return outputs, list(encode_slices(respond(parsed, outputs, **fields, receipts=receipts)))
+            return outputs, list(encode_slices(exchange.reply(facts, outputs, receipts)))
 
         large = _is_large(parsed, active)
         outputs, pieces = await self._run(render, parsed, active)
@@ -228,21 +293,29 @@ class Service:
         return Response(b"".join(pieces), media_type=JsonResponse.media_type)
 
     async def _events(
-        self, parsed: ParsedRequest, active: ActiveRequest, writer: StreamWriter
+        self, parsed: ParsedRequest, active: ActiveRequest, writer: EventWriter
     ) -> AsyncGenerator[bytes]:
-        """An answer as events. An error in the middle is an event too, the last one before the end mark."""
+        """An answer as events. An error in the middle is an event too, the last one."""
+
+        def end() -> tuple[list[RequestOutput], bytes]:
+            outputs, receipts = self._finish(parsed, active)
+            return outputs, writer.last(outputs, receipts)
+
         try:
+            if first := writer.first():
+                yield first
             async with aclosing(active.chunks()) as batches:
                 async for batch in batches:
                     for number, data in enumerate(_encoded(batch, active, writer)):
                         if number:  # a late reader has many; others are served between them
                             await asyncio.sleep(0)
                         yield data
-            outputs, receipts = await self._run(lambda: self._finish(parsed, active), parsed, active)
+            outputs, last = await self._run(end, parsed, active)
             self.metrics.finished(parsed, outputs)
-            yield b"".join(map(encode_event, writer.last_events(outputs, receipts))) + DONE
+            for start in range(0, len(last), SLICE_BYTES):
+                yield last[start : start + SLICE_BYTES]
         except SamewiseError as error:
-            yield encode_event(ApiError.of(error).body()) + DONE
+            yield writer.failed(ApiError.of(error))
 
     async def _run(self, work: Callable[[], T], parsed: ParsedRequest, active: ActiveRequest) -> T:
         """The result of `work` on a complete answer: in a thread, unless it is small and stores nothing."""
@@ -258,14 +331,17 @@ class Service:
         Receipts are stored where a folder is configured.
         """
         outputs, folder = [reader.output() for reader in active.readers], self.settings.receipts
-        refuse_aborted(outputs)
+        try:
+            refuse_aborted(outputs)
+        except ApiError as error:
+            raise parsed.named(error) from None
         if not (parsed.receipt or folder) or not all(map(is_complete, outputs)):
             return outputs, None
         receipts = [
             receipt
-            for output in outputs
+            for output, reader in zip(outputs, active.readers, strict=True)
             for receipt in self.worker.llm.receipts(
-                output, parsed.params, key=self.settings.signer, hide_prompt=self.settings.hide_prompts
+                output, reader.params, key=self.settings.signer, hide_prompt=self.settings.hide_prompts
             )
         ]
         if folder is not None:
@@ -358,8 +434,10 @@ class Service:
                 refuse_unsupported(body, add_special_tokens=False)
                 messages = conversation(body.messages or [])
                 special = self.settings.special_tokens_in_content
-                template = template_kwargs(body, special=special) | template_tools(body.tools)
-                tokens = llm.intake.chat_prompt(messages, **template)
+                kwargs = template_kwargs(body, special=special) | template_tools(body.tools)
+                if llm.intake.tokenizer is not None and llm.intake.tokenizer.chat_template:
+                    kwargs |= thinking_fields(body, llm.intake.template())
+                tokens = llm.intake.chat_prompt(messages, **kwargs)
         except CallerError as error:
             raise ApiError.of(error, prompt_field="messages" if body.messages else "prompt") from error
         reply: TokenizeReply = {
@@ -430,10 +508,10 @@ def make_app(
     worker = llm if isinstance(llm, Worker) else Worker.over(llm)
     service = Service(worker, settings, version)
     routes = [
-        Route(endpoint.path, endpoint.handler, methods=[endpoint.method]) for endpoint in service.endpoints
+        Route(path, _by_method(handlers), methods=list(handlers))
+        for path, handlers in _handlers(service.endpoints).items()
     ]
     routes += [*_document_routes(service), *page_routes(worker, settings.limits.max_listeners)]
-    routes += [Route("/v1/responses", _no_responses, methods=["POST", "GET"])]
     # A key is not sent by browsers of their own accord, so with keys any page may try.
     origins = None if settings.keys else settings.allowed_origins
     middleware = [
@@ -452,6 +530,25 @@ def make_app(
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
     app.state.service = service
     return app
+
+
+def _handlers(endpoints: Sequence[Endpoint]) -> dict[str, dict[str, Handler]]:
+    """Handlers by path and method."""
+    found: dict[str, dict[str, Handler]] = {}
+    for endpoint in endpoints:
+        found.setdefault(endpoint.path, {})[endpoint.method] = endpoint.handler
+    return found
+
+
+def _by_method(handlers: dict[str, Handler]) -> Handler:
+    """A handler for all methods of a path. HEAD is answered as GET is."""
+    if len(handlers) == 1:
+        return next(iter(handlers.values()))
+
+    async def handle(request: Request) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return handle
 
 
 def _document_routes(service: Service) -> list[Route]:
@@ -478,7 +575,7 @@ def _is_large(parsed: ParsedRequest, active: ActiveRequest) -> bool:
     return answers + prompts * (1 + (params.prompt_logprobs or 0)) > LARGE_ANSWER
 
 
-def _encoded(batch: list[tuple[int, Chunk]], active: ActiveRequest, writer: StreamWriter) -> Iterator[bytes]:
+def _encoded(batch: list[tuple[int, Chunk]], active: ActiveRequest, writer: EventWriter) -> Iterator[bytes]:
     """The events of some chunks, as many together as are sent at once."""
     events: list[bytes] = []
     size = 0
@@ -510,14 +607,8 @@ def _store(folder: Path, receipts: Sequence[Receipt]) -> None:
         ) from error  # fmt: skip
 
 
-async def _no_responses(_: Request) -> Response:
-    raise ApiError(
-        f"/v1/responses is not served; use {CHAT}", status=404, param="url", code="unsupported_endpoint"
-    )
-
-
-async def _on_error(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -528,7 +619,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         405: (f"{request.method} is not allowed here", "method_not_allowed"),
     }.get(error.status_code, (error.detail, None))
     message = f"{message}: {request.url.path[:200]}"
-    response = error_response(ApiError(message, status=error.status_code, param="url", code=code))
+    response = error_response(
+        ApiError(message, status=error.status_code, param="url", code=code), request.scope
+    )
     for name, value in (error.headers or {}).items():
         # Starlette joins a set of methods: sorted, the header is the same in every process.
         response.headers[name] = ", ".join(sorted(value.split(", "))) if name == "Allow" else value

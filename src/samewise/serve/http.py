@@ -11,6 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from samewise.anthropic.bodies import MESSAGES
+from samewise.anthropic.errors import error_body
 from samewise.llm.mailbox import UnreadBudget
 from samewise.llm.shares import within_share
 from samewise.openai.errors import RETRY_AFTER, ApiError
@@ -89,10 +91,19 @@ def _slices(pieces: Iterable[bytes]) -> list[bytes]:
     return [*slices, b"".join(current)] if current or not slices else slices
 
 
-def error_response(error: BaseException) -> JsonResponse:
-    """An exception as a response."""
+def error_response(error: BaseException, scope: Scope) -> JsonResponse:
+    """An exception as a response, in the form of the clients of the request's path."""
     api_error = ApiError.of(error)
-    return JsonResponse(api_error.body(), status_code=api_error.status, headers=api_error.headers)
+    body: Any = api_error.body()
+    if is_anthropic(scope):
+        body = error_body(api_error, scope.get("state", {}).get("request_id"))
+    return JsonResponse(body, status_code=api_error.status, headers=api_error.headers)
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request is for a path of Anthropic's interface."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+    return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 
 # ---- bodies
@@ -292,6 +303,7 @@ __all__ = [
     "JsonResponse",
     "SlicedResponse",
     "error_response",
+    "is_anthropic",
     "refuse_crowded",
     "until_disconnect",
 ]

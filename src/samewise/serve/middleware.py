@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from samewise.openai.errors import ApiError
-from samewise.serve.http import error_response
+from samewise.serve.http import error_response, is_anthropic
 from samewise.serve.settings import Keys
 
 log = logging.getLogger("samewise.serve")
@@ -54,7 +54,10 @@ class RequestIdMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if is_anthropic(scope):
+                    headers["Request-Id"] = request_id  # where Anthropic's clients look for it
             await send(message)
 
         try:
@@ -63,7 +66,7 @@ class RequestIdMiddleware:
             log.exception("request %s failed", request_id)
             if status:
                 raise
-            await error_response(RuntimeError())(scope, receive, send_with_id)
+            await error_response(RuntimeError(), scope)(scope, receive, send_with_id)
         finally:
             level = logging.DEBUG if scope["path"] in POLLED_PATHS else logging.INFO
             facts = _facts(scope, request_id, status, time.monotonic() - began)
@@ -88,7 +91,7 @@ class WebPageMiddleware:
         if scope["type"] == "http":
             refusal = self._refusal(Headers(scope=scope))
             if refusal is not None:
-                await error_response(refusal)(scope, receive, send)
+                await error_response(refusal, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -131,13 +134,15 @@ class AuthMiddleware:
         if scope["type"] == "http":
             digest: bytes | None = b""
             if self._keys.digests and not self._is_public(scope):
-                digest = self._keys.match(_bearer(Headers(scope=scope)))
+                headers = Headers(scope=scope)
+                digest = self._keys.match(_bearer(headers)) or self._keys.match(headers.get("x-api-key", ""))
             if digest is None:
                 refusal = ApiError(
-                    "the API key is missing or not one of this server's; send 'Authorization: Bearer KEY'",
+                    "the API key is missing or not one of this server's; send 'Authorization: Bearer KEY' or "
+                    "'x-api-key: KEY'",
                     status=401, code="invalid_api_key",
                 )  # fmt: skip
-                response = error_response(refusal)
+                response = error_response(refusal, scope)
                 response.headers["WWW-Authenticate"] = "Bearer"
                 await response(scope, receive, send)
                 return

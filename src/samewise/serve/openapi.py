@@ -25,7 +25,7 @@ STATUSES = {
     "200": "The answer.",
     "400": "The body is wrong; `param` names the field.",
     "401": "No key, or not one of this server's.",
-    "404": "No such model.",
+    "404": "No such model, or no such response.",
     "413": "The body is too large.",
     "415": "The body is not `application/json`.",
     "429": "The queue is full; see `Retry-After`.",
@@ -46,6 +46,7 @@ class Endpoint:
     handler: Callable[[Request], Awaitable[Response]]
     reply: Any
     body: Any = None
+    error: Any = ErrorBody
     streams: bool = False  # replies with events where the body asks for them; may find the queue full
     public: bool = False  # needs no key
     state: bool = False  # answers 503, in the same form, while the engine is not available
@@ -79,8 +80,13 @@ def openapi_document(
 
 def _schemas(endpoints: Sequence[Endpoint]) -> tuple[dict[Any, Any], dict[str, Any]]:
     """(a reference or schema by type, the schemas by name)."""
-    kinds = [kind for endpoint in endpoints for kind in (endpoint.body, endpoint.reply) if kind is not None]
-    inputs: Any = [(kind, "validation", TypeAdapter(kind)) for kind in dict.fromkeys([*kinds, ErrorBody])]
+    kinds = [
+        kind
+        for endpoint in endpoints
+        for kind in (endpoint.body, endpoint.reply, endpoint.error)
+        if kind is not None
+    ]
+    inputs: Any = [(kind, "validation", TypeAdapter(kind)) for kind in dict.fromkeys(kinds)]
     refs, schemas = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")
     return {kind: ref for (kind, _), ref in refs.items()}, schemas["$defs"]
 
@@ -97,7 +103,7 @@ def _operation(endpoint: Endpoint, refs: Mapping[Any, Any]) -> dict[str, Any]:
         content = {"application/json": {"schema": refs[endpoint.body]}}
         operation["requestBody"] = {"required": True, "content": content}
     if "{" in endpoint.path:
-        name = endpoint.path.partition("{")[2].partition(":")[0]
+        name = endpoint.path.partition("{")[2].partition("}")[0].removesuffix(":path")
         schema = {"type": "string", "minLength": 1}
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     return operation
@@ -113,7 +119,7 @@ def _statuses(endpoint: Endpoint) -> list[str]:
 
 
 def _response(endpoint: Endpoint, status: str, refs: Mapping[Any, Any]) -> dict[str, Any]:
-    kind = endpoint.reply if status == "200" or endpoint.state else ErrorBody
+    kind = endpoint.reply if status == "200" or endpoint.state else endpoint.error
     content = {"text/plain" if kind is str else "application/json": {"schema": refs[kind]}}
     if status == "200" and endpoint.streams:
         content["text/event-stream"] = {"schema": EVENT_SCHEMA}

@@ -54,11 +54,13 @@ function burstOf(choice, event) {
   const entries = choice.logprobs?.content ?? [];
   const tokens = entries.map((entry, i) => ({ text: entry.token, id: ids[i], logprob: entry.logprob }));
   const guessed = draft.guessed ?? 0;
-  return { text: choice.delta?.content ?? "", tokens, guessed, accepted: Math.min(draft.accepted ?? 0, guessed) };
+  const said = choice.delta?.content ?? ""; // the answer, without the reasoning that is shown before it
+  const text = choice.delta?.reasoning ?? said;
+  return { text, said, tokens, guessed, accepted: Math.min(draft.accepted ?? 0, guessed) };
 }
 
 function record(answer, burst) {
-  answer.text += burst.text;
+  answer.text += burst.said;
   answer.bursts.push(burst);
   for (const token of burst.tokens) {
     answer.ids.push(token.id);

@@ -1,0 +1,112 @@
+"""Reasoning at chats: apart from the content, and the fields that reach the chat template."""
+
+from typing import Any
+
+import pytest
+
+from agent_bodies import HERMES, THINKING, THOUGHT  # isort: skip
+from served_app import CHAT, COMPLETIONS, run, served_app  # isort: skip
+
+HELLO = [{"role": "user", "content": "hello"}]
+BODY: dict[str, Any] = {
+    "messages": HELLO, "temperature": 0.8, "seed": 5, "max_tokens": 80, "response_format": THOUGHT,
+}  # fmt: skip
+
+
+def test_reasoning_is_apart_from_the_content_whole_and_streamed() -> None:
+    async def work() -> None:
+        async with served_app(eos=True) as served:
+            template = served.llm.intake.tokenizer.chat_template
+            plain = await served.post(CHAT, BODY | {"return_token_ids": True})
+            text = plain["choices"][0]["message"]["content"]
+            assert "reasoning" not in plain["choices"][0]["message"]  # the template knows no marks
+            served.llm.intake.tokenizer.chat_template = template + "{# </think> #}"
+            whole = await served.post(CHAT, BODY | {"return_token_ids": True, "logprobs": True})
+            message = whole["choices"][0]["message"]
+            assert text == f"<think>\n{message['reasoning']}\n</think>\n\n{message['content']}"
+            assert message["reasoning_content"] == message["reasoning"]
+            assert whole["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+            assert len(whole["choices"][0]["logprobs"]["content"]) == len(plain["choices"][0]["token_ids"])
+            spent = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
+            assert spent == text.index("</think>") + len("</think>")
+            events = await served.events(
+                CHAT, BODY | {"stream_options": {"include_usage": True}, "logprobs": True}
+            )
+            assert events[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == spent
+            choices = [choice for event in events for choice in event["choices"]]
+            for name in ("reasoning", "reasoning_content", "content"):
+                parts = "".join(choice["delta"].get(name) or "" for choice in choices)
+                assert parts == message[name]
+            rows = [row for choice in choices if choice["logprobs"] for row in choice["logprobs"]["content"]]
+            assert rows == whole["choices"][0]["logprobs"]["content"]
+            quiet = await served.post(CHAT, BODY | {"include_reasoning": False})
+            assert "reasoning" not in quiet["choices"][0]["message"]
+            assert quiet["choices"][0]["message"]["content"] == message["content"]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "reached"),
+    [
+        ("{{ reasoning_effort }}!", {"reasoning_effort": "high"}, "high!"),
+        ("{{ verbosity }}!", {"verbosity": "low"}, "low!"),
+        ("{{ enable_thinking }}!", {"enable_thinking": False}, "False!"),
+        ("{{ enable_thinking }}!", {"reasoning_effort": "none"}, "False!"),
+        ("{{ thinking }}!", {"enable_thinking": True}, "True!"),
+        ("!", {"reasoning_effort": "high", "verbosity": "low", "enable_thinking": True}, "!"),
+    ],
+)
+def test_fields_reach_the_template(template: str, fields: dict[str, Any], reached: str) -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            served.llm.intake.tokenizer.chat_template = template
+            reply = await served.post(
+                CHAT, {"messages": HELLO, "max_tokens": 1, "return_token_ids": True} | fields
+            )
+            assert served.llm.intake.decode(reply["prompt_token_ids"]) == reached
+            tokenized = await served.post("/tokenize", {"messages": HELLO} | fields)
+            assert tokenized["tokens"] == reply["prompt_token_ids"]
+
+    run(work())
+
+
+def test_reasoning_of_a_message_reaches_the_template_under_either_name() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            served.llm.intake.tokenizer.chat_template = THINKING
+            prompts = []
+            for name in ("reasoning", "reasoning_content"):
+                messages = [*HELLO, {"role": "assistant", "content": "yes", name: "so"}]
+                reply = await served.post("/tokenize", {"messages": messages})
+                prompts.append(served.llm.intake.decode(reply["tokens"]))
+            assert prompts[0] == prompts[1]
+            assert "<think>\nso\n</think>\n\nyes" in prompts[0]
+
+    run(work())
+
+
+def test_calls_that_are_required_have_no_reasoning_before_them() -> None:
+    """Also where the template opens the marks in the prompt."""
+
+    async def work() -> None:
+        async with served_app(eos=True) as served:
+            served.llm.intake.tokenizer.chat_template = HERMES + "<think>\n{# </think> #}"
+            tool = {"type": "function", "function": {"name": "f"}}
+            body = {"messages": HELLO, "tools": [tool], "tool_choice": "required", "max_tokens": 80}
+            reply = await served.post(CHAT, body | {"parallel_tool_calls": False})
+            message = reply["choices"][0]["message"]
+            assert message["tool_calls"][0]["function"]["name"] == "f"
+            assert "reasoning" not in message
+
+    run(work())
+
+
+def test_completions_have_no_template_to_tell() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            for field in ({"reasoning_effort": "high"}, {"enable_thinking": True}):
+                status, error = await served.refusal(COMPLETIONS, {"prompt": "a"} | field)
+                assert (status, error["param"]) == (400, *field)
+
+    run(work())
