@@ -244,6 +244,9 @@ def test_an_answer_that_exceeds_the_context_is_ended_by_it() -> None:
     run(work())
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 def test_keys_and_errors_in_anthropics_form() -> None:
     async def work() -> None:
         async with served_app(ServeSettings(keys=Keys.of(["one"]))) as served:
@@ -262,13 +265,14 @@ def test_keys_and_errors_in_anthropics_form() -> None:
                 assert (reply.status_code, error_of(reply)["type"]) == (status, kind)
             served.client.headers["x-api-key"] = "one"
             for reply, status, kind in (
-                (await post(MESSAGES, content=b"{"), 400, "invalid_request_error"),
+                (await post(MESSAGES, content=b"{", headers=JSON), 400, "invalid_request_error"),
                 (await post(MESSAGES, json=BODY | {"max_tokens": -1}), 400, "invalid_request_error"),
                 (await post(MESSAGES, json=BODY | {"model": "other"}), 404, "not_found_error"),
                 (await post(COUNT, json=BODY | {"model": "other"}), 404, "not_found_error"),
                 (await post(MESSAGES + "/batches", json={}), 404, "not_found_error"),
                 (await served.client.get(MESSAGES), 405, "invalid_request_error"),
-                (await post(MESSAGES, content=b" " * (9 * 2**20)), 413, "request_too_large"),
+                (await post(MESSAGES, content=b"{"), 415, "invalid_request_error"),
+                (await post(MESSAGES, content=b" " * (9 * 2**20), headers=JSON), 413, "request_too_large"),
             ):
                 assert (reply.status_code, error_of(reply)["type"]) == (status, kind), reply.text
             assert (await post(CHAT, json={})).json()["error"]["param"] == "messages"
