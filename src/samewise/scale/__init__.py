@@ -1,0 +1,2 @@
+"""Any number of engines behind one address, over Ray."""
+__all__: list[str] = []

@@ -1,0 +1,168 @@
+"""The actors of the application: a replica with its engine, and the roster, which knows all replicas.
+
+Imports are light, so that a replica pins its environment before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from samewise.contract import Contract
+    from samewise.engine import Engine
+    from samewise.scale.channel import Address
+    from samewise.scale.records import EngineFacts, Job, JobKey, Progress
+    from samewise.types import Guide
+
+log = logging.getLogger("samewise.scale")
+
+REPORT_SECONDS = 1.0
+"""Between two reports of a replica's statistics. Set by hand: well below a scrape's period."""
+SILENT_SECONDS = 15.0
+"""After which a replica that does not report is no longer listed. Set by hand."""
+
+
+class Listening(NamedTuple):
+    """The one item of the stream that answers a job: the job is queued, and its tokens come from there."""
+
+    replica: str
+    address: Address
+    contract_id: str
+
+
+class JobDropped(RuntimeError):
+    """A job ended without its answer: the router disconnected, or the engine has stopped."""
+
+
+class Roster:
+    """The first replica's contract, and what every replica last reported. One actor for an application."""
+
+    def __init__(self) -> None:
+        self._contract: Contract | None = None
+        self._stats: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    async def join(self, replica: str, contract: Contract) -> Contract:
+        """The first replica's contract, which is this one's if it is the first."""
+        if self._contract is None:
+            self._contract = contract
+            log.info("replica %s is the first: contract %s", replica, contract.id)
+        return self._contract
+
+    async def report(self, replica: str, contract: Contract, stats: dict[str, Any]) -> None:
+        """Note a replica's statistics, and its contract where this actor was restarted."""
+        self._contract = self._contract or contract
+        self._stats[replica] = asyncio.get_running_loop().time(), stats
+
+    async def stats(self) -> dict[str, dict[str, Any]]:
+        """What the replicas last reported, by name."""
+        now = asyncio.get_running_loop().time()
+        self._stats = {
+            name: (at, stats) for name, (at, stats) in self._stats.items() if now - at < SILENT_SECONDS
+        }
+        return {name: stats for name, (_, stats) in sorted(self._stats.items())}
+
+
+class Replica:
+    """One engine in a process of its own."""
+
+    async def __init__(self, make_engine: Callable[[], Engine], roster: Any) -> None:
+        from samewise import machine
+
+        machine.pin_environment()
+        import ray
+        from ray import serve
+
+        from samewise.llm.intake import Intake
+        from samewise.scale.channel import ReplicaServer, every
+        from samewise.scale.engine_host import EngineHost, facts_of
+        from samewise.scale.records import refuse_other
+
+        self.name: str = serve.get_replica_context().replica_tag
+        engine = await asyncio.to_thread(make_engine)
+        self._contract = engine.contract
+        refuse_other(await roster.join.remote(self.name, self._contract), self._contract, self.name)
+        self._facts = facts_of(engine)
+        self._intake = Intake(engine.loaded, engine.limits, seed=engine.config.seed, date=engine.config.date)
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[JobKey, asyncio.Future[None]] = {}
+        self._server = ReplicaServer(self._on_end, self._on_router_gone)
+        self._address = await self._server.start(ray.util.get_node_ip_address())
+        self._host = EngineHost(engine, self._deliver)
+        self._roster = roster
+        self._reporting = asyncio.ensure_future(every(REPORT_SECONDS, self._report))
+        log.info("replica %s is ready: %s, contract %s", self.name, engine.config.model, self._contract.id)
+
+    async def describe(self) -> EngineFacts:
+        """What a router must know of the engine."""
+        return self._facts
+
+    async def generate(self, job: Job) -> AsyncGenerator[Listening]:
+        """Answer a job: says where its tokens come from, and ends when it has."""
+        key = job.key
+        guide = await self._guide(job)
+        ended = self._open[key] = self._loop.create_future()
+        self._host.add(job, guide)
+        try:
+            yield Listening(self.name, self._address, self._contract.id)
+            await ended
+        finally:
+            if self._open.pop(key, None) is not None and not ended.done():
+                self._host.end(key)
+
+    async def check_health(self) -> None:
+        """Raise once the engine has stopped: Ray Serve then replaces this replica."""
+        if self._host.failure is not None:
+            raise RuntimeError(f"the engine has stopped: {self._host.failure}")
+
+    async def _guide(self, job: Job) -> Guide | None:
+        grammar = job.request.sampling.grammar
+        if grammar is None:
+            return None
+        compiling = await asyncio.to_thread(self._intake.start_compiling, grammar)
+        compiled = await asyncio.wrap_future(compiling)
+        return compiled.guide(job.request.sampling.stop_ids)
+
+    async def _report(self) -> None:
+        if self._host.failure is not None:
+            for key in list(self._open):
+                self._end(key, JobDropped(f"the engine has stopped: {self._host.failure}"))
+            return
+        await self._roster.report.remote(self.name, self._contract, self._host.stats())
+
+    # ---- news of the engine, from its thread
+
+    def _deliver(self, progress: list[Progress]) -> None:
+        self._loop.call_soon_threadsafe(partial(self._send, progress))
+
+    def _send(self, progress: list[Progress]) -> None:
+        self._server.send(progress)
+        for key, delta in progress:
+            if delta.finish is not None:
+                self._end(key)
+
+    # ---- news of routers
+
+    def _on_end(self, key: JobKey) -> None:
+        self._host.end(key)
+        self._end(key)
+
+    def _on_router_gone(self, router: bytes) -> None:
+        for key in [key for key in self._open if key.router == router]:
+            self._host.end(key)
+            self._end(key, JobDropped("the router disconnected"))
+
+    def _end(self, key: JobKey, error: Exception | None = None) -> None:
+        ended = self._open.get(key)
+        if ended is None or ended.done():
+            return
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+
+__all__ = ["JobDropped", "Listening", "Replica", "Roster"]
