@@ -305,6 +305,9 @@ class Engine:
     def wake(self) -> None:
         """End a wait inside `step`. Any thread may call it; here a step waits for the device alone."""
 
+    def close(self) -> None:
+        """Nothing to let go of: an engine in this process is freed with its last reference."""
+
     @property
     def num_waiting(self) -> int:
         """Requests that hold no pages."""

@@ -76,6 +76,10 @@ class AnyEngine(Protocol):
         """Start every request again from what its caller has; see Engine.recover."""
         ...
 
+    def close(self) -> None:
+        """Let go of what this object's memory does not hold."""
+        ...
+
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was built, and its state now."""
         ...

@@ -52,9 +52,7 @@ class ReplicaServer:
 
     async def start(self, host: str) -> Address:
         """Listen on a free port of this address."""
-        self._address = Address(
-            host, 0, secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)
-        )
+        self._address = Address(host, 0, secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES))
         self._server = await asyncio.start_server(self._serve, host, 0)
         self._address = self._address._replace(port=self._server.sockets[0].getsockname()[1])
         return self._address
@@ -170,7 +168,7 @@ def decode(router: bytes, content: bytes) -> list[Progress]:
     return [
         Progress(
             JobKey(router, number, attempt),
-            Delta(number, *said, None if finish is None else Finish(finish), *rest),
+            Delta._make((number, *said, None if finish is None else Finish(finish), *rest)),
         )
         for number, attempt, said, finish, rest in rows
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,9 @@ OBJECT_STORE = 128 * 2**20
 
 
 @contextmanager
-def ray_cluster(address: str | None, num_cpus: float, what: str) -> Iterator[Any]:
+def ray_cluster(
+    address: str | None, num_cpus: float, what: str, *, object_store: int = OBJECT_STORE
+) -> Iterator[Any]:
     """Connect to a cluster, or start one on this machine alone, which ends with the context."""
     ray = import_ray(what)
     if address is not None:
@@ -43,7 +46,7 @@ def ray_cluster(address: str | None, num_cpus: float, what: str) -> Iterator[Any
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
-            num_cpus=max(1, int(num_cpus + 0.999)), object_store_memory=OBJECT_STORE,
+            num_cpus=max(1, int(num_cpus + 0.999)), object_store_memory=object_store,
             include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING,
             _node_ip_address="127.0.0.1",
         )  # fmt: skip
@@ -53,14 +56,24 @@ def ray_cluster(address: str | None, num_cpus: float, what: str) -> Iterator[Any
         ray.shutdown()
 
 
+@contextmanager
+def deployed(
+    config: EngineConfig, scale: ScaleSettings, address: str | None, *, what: str
+) -> Iterator[Deployed]:
+    """Replicas in a cluster, from `load` until the context ends."""
+    with ray_cluster(address, scale.most * scale.num_cpus, what) as ray:
+        application = Deployed(config, scale, ray, f"samewise-{os.getpid()}-{secrets.token_hex(4)}")
+        try:
+            yield application
+        finally:
+            application.delete()
+
+
 class Deployed:
-    """An application of replicas in a cluster, and the way to it. Used as a context."""
+    """An application of replicas in a cluster, and the way to it."""
 
     def __init__(self, config: EngineConfig, scale: ScaleSettings, ray: Any, name: str) -> None:
         self._config, self._scale, self._ray, self.name = config, scale, ray, name
-
-    def __enter__(self) -> Deployed:
-        return self
 
     def load(self) -> AsyncLLM:
         """Start the replicas and connect to them. Raises what their engines raise."""
@@ -80,7 +93,8 @@ class Deployed:
         llm.intake.prepare_grammars()
         return llm
 
-    def __exit__(self, *_: object) -> None:
+    def delete(self) -> None:
+        """Stop the replicas."""
         self._ray.serve.delete(self.name)
 
 
@@ -95,4 +109,4 @@ def cause_of(text: str) -> Exception:
     return MachineError(f"the replicas do not start: {text.strip()[-2000:]}")
 
 
-__all__ = ["OBJECT_STORE", "Deployed", "cause_of", "ray_cluster"]
+__all__ = ["OBJECT_STORE", "Deployed", "cause_of", "deployed", "ray_cluster"]

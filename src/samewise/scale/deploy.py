@@ -41,8 +41,10 @@ class BuildEngine:
         return build(self.config)
 
 
-def engines(config: EngineConfig, scale: ScaleSettings, make_engine: Callable[[], Engine] | None = None) -> Any:
-    """The application without HTTP: replicas over a roster. `make_engine` builds another engine than config's.
+def engines(
+    config: EngineConfig, scale: ScaleSettings, make_engine: Callable[[], Engine] | None = None
+) -> Any:
+    """The application without HTTP: replicas over a roster. `make_engine` is called in place of building.
 
     Waiting requests are bounded by the router, so the replicas themselves queue any number.
     """
@@ -99,17 +101,16 @@ def app(
     from samewise.serve.settings import ServeSettings
 
     config, scale = EngineConfig.of(model=model, **settings), scale or ScaleSettings()
-    build = _asgi_builder(config, scale, serve or ServeSettings())
+    serve = serve or ServeSettings()
+    build = _asgi_builder(config, scale, serve)
     router = ray_serve.deployment(ray_serve.ingress(build)()).options(
         name=ROUTER, num_replicas=scale.routers, max_ongoing_requests=ROUTER_ONGOING,
-        ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=(serve or ServeSettings()).shutdown_timeout,
+        ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=serve.shutdown_timeout,
     )  # fmt: skip
     return router.bind(engines(config, scale, make_engine))
 
 
-def _asgi_builder(
-    config: EngineConfig, scale: ScaleSettings, settings: ServeSettings
-) -> Callable[[], Any]:
+def _asgi_builder(config: EngineConfig, scale: ScaleSettings, settings: ServeSettings) -> Callable[[], Any]:
     """A function for `ray.serve.ingress`: called in the router's process."""
 
     def build() -> Any:
@@ -172,7 +173,6 @@ def remote_llm(app_name: str, num_replicas: int, max_queued: int | None) -> Asyn
     facts = replicas.facts(FACTS_SECONDS)
     engine = RemoteEngine(facts, replicas, num_replicas=num_replicas, max_queued=max_queued)
     return AsyncLLM.over(engine)
-
 
 
 __all__ = ["BuildEngine", "app", "engines", "remote_llm"]

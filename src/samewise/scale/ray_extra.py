@@ -20,7 +20,7 @@ def import_ray(what: str) -> Any:
 def import_ray_data(what: str) -> Any:
     """The package `ray` with `ray.data`."""
     try:
-        import pyarrow  # noqa: F401 - ray.data's own error does not name it
+        import pyarrow as _  # noqa: F401, ICN001 - ray.data's own error does not name it
         import ray
         from ray import data  # noqa: F401 - makes it an attribute of ray
     except ModuleNotFoundError as error:

@@ -79,7 +79,7 @@ class _Asked:
 
 
 class RemoteEngine:
-    """Has the interface of an Engine. Not thread-safe: one thread owns it, and `wake` may be called by any."""
+    """Has the interface of an Engine. Not thread-safe: one thread owns it; any may call `wake`."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class RemoteEngine:
         return None
 
     def recover(self, received: Mapping[int, Received | None] | None = None, *, blame: bool = False) -> None:  # noqa: ARG002
-        """Start every request again from what its caller has. There is no step here to blame a request for."""
+        """Start every request again from what its caller has. No step runs here, so none is blamed."""
         for number, asked in list(self._asked.items()):
             has = (received or {}).get(number, Received(len(asked.tokens), asked.num_scores))
             self._replicas.end(self._key(asked), asked.replica)

@@ -69,7 +69,9 @@ class Roster:
 class Replica:
     """One engine in a process of its own."""
 
-    async def __init__(self, make_engine: Callable[[], Engine], roster: Any) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, make_engine: Callable[[], Engine], roster: Any
+    ) -> None:
         from samewise import machine
 
         machine.pin_environment()

@@ -10,7 +10,7 @@ from samewise.scale.prefix_choice import PrefixChoice
 from samewise.scale.records import Job
 
 
-class PrefixRouter(RequestRouter):  # type: ignore[misc] - ray is not checked
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray is not checked
     """Ranks the replicas for each job; Ray Serve sends it to the first that is not full."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -28,9 +28,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc] - ray is not checked
         loads = {name: queues.get(replica.replica_id) or 0 for name, replica in replicas.items()}
         return [[replicas[name]] for name in self._choice.rank(_pages(pending_request), loads)]
 
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
-    ) -> None:
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Remember which pages the replica has now."""
         super().on_request_routed(pending_request, replica_id, result)
         self._choice.sent(replica_id.unique_id, _pages(pending_request))

@@ -10,7 +10,7 @@ from samewise.errors import BadParameter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleSettings:
-    """The replicas of one application. The limits on cores and devices are Ray's: it places, and does not bind."""
+    """The replicas of one application. Cores are what Ray counts when it places them, not a limit."""
 
     replicas: int = 1  # that always run; with `max_replicas`, the fewest
     max_replicas: int | None = None  # Ray Serve adds replicas up to this many under load; None: `replicas`
@@ -27,7 +27,7 @@ class ScaleSettings:
                 raise BadParameter(f"{name}={getattr(self, name)}: give 1 or more", param=name)
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise BadParameter(
-                f"max_replicas={self.max_replicas} is less than replicas={self.replicas}; give as many or more",
+                f"max_replicas={self.max_replicas} is less than replicas={self.replicas}; give more",
                 param="max_replicas",
             )
         if self.num_cpus <= 0:
