@@ -1,4 +1,4 @@
-"""Run by test_replicas.py in a process of its own: `samewise.scale.app`, rolling replacement, other contracts.
+"""Run by test_replicas.py in a process of its own: an application, replaced and then refused.
 
 Its last line is JSON: what was seen.
 """
@@ -6,6 +6,7 @@ Its last line is JSON: what was seen.
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -13,8 +14,11 @@ import ray
 from ray import serve
 from replica_requests import requests, whole
 
+from samewise.config import EngineConfig
+from samewise.errors import GuaranteeLost
 from samewise.scale import ScaleSettings, app
-from samewise.scale.cluster import cause_of, ray_cluster
+from samewise.scale.cluster import deployed, ray_cluster
+from samewise.scale.deploy import BuildEngine
 from samewise.serve.settings import ServeSettings
 
 folder, port, log = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
@@ -25,7 +29,9 @@ SERVE = ServeSettings(model_names=("tiny",))
 
 def answers(num: int) -> list[object]:
     with httpx.Client(base_url=URL, timeout=60) as client:
-        replies = [client.post("/v1/chat/completions", json=body | {"model": "tiny"}) for body in requests(num)]
+        replies = [
+            client.post("/v1/chat/completions", json=body | {"model": "tiny"}) for body in requests(num)
+        ]
         return [whole(reply.json()) for reply in replies]
 
 
@@ -44,7 +50,9 @@ def replicas() -> list[str]:
 seen: dict[str, object] = {}
 with ray_cluster(None, 3, "the test"):
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(app(folder, scale=ScaleSettings(replicas=2, drain_seconds=1), serve=SERVE, **SETTINGS), name="a")
+    serve.run(
+        app(folder, scale=ScaleSettings(replicas=2, drain_seconds=1), serve=SERVE, **SETTINGS), name="a"
+    )
     wait_until_ready()
     seen["models"] = httpx.get(f"{URL}/v1/models", timeout=10).json()["data"]
     seen["first"] = answers(8)
@@ -58,12 +66,37 @@ with ray_cluster(None, 3, "the test"):
     while set(now := replicas()) & set(before) or len(now) < 2:
         time.sleep(0.2)
     other = app(folder, scale=ScaleSettings(replicas=2), serve=SERVE, dtype="bfloat16", **SETTINGS)
-    try:
+    with suppress(RuntimeError):  # Ray Serve's own words; the roster's name the facts
         serve.run(other, name="a")
-        seen["refused"] = None
-    except RuntimeError as error:
-        seen["refused"] = str(cause_of(str(error)))
-    log.write_text("")
+    refused = serve.get_deployment_handle("Roster", "a").refused.remote().result(timeout_s=30)
+    seen["refused"] = list(refused.values())
+    seen["after"] = answers(8)
     serve.shutdown()
+
+
+class EveryOther:
+    """Builds engines: the first in float32, those after it in bfloat16."""
+
+    def __call__(self) -> object:
+        try:
+            log.touch(exist_ok=False)
+            first = True
+        except FileExistsError:
+            first = False
+            time.sleep(5)  # so that the first has joined
+        return BuildEngine(
+            EngineConfig.of(model=folder, dtype="float32" if first else "bfloat16", **SETTINGS)
+        )()
+
+
+config = EngineConfig.of(model=folder, **SETTINGS)
+with deployed(
+    config, ScaleSettings(replicas=2), None, what="the test", make_engine=EveryOther()
+) as replicas_of_two:
+    try:
+        replicas_of_two.load()
+        seen["second"] = None
+    except GuaranteeLost as error:
+        seen["second"] = str(error)
 ray.shutdown()
 print(json.dumps(seen))

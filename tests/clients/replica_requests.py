@@ -35,7 +35,8 @@ def requests(num: int, max_tokens: int = 48) -> list[dict[str, Any]]:
             "messages": [
                 {"role": "user", "content": f"topic {i % 7}: " + "once upon a time " * (i % 5) + str(i % 11)}
             ],
-            "max_completion_tokens": max_tokens + i % 9, "seed": i, "ignore_eos": True, "return_token_ids": True,
+            "max_completion_tokens": max_tokens + i % 9, "seed": i, "ignore_eos": True,
+            "return_token_ids": True,
         }
         | KINDS[i % len(KINDS)]
         for i in range(num)
@@ -112,6 +113,9 @@ async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> StreamedA
     answer = StreamedAnswer()
     async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
         assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            answer.add(line)
+        held = b""
+        async for piece in response.aiter_bytes():  # aiter_lines would also split at separators within a text
+            *lines, held = (held + piece).split(b"\n")
+            for line in lines:
+                answer.add(line.decode())
     return answer

@@ -145,9 +145,12 @@ def test_an_application_is_replaced_unnoticed_and_refuses_another_contract(
     wanted = json.loads(json.dumps(asyncio.run(ask_all(server.url, requests(8), 4))))
     assert seen["first"] == wanted
     assert seen["replaced"] == wanted
+    assert seen["after"] == wanted
     contract = httpx.get(f"{server.url}/v1/models").json()["data"][0]["contract"]
     assert [card["contract"] for card in seen["models"]] == [contract]
-    assert "dtype is bfloat16, not float32" in seen["refused"]
+    assert seen["refused"]
+    assert all("dtype is bfloat16, not float32" in text for text in seen["refused"])
+    assert "dtype is bfloat16, not float32" in seen["second"]
 
 
 def batch_lines(num: int) -> str:
@@ -184,7 +187,7 @@ def test_a_batch_over_two_workers_of_which_one_dies(folder: Path, tmp_path: Path
     (worker, *_) = [pid for pid in batch_workers() if pid]
     os.kill(worker, signal.SIGKILL)
     _, errors = second.communicate(timeout=300)
-    assert "1 bad" in errors, errors
+    assert second.returncode == 0, errors
     assert on_ray.read_bytes().startswith(kept)
     assert answers_of(on_ray) == answers_of(alone)
     assert len(on_ray.read_text().splitlines()) == 501

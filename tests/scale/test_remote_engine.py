@@ -167,7 +167,6 @@ def test_a_replica_of_another_contract_is_not_used() -> None:
     assert engine.step() == []
     assert replicas.ended == [key]
     assert replicas.jobs[1].key.attempt == 1
-    assert engine.num_waiting == 1
 
 
 def test_contracts_that_differ_are_refused_by_the_facts_that_differ() -> None:
@@ -179,7 +178,7 @@ def test_contracts_that_differ_are_refused_by_the_facts_that_differ() -> None:
 
 def test_more_requests_than_may_wait_are_refused() -> None:
     engine, _ = remote(max_queued=2)
-    for _ in range(2):
+    for _ in range(32 + 2):  # 32 run at once
         engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
     with pytest.raises(QueueFull, match="max_queued is 2"):
         engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))

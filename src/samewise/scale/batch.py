@@ -116,7 +116,10 @@ def run_on_ray(
             else:
                 yield line, invalid_line(line, line.error)
         if left:
-            with ray_cluster(address, workers * cpus + 1, "samewise batch --ray", object_store=OBJECT_STORE):
+            threads = {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
+            with ray_cluster(
+                address, workers * cpus + 1, "samewise batch --ray", object_store=OBJECT_STORE, env=threads
+            ):
                 yield from _answer_on(ray, left, arguments, workers, cpus, num_gpus, check_contract)
 
     return answer_file(source, target, answer, **options)
@@ -139,8 +142,7 @@ def _answer_on(
     rows = [{"place": place, LINE: line.as_text()} for place, line in enumerate(lines)]
     answered = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
         LineAnswerer, fn_constructor_kwargs=arguments, batch_size=LINES_PER_BATCH,
-        concurrency=min(workers, blocks), num_cpus=cpus, num_gpus=num_gpus, max_restarts=-1,
-        max_task_retries=-1, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, int(cpus)))}},
+        compute=ray.data.ActorPoolStrategy(size=min(workers, blocks)), num_cpus=cpus, num_gpus=num_gpus,
     )  # fmt: skip
     contracts = _OneContract(check_contract)
     try:

@@ -175,4 +175,4 @@ def remote_llm(app_name: str, num_replicas: int, max_queued: int | None) -> Asyn
     return AsyncLLM.over(engine)
 
 
-__all__ = ["BuildEngine", "app", "engines", "remote_llm"]
+__all__ = ["ENGINES", "ROSTER", "ROUTER", "BuildEngine", "app", "engines", "remote_llm"]

@@ -30,6 +30,7 @@ class RayReplicas:
         self._calls: dict[JobKey, asyncio.Task[None]] = {}
         self._connections: dict[str, asyncio.Future[RouterConnection]] = {}  # by replica
         self._stats: dict[str, dict[str, Any]] = {}
+        self._refused: set[str] = set()  # replicas whose refusal was logged
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="samewise-replicas", daemon=True)
         self._thread.start()
@@ -83,6 +84,10 @@ class RayReplicas:
 
     async def _read_stats(self) -> None:
         self._stats = await self._roster.stats.remote()
+        refused = await self._roster.refused.remote()
+        for name in refused.keys() - self._refused:
+            log.error("refused: %s", refused[name])
+        self._refused = set(refused)
 
     def _begin(self, job: Job, delay: float) -> None:
         self._calls[job.key] = self._loop.create_task(self._answer(job, delay))

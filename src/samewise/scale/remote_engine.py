@@ -116,7 +116,7 @@ class RemoteEngine:
     def add(self, request: Request, guide: Guide | None = None) -> None:  # noqa: ARG002 - replicas make their own
         """Give a request to a replica. Raises QueueFull where too many wait for one."""
         most = self.limits.max_queued
-        if most is not None and self.num_waiting >= most:
+        if most is not None and len(self._asked) >= self.limits.max_num_seqs + most:
             raise QueueFull(
                 f"{self.num_waiting} requests are waiting and max_queued is {most}; try again later or raise "
                 "max_queued"
@@ -249,8 +249,8 @@ class RemoteEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no replica has begun."""
-        return sum(asked.replica is None for asked in self._asked.values())
+        """Requests beyond what all replicas run at once. Which of them has places, the replicas know."""
+        return max(0, len(self._asked) - self.limits.max_num_seqs)
 
     @property
     def max_model_len(self) -> int:
@@ -268,7 +268,7 @@ class RemoteEngine:
         merged = merge_stats(list(by_name.values()) or [self._facts.stats])
         return merged | {
             "contract": self.contract.id,
-            "waiting": merged["waiting"] + self.num_waiting,
+            "waiting": merged["waiting"] + sum(asked.replica is None for asked in self._asked.values()),
             "replicas": by_name,
             "failovers": self.num_failovers,
             "failover_seconds": self.failover_seconds,

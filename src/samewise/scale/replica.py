@@ -22,6 +22,8 @@ log = logging.getLogger("samewise.scale")
 
 REPORT_SECONDS = 1.0
 """Between two reports of a replica's statistics. Set by hand: well below a scrape's period."""
+MAX_REFUSED = 16
+"""Refused replicas that are remembered. Set by hand: Ray Serve starts another again and again."""
 SILENT_SECONDS = 15.0
 """After which a replica that does not report is no longer listed. Set by hand."""
 
@@ -44,13 +46,25 @@ class Roster:
     def __init__(self) -> None:
         self._contract: Contract | None = None
         self._stats: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._refused: dict[str, str] = {}  # by replica; the last MAX_REFUSED
 
-    async def join(self, replica: str, contract: Contract) -> Contract:
-        """The first replica's contract, which is this one's if it is the first."""
-        if self._contract is None:
-            self._contract = contract
-            log.info("replica %s is the first: contract %s", replica, contract.id)
-        return self._contract
+    async def join(self, replica: str, contract: Contract) -> None:
+        """Raise GuaranteeLost unless the contract is that of the first replica, which this one may be."""
+        from samewise.errors import GuaranteeLost
+        from samewise.scale.records import refuse_other
+
+        self._contract = self._contract or contract
+        try:
+            refuse_other(self._contract, contract, replica)
+        except GuaranteeLost as error:
+            self._refused[replica] = str(error)
+            while len(self._refused) > MAX_REFUSED:
+                del self._refused[next(iter(self._refused))]
+            raise
+
+    async def refused(self) -> dict[str, str]:
+        """The replicas that were refused, and why."""
+        return self._refused
 
     async def report(self, replica: str, contract: Contract, stats: dict[str, Any]) -> None:
         """Note a replica's statistics, and its contract where this actor was restarted."""
@@ -81,12 +95,11 @@ class Replica:
         from samewise.llm.intake import Intake
         from samewise.scale.channel import ReplicaServer, every
         from samewise.scale.engine_host import EngineHost, facts_of
-        from samewise.scale.records import refuse_other
 
         self.name: str = serve.get_replica_context().replica_tag
         engine = await asyncio.to_thread(make_engine)
         self._contract = engine.contract
-        refuse_other(await roster.join.remote(self.name, self._contract), self._contract, self.name)
+        await roster.join.remote(self.name, self._contract)
         self._facts = facts_of(engine)
         self._intake = Intake(engine.loaded, engine.limits, seed=engine.config.seed, date=engine.config.date)
         self._loop = asyncio.get_running_loop()
