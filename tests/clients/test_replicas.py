@@ -79,6 +79,18 @@ def test_two_replicas_give_the_bits_of_one_server(server: ServerProcess, replica
     assert all('replica="' in row and float(row.split()[-1]) > 0 for row in rows)
 
 
+def test_a_prompt_goes_where_its_pages_are(replicas: ServerProcess) -> None:
+    for number in range(6):
+        body = {"model": "tiny", "prompt": f"{number}: " + "a long beginning " * 9, "max_tokens": 2}
+        cached = [
+            httpx.post(f"{replicas.url}/v1/completions", json=body, timeout=60).json()["usage"][
+                "prompt_tokens_details"
+            ]["cached_tokens"]
+            for _ in range(2)
+        ]
+        assert cached[1] > 100 > cached[0]
+
+
 def test_streams_survive_the_death_of_replicas(server: ServerProcess, replicas: ServerProcess) -> None:
     """Sixteen clients stream; replicas are killed with kill -9 one after the other."""
     bodies = [body | {"model": "tiny"} for body in requests(64, max_tokens=400)]

@@ -99,10 +99,12 @@ class Deployed:
     ) -> None:
         self._config, self._scale, self._serve, self._make_engine = config, scale, ray.serve, make_engine
         self._ray_error = ray.exceptions.RayError
+        self._started = False
         self.name = f"samewise-{os.getpid()}-{secrets.token_hex(4)}"
 
     def load(self) -> AsyncLLM:
         """Start the replicas and connect to them. Raises what their engines raise."""
+        self._started = True
         self._serve.start(http_options={"location": "NoServer"})
         starting: Future[None] = Future()
         threading.Thread(target=self._start, args=(starting,), daemon=True).start()
@@ -117,8 +119,9 @@ class Deployed:
         return llm
 
     def delete(self) -> None:
-        """Stop the replicas."""
-        self._serve.delete(self.name)
+        """Stop the replicas, if `load` began to start them."""
+        if self._started:
+            self._serve.delete(self.name)
 
     def _start(self, starting: Future[None]) -> None:
         from ray.serve.schema import LoggingConfig
