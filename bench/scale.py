@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=2.0, help="seconds before a kill")
     parser.add_argument("--seconds", type=float, default=120, help="of killing, at most")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and the server with it
     args.clients = args.clients or (16 if args.case == "kill" else 8)
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()

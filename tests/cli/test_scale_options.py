@@ -1,4 +1,4 @@
-"""Options of replicas and workers: refused by name where they mean nothing; without ray the remedy is said."""
+"""Options of replicas and workers are refused by name where they mean nothing; ray is named if missing."""
 
 import sys
 

@@ -68,6 +68,7 @@ def test_what_was_sent_before_the_router_connected_arrives_first() -> None:
         connection.close()
         await until(lambda: ends.routers_gone and ends.closed)
         assert ends.routers_gone == [ROUTER]
+        await ends.server.close()
 
     asyncio.run(main())
 
@@ -80,5 +81,6 @@ def test_an_end_that_does_not_know_the_secret_is_refused(secret: str) -> None:
         with pytest.raises(ConnectionError):
             await ends.connected(**{secret: b"x" * 32})
         assert not ends.progress
+        await ends.server.close()
 
     asyncio.run(main())

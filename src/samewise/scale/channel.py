@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+import socket
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -72,6 +73,14 @@ class ReplicaServer:
                     asyncio.get_running_loop().call_later(KEPT_SECONDS, self._unsent.pop, router, None)
                 self._unsent.setdefault(router, []).append(message)
 
+    async def close(self) -> None:
+        """Stop listening, and disconnect all routers."""
+        for writer in list(self._writers.values()):
+            writer.close()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         router: bytes | None = None
         try:
@@ -120,6 +129,8 @@ class RouterConnection:
         if not hmac.compare_digest(answer, address.replica_secret):
             writer.close()
             raise ConnectionError(f"{address.host}:{address.port} is not the replica any more")
+        # A machine that loses its power says nothing: the system finds out, in time.
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._writer = writer
         self._reading = asyncio.ensure_future(self._read(reader, on_close))
 
@@ -132,6 +143,13 @@ class RouterConnection:
         """Disconnect; the replica drops this router's jobs."""
         if self._writer is not None:
             self._writer.close()
+
+    async def wait_closed(self) -> None:
+        """Close, and wait until `on_close` was called."""
+        self.close()
+        if self._writer is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _read(self, reader: asyncio.StreamReader, on_close: Callable[[str], None]) -> None:
         error = "the connection was closed"

@@ -155,8 +155,7 @@ class RayReplicas:
         await asyncio.gather(*self._calls.values(), return_exceptions=True)
         for opening in list(self._connections.values()):
             if opening.done() and opening.exception() is None:
-                opening.result().close()
-        await asyncio.sleep(0)
+                await opening.result().wait_closed()
 
 
 __all__ = ["RayReplicas"]
