@@ -5,6 +5,7 @@ Its last line is JSON: what was seen.
 
 import json
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from samewise.errors import GuaranteeLost
 from samewise.scale import ScaleSettings, app
 from samewise.scale.cluster import deployed, ray_cluster
 from samewise.scale.deploy import BuildEngine
+from samewise.scale.roster import roster_of
 from samewise.serve.settings import ServeSettings
 
 folder, port, log = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
@@ -33,6 +35,12 @@ def answers(num: int) -> list[object]:
             client.post("/v1/chat/completions", json=body | {"model": "tiny"}) for body in requests(num)
         ]
         return [whole(reply.json()) for reply in replies]
+
+
+def ask_until(stopped: threading.Event, seen_answers: list[object]) -> None:
+    """Ask again and again, until it is enough."""
+    while not stopped.is_set():
+        seen_answers.append(answers(8))
 
 
 def wait_until_ready() -> None:
@@ -59,17 +67,24 @@ with ray_cluster(None, 3, "the test"):
     while len(before := replicas()) < 2:
         time.sleep(0.2)
     # The same application again, of another code version: every replica is replaced, one after the other.
+    enough, meanwhile = threading.Event(), list[object]()
+    askers = [threading.Thread(target=ask_until, args=(enough, meanwhile)) for _ in range(2)]
+    for asker in askers:
+        asker.start()
     again = app(folder, scale=ScaleSettings(replicas=2, drain_seconds=0.5), serve=SERVE, seed=1, **SETTINGS)
     serve.run(again, name="a")
     wait_until_ready()
     seen["replaced"] = answers(8)
     while set(now := replicas()) & set(before) or len(now) < 2:
         time.sleep(0.2)
+    enough.set()
+    for asker in askers:
+        asker.join()
+    seen["meanwhile"] = len(meanwhile), [one for one in meanwhile if one != seen["first"]][:1]
     other = app(folder, scale=ScaleSettings(replicas=2), serve=SERVE, dtype="bfloat16", **SETTINGS)
     with suppress(RuntimeError):  # Ray Serve's own words; the roster's name the facts
         serve.run(other, name="a")
-    refused = serve.get_deployment_handle("Roster", "a").refused.remote().result(timeout_s=30)
-    seen["refused"] = list(refused.values())
+    seen["refused"] = list(ray.get(roster_of("a").refused.remote(), timeout=30).values())
     seen["after"] = answers(8)
     serve.shutdown()
 

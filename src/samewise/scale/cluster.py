@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from samewise import errors
 from samewise.config import EngineConfig
 from samewise.errors import GuaranteeLost, MachineError
-from samewise.scale.deploy import ROSTER, engines, remote_llm
+from samewise.scale.deploy import engines, remote_llm
 from samewise.scale.ray_extra import import_ray
+from samewise.scale.roster import roster_of
 from samewise.scale.settings import ScaleSettings
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ class Deployed:
     def __init__(
         self, config: EngineConfig, scale: ScaleSettings, ray: Any, make_engine: Callable[[], Engine] | None
     ) -> None:
-        self._config, self._scale, self._serve, self._make_engine = config, scale, ray.serve, make_engine
-        self._ray_error = ray.exceptions.RayError
+        self._config, self._scale, self._make_engine = config, scale, make_engine
+        self._ray, self._serve = ray, ray.serve
         self._started = False
         self.name = f"samewise-{os.getpid()}-{secrets.token_hex(4)}"
 
@@ -122,6 +123,7 @@ class Deployed:
         """Stop the replicas, if `load` began to start them."""
         if self._started:
             self._serve.delete(self.name)
+            self._ray.kill(roster_of(self.name))
 
     def _start(self, starting: Future[None]) -> None:
         from ray.serve.schema import LoggingConfig
@@ -138,10 +140,9 @@ class Deployed:
 
     def _refusals(self) -> list[str]:
         """Why replicas were refused, if some were."""
-        roster = self._serve.get_deployment_handle(ROSTER, self.name)
         try:
-            refused: dict[str, str] = roster.refused.remote().result(timeout_s=POLL_SECONDS)
-        except (TimeoutError, RuntimeError, self._ray_error):  # it is not there yet
+            refused: dict[str, str] = self._ray.get(roster_of(self.name).refused.remote(), timeout=10)
+        except self._ray.exceptions.RayError:  # its actor is being started
             return []
         return list(refused.values())
 

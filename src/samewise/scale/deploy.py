@@ -1,4 +1,4 @@
-"""The application for Ray Serve: replicas with an engine each, the roster, and HTTP over them."""
+"""The application for Ray Serve: replicas with an engine each, and HTTP over them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from samewise.llm.aio import AsyncLLM
     from samewise.serve.settings import ServeSettings
 
-ENGINES, ROSTER, ROUTER = "Engines", "Roster", "Router"
+ENGINES, ROUTER = "Engines", "Router"
 """Names of the deployments in the application."""
 
 ROUTER_ONGOING = 4096
@@ -44,17 +44,14 @@ class BuildEngine:
 def engines(
     config: EngineConfig, scale: ScaleSettings, make_engine: Callable[[], Engine] | None = None
 ) -> Any:
-    """The application without HTTP: replicas over a roster. `make_engine` is called in place of building.
+    """The application without HTTP. `make_engine` is called in place of building.
 
     Waiting requests are bounded by the router, so the replicas themselves queue any number.
     """
     serve = import_ray("samewise.scale").serve
-    from samewise.scale.replica import Replica, Roster
+    from samewise.scale.replica import Replica
 
     make = make_engine or BuildEngine(replace(config, max_queued=None))
-    roster = serve.deployment(Roster).options(
-        name=ROSTER, num_replicas=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0}
-    )
     most = scale.max_ongoing or 2 * config.max_num_seqs
     actors: dict[str, Any] = {"num_cpus": scale.num_cpus, "num_gpus": scale.num_gpus}
     if scale.resources:
@@ -75,7 +72,7 @@ def engines(
         graceful_shutdown_timeout_s=scale.drain_seconds, health_check_period_s=2.0,
         request_router_config=_router_config(), **count,
     )  # fmt: skip
-    return replicas.bind(make, roster.bind())
+    return replicas.bind(make)
 
 
 def _router_config() -> Any:
@@ -102,7 +99,7 @@ def app(
 
     config, scale = EngineConfig.of(model=model, **settings), scale or ScaleSettings()
     serve = serve or ServeSettings()
-    build = _asgi_builder(config, scale, serve)
+    build = _asgi_builder(scale.most, config.max_queued, serve)
     router = ray_serve.deployment(ray_serve.ingress(build)()).options(
         name=ROUTER, num_replicas=scale.routers, max_ongoing_requests=ROUTER_ONGOING,
         ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=serve.shutdown_timeout,
@@ -110,7 +107,7 @@ def app(
     return router.bind(engines(config, scale, make_engine))
 
 
-def _asgi_builder(config: EngineConfig, scale: ScaleSettings, settings: ServeSettings) -> Callable[[], Any]:
+def _asgi_builder(num_replicas: int, max_queued: int | None, settings: ServeSettings) -> Callable[[], Any]:
     """A function for `ray.serve.ingress`: called in the router's process."""
 
     def build() -> Any:
@@ -121,7 +118,7 @@ def _asgi_builder(config: EngineConfig, scale: ScaleSettings, settings: ServeSet
         from samewise.serve.worker import Worker
 
         name = serve.get_replica_context().app_name
-        worker = Worker(partial(remote_llm, name, scale.most, config.max_queued))
+        worker = Worker(partial(remote_llm, name, num_replicas, max_queued))
         http = make_app(worker, settings, version=samewise.__version__)
 
         async def asgi(scope: Any, receive: Any, send: Any) -> None:
@@ -167,12 +164,10 @@ def remote_llm(app_name: str, num_replicas: int, max_queued: int | None) -> Asyn
     from samewise.scale.ray_replicas import RayReplicas
     from samewise.scale.remote_engine import RemoteEngine
 
-    replicas = RayReplicas(
-        serve.get_deployment_handle(ENGINES, app_name), serve.get_deployment_handle(ROSTER, app_name)
-    )
+    replicas = RayReplicas(serve.get_deployment_handle(ENGINES, app_name), app_name)
     facts = replicas.facts(FACTS_SECONDS)
     engine = RemoteEngine(facts, replicas, num_replicas=num_replicas, max_queued=max_queued)
     return AsyncLLM.over(engine)
 
 
-__all__ = ["ENGINES", "ROSTER", "ROUTER", "BuildEngine", "app", "engines", "remote_llm"]
+__all__ = ["ENGINES", "ROUTER", "BuildEngine", "app", "engines", "remote_llm"]

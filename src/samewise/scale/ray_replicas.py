@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from samewise.scale.channel import RouterConnection, every
 from samewise.scale.records import EngineFacts, Job, JobKey, Lost, News, Progress, ReplicaGone, Started
 from samewise.scale.replica import Listening
+from samewise.scale.roster import RosterLink
 
 T = TypeVar("T")
 
@@ -21,11 +22,11 @@ STATS_SECONDS = 1.0
 
 
 class RayReplicas:
-    """Owns the calls and the connections. `handle` is of the replicas, `roster` of the roster."""
+    """Owns the calls and the connections. `handle` is of the replicas of the application."""
 
-    def __init__(self, handle: Any, roster: Any) -> None:
-        self._handle, self._roster = handle.options(stream=True), roster
-        self._describe = handle
+    def __init__(self, handle: Any, app_name: str) -> None:
+        self._handle, self._describe = handle.options(stream=True), handle
+        self._roster = RosterLink(app_name)
         self._inbox: Callable[[News | None], None] = lambda _: None
         self._calls: dict[JobKey, asyncio.Task[None]] = {}
         self._connections: dict[str, asyncio.Future[RouterConnection]] = {}  # by replica
@@ -83,8 +84,8 @@ class RayReplicas:
         self._reading = self._loop.create_task(every(STATS_SECONDS, self._read_stats))
 
     async def _read_stats(self) -> None:
-        self._stats = await self._roster.stats.remote()
-        refused = await self._roster.refused.remote()
+        self._stats = await self._roster.call("stats")
+        refused = await self._roster.call("refused")
         for name in refused.keys() - self._refused:
             log.error("refused: %s", refused[name])
         self._refused = set(refused)

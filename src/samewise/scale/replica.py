@@ -1,4 +1,4 @@
-"""The actors of the application: a replica with its engine, and the roster, which knows all replicas.
+"""A replica: the actor with an engine.
 
 Imports are light, so that a replica pins its environment before torch is loaded.
 """
@@ -9,10 +9,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from samewise.contract import Contract
     from samewise.engine import Engine
     from samewise.scale.channel import Address
     from samewise.scale.records import EngineFacts, Job, JobKey, Progress
@@ -22,10 +21,6 @@ log = logging.getLogger("samewise.scale")
 
 REPORT_SECONDS = 1.0
 """Between two reports of a replica's statistics. Set by hand: well below a scrape's period."""
-MAX_REFUSED = 16
-"""Refused replicas that are remembered. Set by hand: Ray Serve starts another again and again."""
-SILENT_SECONDS = 15.0
-"""After which a replica that does not report is no longer listed. Set by hand."""
 
 
 class Listening(NamedTuple):
@@ -40,52 +35,10 @@ class JobDropped(RuntimeError):
     """A job ended without its answer: the router disconnected, or the engine has stopped."""
 
 
-class Roster:
-    """The first replica's contract, and what every replica last reported. One actor for an application."""
-
-    def __init__(self) -> None:
-        self._contract: Contract | None = None
-        self._stats: dict[str, tuple[float, dict[str, Any]]] = {}
-        self._refused: dict[str, str] = {}  # by replica; the last MAX_REFUSED
-
-    async def join(self, replica: str, contract: Contract) -> None:
-        """Raise GuaranteeLost unless the contract is that of the first replica, which this one may be."""
-        from samewise.errors import GuaranteeLost
-        from samewise.scale.records import refuse_other
-
-        self._contract = self._contract or contract
-        try:
-            refuse_other(self._contract, contract, replica)
-        except GuaranteeLost as error:
-            self._refused[replica] = str(error)
-            while len(self._refused) > MAX_REFUSED:
-                del self._refused[next(iter(self._refused))]
-            raise
-
-    async def refused(self) -> dict[str, str]:
-        """The replicas that were refused, and why."""
-        return self._refused
-
-    async def report(self, replica: str, contract: Contract, stats: dict[str, Any]) -> None:
-        """Note a replica's statistics, and its contract where this actor was restarted."""
-        self._contract = self._contract or contract
-        self._stats[replica] = asyncio.get_running_loop().time(), stats
-
-    async def stats(self) -> dict[str, dict[str, Any]]:
-        """What the replicas last reported, by name."""
-        now = asyncio.get_running_loop().time()
-        self._stats = {
-            name: (at, stats) for name, (at, stats) in self._stats.items() if now - at < SILENT_SECONDS
-        }
-        return {name: stats for name, (_, stats) in sorted(self._stats.items())}
-
-
 class Replica:
     """One engine in a process of its own."""
 
-    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, make_engine: Callable[[], Engine], roster: Any
-    ) -> None:
+    async def __init__(self, make_engine: Callable[[], Engine]) -> None:  # type: ignore[misc]  # awaited
         from samewise import machine
 
         machine.pin_environment()
@@ -95,11 +48,14 @@ class Replica:
         from samewise.llm.intake import Intake
         from samewise.scale.channel import ReplicaServer, every
         from samewise.scale.engine_host import EngineHost, facts_of
+        from samewise.scale.roster import RosterLink
 
-        self.name: str = serve.get_replica_context().replica_tag
+        context = serve.get_replica_context()
+        self.name: str = context.replica_tag
         engine = await asyncio.to_thread(make_engine)
         self._contract = engine.contract
-        await roster.join.remote(self.name, self._contract)
+        self._roster = RosterLink(context.app_name)
+        await self._roster.call("join", self.name, self._contract)
         self._facts = facts_of(engine)
         self._intake = Intake(engine.loaded, engine.limits, seed=engine.config.seed, date=engine.config.date)
         self._loop = asyncio.get_running_loop()
@@ -107,7 +63,6 @@ class Replica:
         self._server = ReplicaServer(self._on_end, self._on_router_gone)
         self._address = await self._server.start(ray.util.get_node_ip_address())
         self._host = EngineHost(engine, self._deliver)
-        self._roster = roster
         self._reporting = asyncio.ensure_future(every(REPORT_SECONDS, self._report))
         log.info("replica %s is ready: %s, contract %s", self.name, engine.config.model, self._contract.id)
 
@@ -146,7 +101,7 @@ class Replica:
             for key in list(self._open):
                 self._end(key, JobDropped(f"the engine has stopped: {self._host.failure}"))
             return
-        await self._roster.report.remote(self.name, self._contract, self._host.stats())
+        await self._roster.call("report", self.name, self._contract, self._host.stats())
 
     # ---- news of the engine, from its thread
 
@@ -180,4 +135,4 @@ class Replica:
             ended.set_exception(error)
 
 
-__all__ = ["JobDropped", "Listening", "Replica", "Roster"]
+__all__ = ["JobDropped", "Listening", "Replica"]
