@@ -351,7 +351,7 @@ class AsyncLLM:
         if self._thread.is_alive():
             self._put(None)
             self._thread.join()
-            self._engine.close()
+        self._engine.close()
         self._waker.join()
 
     async def __aenter__(self) -> AsyncLLM:

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from samewise.engine import Engine
     from samewise.jobs.batch import BatchSummary
 
-LINE, OUTPUT, CONTRACT = "line", "output", "contract"
-"""Columns: a request as a line of a batch file; the line that answers it; the answer's contract."""
+LINE = "line"
+"""The column of a request, as a line of a batch file."""
+OUTPUT = "output"
+"""The column of the line that answers it."""
+CONTRACT = "contract"
+"""The column of the facts of the answer's contract, as JSON."""
 
 OBJECT_STORE = 512 * 2**20
 """Bytes of a local cluster's object store. Set by hand: requests and answers of a few hundred lines."""

@@ -119,13 +119,16 @@ class RouterConnection:
         """Connect. Raises ConnectionError where that fails."""
         try:
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            writer.write(self._router + address.router_secret)
-            answer = await reader.readexactly(SECRET_BYTES)
-        except (OSError, asyncio.IncompleteReadError) as error:
+        except OSError as error:
             raise ConnectionError(
                 f"no connection to a replica at {address.host}:{address.port}: {error}; may this machine "
                 "reach that one on any port, as Ray needs it?"
             ) from error
+        try:
+            writer.write(self._router + address.router_secret)
+            answer = await reader.readexactly(SECRET_BYTES)
+        except (OSError, asyncio.IncompleteReadError):
+            answer = b""
         if not hmac.compare_digest(answer, address.replica_secret):
             writer.close()
             raise ConnectionError(f"{address.host}:{address.port} is not the replica any more")

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from samewise.llm.aio import AsyncLLM
     from samewise.serve.settings import ServeSettings
 
-ENGINES, ROUTER = "Engines", "Router"
+ENGINES = "Engines"
+ROUTER = "Router"
 """Names of the deployments in the application."""
 
 ROUTER_ONGOING = 4096
