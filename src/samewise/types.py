@@ -233,6 +233,10 @@ class Request:
     speculate: bool = True  # whether it gets drafts; without, one token per frame
     prediction: tuple[int, ...] = ()  # what the caller expects the output to be; drafts are taken from it
     owner: bytes = b""  # sequences of one owner do not delay the first token of another's
+    # Of an answer that another engine began under the same contract: output tokens, and the number of the
+    # prompt's log-probabilities, that its caller has. It goes on after them, to the same bits.
+    output: tuple[int, ...] = ()
+    num_scores: int = 0
 
     @property
     def first_scored(self) -> int | None:

@@ -47,7 +47,7 @@ def make_folder(path: Path) -> Path:
 class ServerProcess:
     """A server process, its URL and its log."""
 
-    def __init__(self, folder: Path, log: Path, *options: str) -> None:
+    def __init__(self, folder: Path, log: Path, *options: str, ready_seconds: float = 60) -> None:
         command = [
             *(sys.executable, "-c", "from samewise.cli.main import main; main()", "serve", str(folder)),
             *("--port", "0", "--device", "cpu", "--json-logs", "--served-model-name", NAME, *options),
@@ -56,7 +56,7 @@ class ServerProcess:
         with log.open("w") as out:
             self.process = subprocess.Popen(command, env=os.environ | CLIENT_ENV, stderr=out, stdout=out)
         self.url = self._entry("listening on")["message"].split("listening on ")[1].split(";")[0]
-        self._entry("ready: ")
+        self._entry("ready: ", ready_seconds)
 
     def _entry(self, text: str, seconds: float = 60) -> dict[str, Any]:
         """The first log entry that contains a text; waits for it."""
@@ -93,9 +93,11 @@ class ServerProcess:
 
 
 @contextmanager
-def running_server(folder: Path, log: Path, *options: str) -> Iterator[ServerProcess]:
+def running_server(
+    folder: Path, log: Path, *options: str, ready_seconds: float = 60
+) -> Iterator[ServerProcess]:
     """Start a server; kill it at the end if it still runs."""
-    server = ServerProcess(folder, log, *options)
+    server = ServerProcess(folder, log, *options, ready_seconds=ready_seconds)
     try:
         yield server
     finally:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from samewise.cli.loading import load_engine
 from samewise.cli.options import Settings, engine_options
-from samewise.errors import MachineError
+from samewise.errors import BadParameter, MachineError
 
 if TYPE_CHECKING:
     from samewise.engine import Engine
@@ -29,13 +29,32 @@ def batch(
     ] = False,
     key: Annotated[Optional[Path], typer.Option(help="Private key to sign receipts with.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Go on under another contract.")] = False,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Answer with workers in a Ray cluster; needs samewise[ray].", rich_help_panel="Ray"
+        ),
+    ] = False,
+    workers: Annotated[
+        Optional[int], typer.Option(help="Engines, each in a process of its own.", rich_help_panel="Ray")
+    ] = None,
+    ray_address: Annotated[
+        Optional[str],
+        typer.Option(
+            help="The cluster: HOST:PORT or auto; by default one on this machine.", rich_help_panel="Ray"
+        ),
+    ] = None,
     *,
     settings: Settings,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format. Killed at any moment, it goes on where it was.
 
     [dim]samewise batch requests.jsonl answers.jsonl[/]
+    [dim]samewise batch requests.jsonl answers.jsonl --ray --workers 8 --ray-address auto[/]
     """
+    for name, value in {"workers": workers, "ray_address": ray_address}.items():
+        if value is not None and not ray:
+            raise BadParameter(f"{name}={value!r} is for Ray; give --ray too", param=name)
     try:
         from samewise.jobs.batch import run
     except ModuleNotFoundError as error:
@@ -55,10 +74,20 @@ def batch(
             bar.write(f"{source}, line {number}: {message}", sys.stderr)
 
         try:
-            summary = run(
-                source, target, lambda: _load(settings), names=tuple(served_model_name or ()),
-                key=signer, retry=retry_errors, force=force, on_progress=show, on_error=show_error,
-            )  # fmt: skip
+            names = tuple(served_model_name or ())
+            shown: Any = {"on_progress": show, "on_error": show_error}
+            if ray:
+                from samewise.scale.batch import run_on_ray
+
+                summary = run_on_ray(
+                    source, target, settings, workers=workers or 1, address=ray_address, names=names,
+                    key=key, retry=retry_errors, force=force, **shown,
+                )  # fmt: skip
+            else:
+                summary = run(
+                    source, target, lambda: _load(settings), names=names, key=signer, retry=retry_errors,
+                    force=force, **shown,
+                )  # fmt: skip
         except KeyboardInterrupt:
             bar.write(f"stopped; run the same command to go on: finished answers are in {target}", sys.stderr)
             raise typer.Exit(130) from None

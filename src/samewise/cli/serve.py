@@ -15,7 +15,9 @@ from samewise.cli.loading import without_garbage_collection
 from samewise.cli.options import Settings, engine_options
 from samewise.config import SETTINGS, EngineConfig
 from samewise.errors import BadParameter, MachineError
+from samewise.machine import num_cores
 from samewise.receipts.signing import SigningKey
+from samewise.scale.settings import ScaleSettings
 from samewise.serve.limits import ServeLimits
 from samewise.serve.listen import Listen
 from samewise.serve.logs import set_up
@@ -35,9 +37,11 @@ if TYPE_CHECKING:
 DEFAULT_LISTEN = Listen()
 DEFAULT_SETTINGS = ServeSettings()
 DEFAULT_LIMITS = DEFAULT_SETTINGS.limits
+DEFAULT_SCALE = ScaleSettings()
 _server = partial(typer.Option, rich_help_panel="Server")
 _access = partial(typer.Option, rich_help_panel="Access")
 _limit = partial(typer.Option, rich_help_panel="Limits")
+_replicas = partial(typer.Option, rich_help_panel="Replicas")
 
 
 @engine_options("serve", max_queued=MAX_QUEUED)
@@ -106,6 +110,27 @@ def serve(
         float,
         _limit(help="Seconds in which a client must read some of its answer."),
     ] = DEFAULT_LIMITS.write_timeout,
+    replicas: Annotated[
+        Optional[int],
+        _replicas(help="Engines, each in a process of its own, in a Ray cluster; needs samewise[ray]."),
+    ] = None,
+    max_replicas: Annotated[Optional[int], _replicas(help="As many under load.")] = None,
+    ray_address: Annotated[
+        Optional[str],
+        _replicas(help="The cluster: HOST:PORT or auto; by default one on this machine, for this server."),
+    ] = None,
+    replica_cpus: Annotated[
+        Optional[float],
+        _replicas(help="Cores of a replica; by default this machine's, divided, or 1 in another cluster."),
+    ] = None,
+    replica_gpus: Annotated[
+        Optional[int],
+        _replicas(help="Devices of a replica, 0 or 1; by default 1 where the engine runs on CUDA."),
+    ] = None,
+    drain_seconds: Annotated[
+        float,
+        _replicas(help="For answers to end on a replica that is stopped; the rest goes on in another one."),
+    ] = DEFAULT_SCALE.drain_seconds,
     *,
     settings: Settings,
 ) -> None:
@@ -113,6 +138,7 @@ def serve(
 
     [dim]samewise serve[/]
     [dim]samewise serve ./my-model --port 9000 --api-key-file keys.txt[/]
+    [dim]samewise serve ./my-model --replicas 2[/]
     """
     if log_level not in LOG_LEVELS:
         raise BadParameter(
@@ -134,12 +160,23 @@ def serve(
         special_tokens_in_content=not no_special_tokens_in_content,
         signer=None if receipt_key is None else SigningKey.load(receipt_key),
     )  # fmt: skip
+    scale = _scale(
+        config, replicas, max_replicas=max_replicas, ray_address=ray_address, num_cpus=replica_cpus,
+        num_gpus=replica_gpus, drain_seconds=drain_seconds,
+    )  # fmt: skip
     set_up(log_level, as_json=json_logs)
     try:
         from samewise.serve.process import run
     except ModuleNotFoundError as error:
         raise MachineError(f"samewise serve needs {error.name}: pip install 'samewise[serve]'") from error
-    code = run(lambda: _load(config), served, listen, version=samewise.__version__)
+    version = samewise.__version__
+    if scale is None:
+        code = run(lambda: _load(config), served, listen, version=version)
+    else:
+        from samewise.scale.cluster import deployed
+
+        with deployed(config, scale, ray_address, what="samewise serve --replicas") as application:
+            code = run(application.load, served, listen, version=version)
     gc.unfreeze()  # undo what _load froze, for libraries that look for leaks at exit
     if code:
         raise typer.Exit(code)
@@ -154,6 +191,42 @@ def _hosts(listen: Listen, keys: Keys, given: Sequence[str]) -> tuple[str, ...] 
     if keys or listen.unix_socket is not None or not (listen.is_local or given):
         return None
     return (*LOCAL_HOSTS, listen.host, *given)
+
+
+def _scale(
+    config: EngineConfig,
+    replicas: int | None,
+    *,
+    max_replicas: int | None,
+    ray_address: str | None,
+    num_cpus: float | None,
+    num_gpus: int | None,
+    drain_seconds: float,
+) -> ScaleSettings | None:
+    """The replicas that were asked for; None: the engine runs in this process."""
+    if replicas is None:
+        given = {
+            "max_replicas": max_replicas, "ray_address": ray_address, "replica_cpus": num_cpus,
+            "replica_gpus": num_gpus,
+        }  # fmt: skip
+        for name, value in given.items():
+            if value is not None:
+                raise BadParameter(f"{name}={value!r} is for replicas; give --replicas too", param=name)
+        return None
+    if num_cpus is None:
+        num_cpus = 1 if ray_address else max(1, num_cores() // max(1, max_replicas or replicas))
+    return ScaleSettings(
+        replicas=replicas, max_replicas=max_replicas, num_cpus=num_cpus, drain_seconds=drain_seconds,
+        num_gpus=_on_cuda(config) if num_gpus is None else num_gpus,
+    )  # fmt: skip
+
+
+def _on_cuda(config: EngineConfig) -> bool:
+    if config.device != "auto":
+        return config.device.startswith("cuda")
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _load(config: EngineConfig) -> AsyncLLM:

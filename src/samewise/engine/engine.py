@@ -310,6 +310,17 @@ class Engine:
             self._land_now()  # the frame in flight writes to the pages the request has now
             return self.scheduler.preempt(request_id)
 
+    def wake(self) -> None:
+        """End a wait inside `step`. Any thread may call it; here a step waits for the device alone."""
+
+    def close(self) -> None:
+        """Nothing to let go of: an engine in this process is freed with its last reference."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no pages."""
+        return self.scheduler.num_waiting
+
     @property
     def idle(self) -> bool:
         """Whether a step would do nothing."""

@@ -100,7 +100,7 @@ class BatchRunner:
 
     def _start(self, line: BatchLine) -> _LiveLine | OutputLine:
         if line.error is not None:
-            return _invalid(line, line.error)
+            return invalid_line(line, line.error)
         try:
             parsed = parse(line.url, line.body, self._options)
             self._refuse(parsed)
@@ -186,6 +186,11 @@ class BatchRunner:
         ]
 
 
+AnswerLines = Callable[[Iterator[BatchLine], Callable[[str], None]], Iterator[tuple[BatchLine, OutputLine]]]
+"""Answers lines, in any order. The second argument is called with the contract of the engines, before the
+first answer: it raises BadParameter where the output was begun under another one."""
+
+
 def run(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -199,6 +204,33 @@ def run(
     on_error: Callable[[int, str], None] = lambda *_: None,
 ) -> BatchSummary:
     """Answer every line of `source` that `target` has no output for. The engine is made only if one is left.
+
+    Further parameters are those of `answer_file`.
+    """
+
+    def answer(
+        lines: Iterator[BatchLine], check_contract: Callable[[str], None]
+    ) -> Iterator[tuple[BatchLine, OutputLine]]:
+        engine = make_engine()
+        check_contract(engine.contract.id)
+        yield from BatchRunner(engine, names=names, key=key).run(lines)
+
+    return answer_file(
+        source, target, answer, retry=retry, force=force, on_progress=on_progress, on_error=on_error
+    )
+
+
+def answer_file(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    answer: AnswerLines,
+    *,
+    retry: bool = False,
+    force: bool = False,
+    on_progress: Callable[[BatchSummary], None] = lambda _: None,
+    on_error: Callable[[int, str], None] = lambda *_: None,
+) -> BatchSummary:
+    """Answer every line of `source` that `target` has no output for; `answer` is called only if one is left.
 
     `on_progress` is called after every line, `on_error` with the number and error of every line that failed.
     `retry`: lines that failed before are tried again. `force`: continue a file of another contract.
@@ -218,15 +250,18 @@ def run(
         on_progress(summary)
         if summary.done_before == summary.total:
             return summary
-        engine = make_engine()
-        if (others := output.contracts - {engine.contract.id}) and not force:
-            raise BadParameter(
-                f"{target} was begun under the contract {min(others)}, and this is "
-                f"{engine.contract.id}; give another file, or --force to mix them",
-                param="target",
-            )
-        left = (line for line in read_lines(source) if line.key not in output.done)
-        for line, result in BatchRunner(engine, names=names, key=key).run(left):
+
+        def check_contract(contract_id: str) -> None:
+            if (others := output.contracts - {contract_id}) and not force:
+                raise BadParameter(
+                    f"{target} was begun under the contract {min(others)}, and this is "
+                    f"{contract_id}; give another file, or --force to mix them",
+                    param="target",
+                )
+
+        done_before = frozenset(output.done)
+        left = (line for line in read_lines(source) if line.key not in done_before)
+        for line, result in answer(left, check_contract):
             output.append(result)
             if is_answer(result):
                 summary.answered += 1
@@ -237,7 +272,7 @@ def run(
     return summary
 
 
-def _invalid(line: BatchLine, message: str) -> OutputLine:
+def invalid_line(line: BatchLine, message: str) -> OutputLine:
     """The output of a line that is not a request."""
     error = {"code": "invalid_line", "message": message, "line": line.number}
     return {"id": "batch_req_" + _id(line), "custom_id": line.custom_id, "response": None, "error": error}
@@ -264,4 +299,4 @@ def _error_message(result: OutputLine) -> str:
     return str(error["message"])
 
 
-__all__ = ["BatchRunner", "BatchSummary", "run"]
+__all__ = ["AnswerLines", "BatchRunner", "BatchSummary", "answer_file", "invalid_line", "run"]

@@ -41,6 +41,10 @@ class BatchLine:
         """Identifies the line in its file."""
         return self.number if self.custom_id is None else self.custom_id
 
+    def as_text(self) -> str:
+        """The line as JSON, for `parse_line`. Only of a line without an error."""
+        return json.dumps({"custom_id": self.custom_id, "url": self.url, "body": self.body})
+
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[BatchLine]:
     """The lines of an input file; empty ones are skipped."""
@@ -48,12 +52,13 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[BatchLine]:
         with Path(path).open("rb") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():
-                    yield _parse_line(number, text)
+                    yield parse_line(number, text)
     except OSError as error:
         raise BadParameter(f"cannot read {path}: {error.strerror or error}", param="source") from None
 
 
-def _parse_line(number: int, text: bytes) -> BatchLine:
+def parse_line(number: int, text: bytes) -> BatchLine:
+    """A line of an input file."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -260,5 +265,6 @@ __all__ = [
     "OutputLine",
     "is_answer",
     "line_numbers",
+    "parse_line",
     "read_lines",
 ]

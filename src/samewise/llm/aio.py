@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 
 from samewise.config import EngineConfig, settings_signature
 from samewise.contract import Contract
-from samewise.engine import Engine, build
+from samewise.engine import build
 from samewise.errors import GuaranteeLost, MachineError, RequestFailed
 from samewise.llm.answer import Answer
+from samewise.llm.any_engine import AnyEngine
 from samewise.llm.intake import CheckedRequest, Intake, Prompt
 from samewise.llm.mailbox import Item, LoopWaker, Mailbox, UnreadBudget, call_in_loop
 from samewise.llm.step_loop import StepLoop
@@ -173,14 +174,15 @@ class AsyncLLM:
         self._begin(build(EngineConfig.of(model=os.fspath(model), **settings)))
 
     @classmethod
-    def over(cls, engine: Engine) -> AsyncLLM:
-        """The same interface over an engine that was built already."""
+    def over(cls, engine: AnyEngine) -> AsyncLLM:
+        """The same interface over an engine that was built already, or over one in other processes."""
         llm = cls.__new__(cls)
         llm._begin(engine)  # noqa: SLF001 - an alternative constructor
         return llm
 
-    def _begin(self, engine: Engine) -> None:
-        self._engine, self._loop = engine, StepLoop(engine)
+    def _begin(self, engine: AnyEngine) -> None:
+        self._engine: AnyEngine = engine
+        self._loop = StepLoop(engine)
         self._calls: queue.SimpleQueue[_EngineCall | None] = queue.SimpleQueue()
         self._readers: dict[Answer, _Reader] = {}
         self._failure: BaseException | None = None
@@ -223,7 +225,7 @@ class AsyncLLM:
         try:
             await self._call(add)
         except asyncio.CancelledError:
-            self._calls.put(_EngineCall(lambda: self._drop(answers), lambda _: None))
+            self._put(_EngineCall(lambda: self._drop(answers), lambda _: None))
             raise
         return [
             ResponseReader(answer, reader.mailbox, self._close_answer)
@@ -352,8 +354,9 @@ class AsyncLLM:
         """Stop the engine's thread. Requests still running end with an error."""
         self.intake.stop_compiling()
         if self._thread.is_alive():
-            self._calls.put(None)
+            self._put(None)
             self._thread.join()
+        self._engine.close()
         self._waker.join()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -388,13 +391,18 @@ class AsyncLLM:
             if error is not None and self._ends_thread(error):
                 raise error
 
-        self._calls.put(_EngineCall(run, lambda error: call_in_loop(loop, resolve, (None, error))))
+        self._put(_EngineCall(run, lambda error: call_in_loop(loop, resolve, (None, error))))
         if self._stopped.is_set():
             self._fail_calls()
         return await future
 
+    def _put(self, call: _EngineCall | None) -> None:
+        """Give the engine's thread a call, or None: stop."""
+        self._calls.put(call)
+        self._engine.wake()
+
     def _close_answer(self, answer: Answer) -> None:
-        self._calls.put(_EngineCall(lambda: self._drop([answer]), lambda _: None))
+        self._put(_EngineCall(lambda: self._drop([answer]), lambda _: None))
 
     def _stopped_error(self) -> MachineError:
         error = MachineError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")

@@ -44,7 +44,7 @@ class LLM:
         return llm
 
     def _begin(self, engine: Engine) -> None:
-        self._open: StepLoop | None = StepLoop(engine)
+        self._open: StepLoop[Engine] | None = StepLoop(engine)
 
     # ---- requests
 
@@ -182,12 +182,12 @@ class LLM:
     # ---- inside
 
     @property
-    def _loop(self) -> StepLoop:
+    def _loop(self) -> StepLoop[Engine]:
         if self._open is None:
             raise BadParameter("this LLM was closed; make a new one")
         return self._open
 
-    def _begin_call(self) -> StepLoop:
+    def _begin_call(self) -> StepLoop[Engine]:
         """Begin a call that ends its requests: one at a time runs, so what an earlier one left is dropped."""
         refuse_nested(self)
         self._loop.abort_orphans()

@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import get_ident
+from typing import Generic, TypeVar
 
-from samewise.engine import Engine
 from samewise.engine.recovery import entry, is_nested, refuse_nested
 from samewise.errors import CallerError
 from samewise.llm.answer import Answer, Choice
+from samewise.llm.any_engine import AnyEngine
 from samewise.llm.intake import CheckedRequest, CheckedScore, Intake
 from samewise.llm.shares import FairQueue
 from samewise.outputs import RequestOutput
@@ -26,6 +27,8 @@ from samewise.params import SamplingParams
 from samewise.receipts import Receipt, make
 from samewise.receipts.signing import SigningKey
 from samewise.types import Delta, Finish, Guide, Received, Request
+
+EngineT = TypeVar("EngineT", bound=AnyEngine)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +41,7 @@ class Score:
     finished: bool = False
 
 
-class StepLoop:
+class StepLoop(Generic[EngineT]):
     """Owns the open answers of one engine. Not thread-safe: used by the thread that owns the engine.
 
     Any call may be cut short by an exception, a signal handler's too. Each marks itself as unfinished first;
@@ -49,7 +52,7 @@ class StepLoop:
     collector closes a stream that was left. There the abort is queued, and the next call carries it out.
     """
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: EngineT, clock: Callable[[], float] = time.monotonic) -> None:
         config = engine.config
         self.engine = engine
         self.intake = Intake(engine.loaded, engine.limits, seed=config.seed, date=config.date)
@@ -143,7 +146,7 @@ class StepLoop:
     def _has_room(self) -> bool:
         """Whether the engine would queue a request."""
         max_queued = self.engine.limits.max_queued
-        full = max_queued is not None and self.engine.scheduler.num_waiting >= max_queued
+        full = max_queued is not None and self.engine.num_waiting >= max_queued
         return self.engine.lost is None and not full
 
     @property
@@ -303,7 +306,7 @@ class StepLoop:
         )  # fmt: skip
 
 
-def _num_shared(engine: Engine) -> int:
+def _num_shared(engine: AnyEngine) -> int:
     """Sequences that owners share: as many as run at once, at most a quarter of the widest frame's rows.
 
     Where rows are what takes the time, on CPU, more sequences would make frames longer and nothing faster,

@@ -79,12 +79,14 @@ class Scheduler:
         self.counters.requests += 1
         self._num_unverified += not request.verify
         self.counters.prompt_tokens += len(request.prompt)
+        first = request.first_scored
         seq = Sequence(
             request,
-            list(request.prompt),
+            [*request.prompt, *request.output],
             min(len(request.prompt) + request.max_tokens, self.limits.max_model_len),
-            score_next=request.first_scored,
+            score_next=None if first is None else first + request.num_scores,
             guide=guide,
+            guide_moved=bool(request.output),
         )
         insort(self._waiting, seq, key=_place)
         self.registry.add(seq)

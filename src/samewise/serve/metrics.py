@@ -67,6 +67,11 @@ DRAFTERS = {
     "spec_decode_num_accepted_tokens": ("accepted", "Drafted tokens that were accepted."),
 }
 
+FAIL_OVERS = {
+    "failovers": "Sequences that went on in another replica, because theirs died or was stopped.",
+    "failover_seconds": "Seconds that they paused.",
+}
+
 
 class Metrics:
     """The metrics of one server. Owned by its Service."""
@@ -133,37 +138,64 @@ class Metrics:
         yield self._gauge(
             "up", "1 while the engine takes requests.", float(self._worker.state is State.READY)
         )
-        stats = self._stats
-        if not stats:
+        if not self._stats:
             return
+        labels, engines = self._engines()
         for name, (key, description) in GAUGES.items():
-            yield self._gauge(name, description, stats[key])
-        used = 1 - stats["pages_available"] / max(1, stats["pages"])
-        yield self._gauge("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", used)
+            gauge = GaugeMetricFamily(PREFIX + name, description, labels=labels)
+            for values, stats in engines:
+                gauge.add_metric(values, stats[key])
+            yield gauge
+        used = GaugeMetricFamily(
+            PREFIX + "kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", labels=labels
+        )
+        for values, stats in engines:
+            used.add_metric(values, 1 - stats["pages_available"] / max(1, stats["pages"]))
+        yield used
         for name, (key, description) in COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, description, labels=["model_name"])
-            counter.add_metric([self.model], stats[key])
+            counter = CounterMetricFamily(PREFIX + name, description, labels=labels)
+            for values, stats in engines:
+                counter.add_metric(values, stats[key])
             yield counter
         for name, (key, description) in DRAFTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, description, labels=["model_name", "proposer"])
-            for drafter, counts in sorted(stats["drafters"].items()):
-                counter.add_metric([self.model, drafter], counts[key])
+            counter = CounterMetricFamily(PREFIX + name, description, labels=[*labels, "proposer"])
+            for values, stats in engines:
+                for drafter, counts in sorted(stats["drafters"].items()):
+                    counter.add_metric([*values, drafter], counts[key])
             yield counter
-        yield self._accepted_per_pos(stats)
+        yield self._accepted_per_pos()
+        yield from self._fail_overs()
         yield from self._contract()
 
-    def _accepted_per_pos(self, stats: dict[str, Any]) -> Metric:
+    def _engines(self) -> tuple[list[str], list[tuple[list[str], dict[str, Any]]]]:
+        """(names of the labels; for each engine their values, and its statistics)."""
+        replicas: dict[str, dict[str, Any]] | None = self._stats.get("replicas")
+        if replicas is None:
+            return ["model_name"], [([self.model], self._stats)]
+        return ["model_name", "replica"], [([self.model, name], replicas[name]) for name in sorted(replicas)]
+
+    def _accepted_per_pos(self) -> Metric:
         """Accepted tokens by their place in the accepted path, 0 first: how deep drafts are right."""
+        labels, engines = self._engines()
         counter = CounterMetricFamily(
             PREFIX + "spec_decode_num_accepted_tokens_per_pos",
             "Drafts whose accepted path reached this position.",
-            labels=["model_name", "proposer", "position"],
+            labels=[*labels, "proposer", "position"],
         )
-        for drafter, counts in sorted(stats["drafters"].items()):
-            depths = counts["depths"]
-            for position in range(len(depths) - 1):
-                counter.add_metric([self.model, drafter, str(position)], sum(depths[position + 1 :]))
+        for values, stats in engines:
+            for drafter, counts in sorted(stats["drafters"].items()):
+                depths = counts["depths"]
+                for position in range(len(depths) - 1):
+                    counter.add_metric([*values, drafter, str(position)], sum(depths[position + 1 :]))
         return counter
+
+    def _fail_overs(self) -> Iterator[Metric]:
+        """Of a server over replicas: answers that went on elsewhere, and for how long they paused."""
+        for key, description in FAIL_OVERS.items():
+            if key in self._stats:
+                counter = CounterMetricFamily(PREFIX + key, description, labels=["model_name"])
+                counter.add_metric([self.model], self._stats[key])
+                yield counter
 
     def _contract(self) -> Iterator[Metric]:
         try:
@@ -202,4 +234,4 @@ class _EngineCollector:
         return self._metrics.families()
 
 
-__all__ = ["COUNTERS", "DRAFTERS", "GAUGES", "PREFIX", "Metrics"]
+__all__ = ["COUNTERS", "DRAFTERS", "FAIL_OVERS", "GAUGES", "PREFIX", "Metrics"]

@@ -1,0 +1,174 @@
+"""The application for Ray Serve: replicas with an engine each, and HTTP over them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from samewise.config import EngineConfig
+from samewise.scale.ray_extra import import_ray
+from samewise.scale.settings import ScaleSettings
+
+if TYPE_CHECKING:
+    from samewise.engine import Engine
+    from samewise.llm.aio import AsyncLLM
+    from samewise.serve.settings import ServeSettings
+
+ENGINES = "Engines"
+ROUTER = "Router"
+"""Names of the deployments in the application."""
+
+ROUTER_ONGOING = 4096
+"""HTTP requests that Ray Serve hands to a router process at once. Set by hand: above what `max_queued`
+admits, so that the router itself refuses, with 429 and a reason."""
+
+FACTS_SECONDS = 600.0
+"""For the first replica to say what it is. Set by hand: it is up already, or being restarted."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildEngine:
+    """Makes a replica's engine, in the replica."""
+
+    config: EngineConfig
+
+    def __call__(self) -> Engine:
+        """Load the model, certify, warm up."""
+        from samewise.engine import build
+
+        return build(self.config)
+
+
+def engines(
+    config: EngineConfig, scale: ScaleSettings, make_engine: Callable[[], Engine] | None = None
+) -> Any:
+    """The application without HTTP. `make_engine` is called in place of building.
+
+    Waiting requests are bounded by the router, so the replicas themselves queue any number.
+    """
+    serve = import_ray("samewise.scale").serve
+    from samewise.scale.replica import Replica
+
+    make = make_engine or BuildEngine(replace(config, max_queued=None))
+    most = scale.max_ongoing or 2 * config.max_num_seqs
+    actors: dict[str, Any] = {"num_cpus": scale.num_cpus, "num_gpus": scale.num_gpus}
+    if scale.resources:
+        actors["resources"] = dict(scale.resources)
+    if not scale.num_gpus:  # Ray sets this only where a core is claimed whole
+        actors["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(max(1, int(scale.num_cpus)))}}
+    count: dict[str, Any] = {"num_replicas": scale.replicas}
+    if scale.max_replicas is not None:
+        count = {
+            "autoscaling_config": {
+                "min_replicas": scale.replicas,
+                "max_replicas": scale.max_replicas,
+                "target_ongoing_requests": max(1, config.max_num_seqs // 2),
+            }
+        }
+    replicas = serve.deployment(Replica).options(
+        name=ENGINES, ray_actor_options=actors, max_ongoing_requests=most,
+        graceful_shutdown_timeout_s=scale.drain_seconds, health_check_period_s=2.0,
+        request_router_config=_router_config(), **count,
+    )  # fmt: skip
+    return replicas.bind(make)
+
+
+def _router_config() -> Any:
+    from ray.serve.config import RequestRouterConfig
+
+    return RequestRouterConfig(request_router_class="samewise.scale.routing.PrefixRouter")
+
+
+def app(
+    model: str = "smollm2",
+    *,
+    scale: ScaleSettings | None = None,
+    serve: ServeSettings | None = None,
+    make_engine: Callable[[], Engine] | None = None,
+    **settings: Any,
+) -> Any:
+    """An application for `ray.serve.run`: the OpenAI interface over replicas of one engine each.
+
+    Keywords are those of EngineConfig. `make_engine` is called in each replica in place of building from
+    them. The HTTP settings of `serve` that concern connections are Ray Serve's own there.
+    """
+    ray_serve = import_ray("samewise.scale.app").serve
+    from samewise.serve.settings import ServeSettings
+
+    config, scale = EngineConfig.of(model=model, **settings), scale or ScaleSettings()
+    serve = serve or ServeSettings()
+    build = _asgi_builder(scale.most, config.max_queued, serve)
+    router = ray_serve.deployment(ray_serve.ingress(build)()).options(
+        name=ROUTER, num_replicas=scale.routers, max_ongoing_requests=ROUTER_ONGOING,
+        ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=serve.shutdown_timeout,
+    )  # fmt: skip
+    return router.bind(engines(config, scale, make_engine))
+
+
+def _asgi_builder(num_replicas: int, max_queued: int | None, settings: ServeSettings) -> Callable[[], Any]:
+    """A function for `ray.serve.ingress`: called in the router's process."""
+
+    def build() -> Any:
+        from ray import serve
+
+        import samewise
+        from samewise.serve.app import make_app
+        from samewise.serve.worker import Worker
+
+        name = serve.get_replica_context().app_name
+        worker = Worker(partial(remote_llm, name, num_replicas, max_queued))
+        http = make_app(worker, settings, version=samewise.__version__)
+
+        async def asgi(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "lifespan":
+                await _lifespan(worker, receive, send)
+            else:
+                await http(scope, receive, send)
+
+        return _Asgi(asgi)
+
+    return build
+
+
+class _Asgi:
+    """An ASGI application. Ray Serve would call a plain function for one."""
+
+    def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
+        self._call = call
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._call(scope, receive, send)
+
+
+async def _lifespan(worker: Any, receive: Any, send: Any) -> None:
+    """Load when the process starts; stop the engine's thread when it ends."""
+    loading: asyncio.Task[Any] | None = None
+    while True:
+        message = await receive()
+        if message["type"] == "lifespan.startup":
+            loading = asyncio.ensure_future(worker.load())  # until then requests are told: loading
+            await send({"type": "lifespan.startup.complete"})
+        else:
+            if loading is not None and loading.done():
+                await worker.close()
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+
+
+def remote_llm(app_name: str, num_replicas: int, max_queued: int | None) -> AsyncLLM:
+    """An AsyncLLM over the replicas of an application that runs. Waits for the first of them."""
+    serve = import_ray("samewise.scale").serve
+    from samewise.llm.aio import AsyncLLM
+    from samewise.scale.ray_replicas import RayReplicas
+    from samewise.scale.remote_engine import RemoteEngine
+
+    replicas = RayReplicas(serve.get_deployment_handle(ENGINES, app_name), app_name)
+    facts = replicas.facts(FACTS_SECONDS)
+    engine = RemoteEngine(facts, replicas, num_replicas=num_replicas, max_queued=max_queued)
+    return AsyncLLM.over(engine)
+
+
+__all__ = ["ENGINES", "ROUTER", "BuildEngine", "app", "engines", "remote_llm"]

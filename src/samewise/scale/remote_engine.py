@@ -1,0 +1,286 @@
+"""An engine whose frames run in other processes: what `llm` needs of an engine, over replicas.
+
+A router keeps what the caller has of every request: its output tokens, and how many of the prompt's
+log-probabilities. When a replica dies or is stopped, its requests are given to other replicas with exactly
+that (`Request.output`), as `schedule/registry.py` does after a failed step inside one engine. Sampling,
+penalties, grammars and limits are functions of the request and these tokens, so the rest of the answer is the
+same bits. Text, stop strings and log-probabilities are made here, above the engine, and notice nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from samewise.errors import EngineLost, QueueFull
+from samewise.kv.prefix import extend_digests
+from samewise.scale.merge_stats import merge_stats
+from samewise.scale.records import EngineFacts, Job, JobKey, Lost, News, Progress, ReplicaGone, Started
+from samewise.types import Delta, Finish, Guide, Received, Request
+
+log = logging.getLogger("samewise.scale")
+
+
+@dataclass(frozen=True, slots=True)
+class FailOverLimits:
+    """When a request is given up. Set by hand."""
+
+    started: int = 8  # replicas lost in a row without a token between: the request may be what ends them
+    unstarted: int = 60  # failed attempts in a row before any replica had begun: a minute
+    delay: float = 1.0  # seconds before such an attempt is repeated, at most; the first takes 10 ms
+
+
+LIMITS = FailOverLimits()
+
+
+class Replicas(Protocol):
+    """The engines of other processes. Every method returns at once; news arrive through the inbox."""
+
+    def connect(self, inbox: Callable[[News | None], None]) -> None:
+        """Have news put there, by any thread. Called once, first."""
+        ...
+
+    def start(self, job: Job, delay: float) -> None:
+        """Give a job to a replica, after so many seconds."""
+        ...
+
+    def end(self, key: JobKey, replica: str | None) -> None:
+        """Nothing more is wanted of a job; `replica`: where it began."""
+        ...
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """What each replica last reported of its engine, by its name."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the replicas."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A request, and what its caller has of it. Owned by the RemoteEngine."""
+
+    request: Request
+    pages: tuple[bytes, ...]
+    tokens: list[int] = field(default_factory=list)
+    num_scores: int = 0
+    attempt: int = 0
+    replica: str | None = None  # where this attempt began
+    num_cached: int | None = None  # prompt tokens that the first replica found in its cache
+    num_started: int = 0  # replicas lost since the last progress
+    num_unstarted: int = 0
+    lost_at: float | None = None
+
+
+class RemoteEngine:
+    """Has the interface of an Engine. Not thread-safe: one thread owns it; any may call `wake`."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        replicas: Replicas,
+        *,
+        num_replicas: int = 1,
+        max_queued: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        most = facts.config.max_num_seqs * num_replicas
+        self.config = replace(facts.config, max_num_seqs=most, max_queued=max_queued)
+        self.limits = replace(
+            facts.limits, max_num_seqs=most, max_queued=max_queued,
+            max_rows=facts.limits.max_rows * num_replicas,
+        )  # fmt: skip
+        self.loaded, self.contract, self.report = facts.loaded, facts.contract, facts.report
+        self._facts, self._replicas, self._clock = facts, replicas, clock
+        self._router = secrets.token_bytes(16)
+        self._asked: dict[int, _Asked] = {}  # by request id
+        self._next_id = 0
+        self._inbox: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+        self.num_failovers = 0
+        self.failover_seconds = 0.0  # from a loss to the next token, over all requests
+        replicas.connect(self._inbox.put)
+
+    # ---- requests
+
+    def new_id(self) -> int:
+        """An id for the next request. Ids order requests by arrival and are never reused."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def add(self, request: Request, guide: Guide | None = None) -> None:  # noqa: ARG002 - replicas make their own
+        """Give a request to a replica. Raises QueueFull where too many wait for one."""
+        most = self.limits.max_queued
+        if most is not None and len(self._asked) >= self.limits.max_num_seqs + most:
+            raise QueueFull(
+                f"{self.num_waiting} requests are waiting and max_queued is {most}; try again later or raise "
+                "max_queued"
+            )
+        pages: list[bytes] = []
+        page = self.limits.page
+        extend_digests(pages, request.prompt, request.salt, page, len(request.prompt) // page)
+        asked = self._asked[request.id] = _Asked(request, tuple(pages))
+        self._start(asked)
+
+    def abort(self, request_id: int) -> Delta | None:
+        """Drop a request at any moment. None if it has ended already."""
+        asked = self._asked.pop(request_id, None)
+        if asked is None:
+            return None
+        self._replicas.end(self._key(asked), asked.replica)
+        return Delta(request_id, (), (), (), Finish.ABORT)
+
+    def end(self, request_id: int) -> None:
+        """End a request whose text is complete: no further delta comes of it."""
+        self.abort(request_id)
+
+    def _start(self, asked: _Asked, delay: float = 0.0) -> None:
+        request = replace(asked.request, output=tuple(asked.tokens), num_scores=asked.num_scores)
+        asked.replica = None
+        self._replicas.start(Job(self._key(asked), request, asked.pages), delay)
+
+    def _key(self, asked: _Asked) -> JobKey:
+        return JobKey(self._router, asked.request.id, asked.attempt)
+
+    # ---- results
+
+    def step(self) -> list[Delta]:
+        """What replicas have committed since the last call. Waits for some, or for `wake`."""
+        if self.idle:
+            return []
+        deltas: list[Delta] = []
+        news = self._inbox.get()
+        while True:
+            deltas += self._take(news)
+            try:
+                news = self._inbox.get_nowait()
+            except queue.Empty:
+                return deltas
+
+    def wake(self) -> None:
+        """End a wait inside `step`. Any thread may call it."""
+        self._inbox.put(None)
+
+    def _take(self, news: News | None) -> list[Delta]:
+        if news is None:
+            return []
+        if isinstance(news, ReplicaGone):
+            lost = [asked for asked in self._asked.values() if asked.replica == news.replica]
+            return [delta for asked in lost for delta in self._lost(asked, news.error, started=True)]
+        asked = self._asked.get(news.key.number)
+        if asked is None or news.key != self._key(asked):
+            return []  # of a request that has ended, or of an attempt that was given up
+        if isinstance(news, Progress):
+            return [self._progress(asked, news.delta)]
+        if isinstance(news, Lost):
+            return self._lost(asked, news.error, started=news.started)
+        return self._started(asked, news)
+
+    def _started(self, asked: _Asked, news: Started) -> list[Delta]:
+        if news.contract_id != self.contract.id:
+            self._replicas.end(news.key, news.replica)
+            error = f"replica {news.replica} has the contract {news.contract_id}, not {self.contract.id}"
+            return self._lost(asked, error, started=False)
+        asked.replica = news.replica
+        return []
+
+    def _progress(self, asked: _Asked, delta: Delta) -> Delta:
+        if asked.lost_at is not None:
+            self.failover_seconds += self._clock() - asked.lost_at
+            asked.lost_at = None
+        asked.num_started = asked.num_unstarted = 0
+        asked.tokens += delta.tokens
+        asked.num_scores += len(delta.scores)
+        if asked.num_cached is None:
+            asked.num_cached = delta.num_cached
+        if delta.finish is not None:
+            del self._asked[asked.request.id]
+        return delta._replace(num_cached=asked.num_cached)
+
+    def _lost(self, asked: _Asked, error: str, *, started: bool) -> list[Delta]:
+        """Go on elsewhere, or end the request with an error where that failed too often."""
+        number = asked.request.id
+        asked.num_started += started
+        asked.num_unstarted += not started
+        if asked.num_started >= LIMITS.started or asked.num_unstarted >= LIMITS.unstarted:
+            log.error("request %d is given up, no replica can answer it: %s", number, error)
+            del self._asked[number]
+            return [Delta(number, (), (), (), Finish.ERROR)]
+        if started:
+            log.warning("request %d goes on elsewhere after %d tokens: %s", number, len(asked.tokens), error)
+            self.num_failovers += 1
+        if asked.lost_at is None:
+            asked.lost_at = self._clock()
+        asked.attempt += 1
+        self._start(asked, 0.0 if started else min(LIMITS.delay, 0.01 * 2**asked.num_unstarted))
+        return []
+
+    # ---- failures of this process
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """Always None: replicas are replaced."""
+        return None
+
+    def recover(self, received: Mapping[int, Received | None] | None = None, *, blame: bool = False) -> None:  # noqa: ARG002
+        """Start every request again from what its caller has. No step runs here, so none is blamed."""
+        for number, asked in list(self._asked.items()):
+            has = (received or {}).get(number, Received(len(asked.tokens), asked.num_scores))
+            self._replicas.end(self._key(asked), asked.replica)
+            if has is None:
+                del self._asked[number]
+                continue
+            del asked.tokens[has.tokens :]
+            asked.num_scores = min(asked.num_scores, has.scores)
+            asked.attempt += 1
+            self._start(asked)
+
+    # ---- what it is
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing."""
+        return not self._asked and self._inbox.empty()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests beyond what all replicas run at once. Which of them has places, the replicas know."""
+        return max(0, len(self._asked) - self.limits.max_num_seqs)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest context."""
+        return self.limits.max_model_len
+
+    @property
+    def settings(self) -> dict[str, str | int | bool | None]:
+        """What another engine must be given to reach this contract, beside the model's name."""
+        return self._facts.settings
+
+    def stats(self) -> dict[str, Any]:
+        """The counters of all replicas, added; those of each under "replicas"."""
+        by_name = self._replicas.stats()
+        merged = merge_stats(list(by_name.values()) or [self._facts.stats])
+        return merged | {
+            "contract": self.contract.id,
+            "waiting": merged["waiting"] + sum(asked.replica is None for asked in self._asked.values()),
+            "replicas": by_name,
+            "failovers": self.num_failovers,
+            "failover_seconds": self.failover_seconds,
+        }
+
+    def live(self, since: int = 0) -> dict[str, Any]:  # noqa: ARG002 - frames are not sent
+        """For a monitor: the statistics. What the replicas' frames hold is not sent to the router."""
+        return {"stats": self.stats(), "frames": []}
+
+    def close(self) -> None:
+        """Let go of the replicas."""
+        self._replicas.close()
+
+
+__all__ = ["LIMITS", "FailOverLimits", "RemoteEngine", "Replicas"]

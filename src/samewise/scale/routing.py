@@ -1,0 +1,48 @@
+"""Ray Serve's router for replicas: by the pages of the prompt (`prefix_choice`). Imports ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from samewise.scale.prefix_choice import PrefixChoice
+from samewise.scale.records import Job
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray is not checked
+    """Ranks the replicas for each job; Ray Serve sends it to the first that is not full."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._choice = PrefixChoice()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """One replica a rank, the best first."""
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if not replicas:
+            return []
+        queues = self.replica_queue_len_cache
+        loads = {name: queues.get(replica.replica_id) or 0 for name, replica in replicas.items()}
+        return [[replicas[name]] for name in self._choice.rank(_pages(pending_request), loads)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Remember which pages the replica has now."""
+        super().on_request_routed(pending_request, replica_id, result)
+        self._choice.sent(replica_id.unique_id, _pages(pending_request))
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Forget replicas that are gone."""
+        self._choice.keep([replica.replica_id.unique_id for replica in replicas])
+        super().update_replicas(replicas)
+
+
+def _pages(pending: PendingRequest | None) -> tuple[bytes, ...]:
+    """The pages of a job's prompt; none for a call that is no job."""
+    arguments = () if pending is None else pending.args
+    return arguments[0].pages if arguments and isinstance(arguments[0], Job) else ()
+
+
+__all__ = ["PrefixRouter"]

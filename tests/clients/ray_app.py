@@ -1,0 +1,117 @@
+"""Run by test_replicas.py in a process of its own: an application, replaced and then refused.
+
+Its last line is JSON: what was seen.
+"""
+
+import json
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import ray
+from ray import serve
+from replica_requests import requests, whole
+
+from samewise.config import EngineConfig
+from samewise.errors import GuaranteeLost
+from samewise.scale import ScaleSettings, app
+from samewise.scale.cluster import deployed, ray_cluster
+from samewise.scale.deploy import BuildEngine
+from samewise.scale.roster import roster_of
+from samewise.serve.settings import ServeSettings
+
+folder, port, log = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+URL = f"http://127.0.0.1:{port}"
+SETTINGS = {"device": "cpu", "kv_memory": "4MiB", "max_num_seqs": 16}
+SERVE = ServeSettings(model_names=("tiny",))
+
+
+def answers(num: int) -> list[object]:
+    with httpx.Client(base_url=URL, timeout=60) as client:
+        replies = [
+            client.post("/v1/chat/completions", json=body | {"model": "tiny"}) for body in requests(num)
+        ]
+        return [whole(reply.json()) for reply in replies]
+
+
+def ask_until(stopped: threading.Event, seen_answers: list[object]) -> None:
+    """Ask again and again, until it is enough."""
+    while not stopped.is_set():
+        seen_answers.append(answers(8))
+
+
+def wait_until_ready() -> None:
+    while httpx.get(f"{URL}/ready", timeout=10).status_code != 200:
+        time.sleep(0.1)
+
+
+def replicas() -> list[str]:
+    """Names of the replicas that report."""
+    text = httpx.get(f"{URL}/metrics", timeout=10).text
+    lines = [line for line in text.splitlines() if line.startswith("samewise:frames_total{")]
+    return sorted(line.split('replica="')[1].split('"')[0] for line in lines)
+
+
+seen: dict[str, object] = {}
+with ray_cluster(None, 3, "the test"):
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(
+        app(folder, scale=ScaleSettings(replicas=2, drain_seconds=1), serve=SERVE, **SETTINGS), name="a"
+    )
+    wait_until_ready()
+    seen["models"] = httpx.get(f"{URL}/v1/models", timeout=10).json()["data"]
+    seen["first"] = answers(8)
+    while len(before := replicas()) < 2:
+        time.sleep(0.2)
+    # The same application again, of another code version: every replica is replaced, one after the other.
+    enough, meanwhile = threading.Event(), list[object]()
+    askers = [threading.Thread(target=ask_until, args=(enough, meanwhile)) for _ in range(2)]
+    for asker in askers:
+        asker.start()
+    again = app(folder, scale=ScaleSettings(replicas=2, drain_seconds=0.5), serve=SERVE, seed=1, **SETTINGS)
+    serve.run(again, name="a")
+    wait_until_ready()
+    seen["replaced"] = answers(8)
+    while set(now := replicas()) & set(before) or len(now) < 2:
+        time.sleep(0.2)
+    enough.set()
+    for asker in askers:
+        asker.join()
+    seen["meanwhile"] = len(meanwhile), [one for one in meanwhile if one != seen["first"]][:1]
+    other = app(folder, scale=ScaleSettings(replicas=2), serve=SERVE, dtype="bfloat16", **SETTINGS)
+    with suppress(RuntimeError):  # Ray Serve's own words; the roster's name the facts
+        serve.run(other, name="a")
+    seen["refused"] = list(ray.get(roster_of("a").refused.remote(), timeout=30).values())
+    seen["after"] = answers(8)
+    serve.shutdown()
+
+
+class EveryOther:
+    """Builds engines: the first in float32, those after it in bfloat16."""
+
+    def __call__(self) -> object:
+        try:
+            log.touch(exist_ok=False)
+            first = True
+        except FileExistsError:
+            first = False
+            time.sleep(5)  # so that the first has joined
+        return BuildEngine(
+            EngineConfig.of(model=folder, dtype="float32" if first else "bfloat16", **SETTINGS)
+        )()
+
+
+config = EngineConfig.of(model=folder, **SETTINGS)
+with deployed(
+    config, ScaleSettings(replicas=2), None, what="the test", make_engine=EveryOther()
+) as replicas_of_two:
+    try:
+        replicas_of_two.load()
+        seen["second"] = None
+    except GuaranteeLost as error:
+        seen["second"] = str(error)
+ray.shutdown()
+print(json.dumps(seen))

@@ -1,0 +1,121 @@
+"""Mixed requests for servers over replicas, and what of their answers is a function of the request."""
+
+import json
+from typing import Any
+
+import httpx
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object", "properties": {"town": {"enum": ["Ulm", "Bonn"]}}, "required": ["town"],
+            },
+        },
+    }
+]  # fmt: skip
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1, "top_p": 0.9, "logprobs": True, "top_logprobs": 4},
+    {"temperature": 1, "n": 2, "logprobs": True},
+    {"temperature": 0.8, "presence_penalty": 0.9, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
+    {"temperature": 1.2, "stop": ["e", "zz", "~"], "min_tokens": 12},
+    {"temperature": 1, "response_format": {"type": "json_object"}},
+    {"temperature": 0, "tools": TOOLS, "tool_choice": "required"},
+    {"temperature": 0, "prediction": {"type": "content", "content": "once upon a time"}},
+]
+
+
+def requests(num: int, max_tokens: int = 48) -> list[dict[str, Any]]:
+    """`num` chat requests of all kinds, each with a seed of its own; some share the beginning of a prompt."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"topic {i % 7}: " + "once upon a time " * (i % 5) + str(i % 11)}
+            ],
+            "max_completion_tokens": max_tokens + i % 9, "seed": i, "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        | KINDS[i % len(KINDS)]
+        for i in range(num)
+    ]  # fmt: skip
+
+
+def whole(reply: dict[str, Any]) -> list[Any]:
+    """Of a complete answer."""
+    return [
+        (
+            choice["index"], choice["message"].get("content") or "", _calls(choice["message"]),
+            choice["finish_reason"], choice["stop_reason"], choice["seed"], choice["token_ids"],
+            (choice["logprobs"] or {}).get("content"),
+        )
+        for choice in reply["choices"]
+    ]  # fmt: skip
+
+
+def _calls(message: dict[str, Any]) -> list[Any]:
+    return [
+        (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []
+    ]
+
+
+class StreamedAnswer:
+    """The events of one stream, joined."""
+
+    def __init__(self) -> None:
+        self.choices: dict[int, dict[str, Any]] = {}
+        self.error: Any = None
+        self.done = False
+
+    def add(self, line: str) -> None:
+        """A line of the event stream."""
+        if not line.startswith("data: "):
+            return
+        if line == "data: [DONE]":
+            self.done = True
+            return
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            self.error = event["error"]
+            return
+        for choice in event["choices"]:
+            into = self.choices.setdefault(
+                choice["index"], {"content": "", "calls": {}, "ids": [], "logprobs": None, "end": None}
+            )
+            delta = choice["delta"]
+            into["content"] += delta.get("content") or ""
+            for call in delta.get("tool_calls") or []:
+                name, arguments = into["calls"].get(call["index"], ("", ""))
+                function = call["function"]
+                into["calls"][call["index"]] = (
+                    name + (function.get("name") or ""), arguments + (function.get("arguments") or ""),
+                )  # fmt: skip
+            into["ids"] += choice.get("token_ids") or []
+            if choice.get("logprobs"):
+                into["logprobs"] = (into["logprobs"] or []) + choice["logprobs"]["content"]
+            if choice["finish_reason"]:
+                into["end"] = choice["finish_reason"], choice["stop_reason"], choice["seed"]
+
+    def result(self) -> list[Any]:
+        """In the form of `whole`."""
+        return [
+            (
+                index, one["content"], list(one["calls"].values()), *one["end"], one["ids"], one["logprobs"],
+            )
+            for index, one in sorted(self.choices.items())
+        ]  # fmt: skip
+
+
+async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> StreamedAnswer:
+    """Ask for a stream and read it to its end."""
+    answer = StreamedAnswer()
+    async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        held = b""
+        async for piece in response.aiter_bytes():  # aiter_lines would also split at separators within a text
+            *lines, held = (held + piece).split(b"\n")
+            for line in lines:
+                answer.add(line.decode())
+    return answer

@@ -1,0 +1,241 @@
+"""Servers and batches over Ray, each in a process of its own: bits, fail-over, refusals.
+
+The bits of one replica are those of `server`, a server without Ray.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from replica_requests import requests, streamed, whole
+from server_process import CLIENT_ENV, ServerProcess, running_server
+
+pytest.importorskip("ray", reason="ray is not installed; see make test-clients")
+
+MAIN = "from samewise.cli.main import main; main()"
+ENV = os.environ | CLIENT_ENV | {"RAY_USAGE_STATS_ENABLED": "0"}
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def replicas(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server over two replicas."""
+    log = tmp_path_factory.mktemp("replicas") / "log"
+    options = ("--replicas", "2", "--replica-cpus", "1", "--kv-memory", "4MiB", "--max-num-seqs", "16")
+    with running_server(folder, log, *options, ready_seconds=180) as running:
+        yield running
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0
+
+
+def replica_pids(server: ServerProcess) -> dict[str, int]:
+    """Process ids of the replicas by name, as they log them: those that still run."""
+    found: dict[str, int] = {}
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = line.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if "ServeReplica" in command and ":Engines" in command:
+            found[line.parent.name] = int(line.parent.name)
+    return found
+
+
+async def ask_all(url: str, bodies: list[dict[str, Any]], at_once: int) -> list[list[Any]]:
+    """Complete answers, so many requests under way."""
+    limit = asyncio.Semaphore(at_once)
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+
+        async def one(body: dict[str, Any]) -> list[Any]:
+            async with limit:
+                reply = await client.post("/v1/chat/completions", json=body | {"model": "tiny"})
+            assert reply.status_code == 200, reply.text
+            return whole(reply.json())
+
+        return list(await asyncio.gather(*map(one, bodies)))
+
+
+def test_two_replicas_give_the_bits_of_one_server(server: ServerProcess, replicas: ServerProcess) -> None:
+    bodies = requests(200)
+    wanted = asyncio.run(ask_all(server.url, bodies, 8))
+    assert asyncio.run(ask_all(replicas.url, bodies, 24)) == wanted
+    one, two = (httpx.get(f"{each.url}/v1/models").json()["data"] for each in (server, replicas))
+    assert [card["contract"] for card in one] == [card["contract"] for card in two]
+    lines = httpx.get(f"{replicas.url}/metrics").text.splitlines()
+    time.sleep(3)  # until every replica has reported
+    lines = httpx.get(f"{replicas.url}/metrics").text.splitlines()
+    rows = [line for line in lines if line.startswith("samewise:generation_tokens_total{")]
+    assert len(rows) == 2
+    assert all('replica="' in row and float(row.split()[-1]) > 0 for row in rows)
+
+
+def test_a_prompt_goes_where_its_pages_are(replicas: ServerProcess) -> None:
+    for number in range(6):
+        body = {"model": "tiny", "prompt": f"{number}: " + "a long beginning " * 9, "max_tokens": 2}
+        cached = [
+            httpx.post(f"{replicas.url}/v1/completions", json=body, timeout=60).json()["usage"][
+                "prompt_tokens_details"
+            ]["cached_tokens"]
+            for _ in range(2)
+        ]
+        assert cached[1] > 100 > cached[0]
+
+
+def test_streams_survive_the_death_of_replicas(server: ServerProcess, replicas: ServerProcess) -> None:
+    """Sixteen clients stream; replicas are killed with kill -9 one after the other."""
+    bodies = [body | {"model": "tiny"} for body in requests(64, max_tokens=400)]
+    wanted = asyncio.run(ask_all(server.url, bodies, 8))
+    killed: list[int] = []
+
+    async def main() -> list[Any]:
+        left = list(range(len(bodies)))
+        results: list[Any] = [None] * len(bodies)
+        async with httpx.AsyncClient(base_url=replicas.url, timeout=240) as client:
+
+            async def reader() -> None:
+                while left:
+                    number = left.pop(0)
+                    results[number] = await streamed(client, bodies[number])
+
+            async def killer() -> None:
+                while len(killed) < 3:
+                    await asyncio.sleep(0.3)
+                    if fresh := [pid for pid in replica_pids(replicas).values() if pid not in killed]:
+                        killed.append(fresh[0])
+                        os.kill(fresh[0], signal.SIGKILL)
+                    while len([p for p in replica_pids(replicas).values() if p not in killed]) < 2 and left:
+                        await asyncio.sleep(0.1)
+
+            killing = asyncio.ensure_future(killer())
+            await asyncio.gather(*(reader() for _ in range(16)))
+            killing.cancel()
+        return results
+
+    streams = asyncio.run(main())
+    assert killed
+    assert [stream.error for stream in streams] == [None] * len(bodies)
+    assert all(stream.done for stream in streams)
+    assert [stream.result() for stream in streams] == wanted
+    assert replicas.metric("failovers_total") > 0
+
+
+def test_a_full_server_over_replicas_answers_429(folder: Path, tmp_path: Path) -> None:
+    options = ("--replicas", "1", "--replica-cpus", "1", "--max-num-queued-reqs", "1", "--max-num-seqs", "2")
+    with running_server(folder, tmp_path / "log", *options, ready_seconds=180) as server:
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 900, "ignore_eos": True}
+
+        async def main() -> list[int]:
+            async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+                replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(8)))
+                return sorted(reply.status_code for reply in replies)
+
+        assert asyncio.run(main()) == [200] * 3 + [429] * 5
+
+
+def test_an_application_is_replaced_unnoticed_and_refuses_another_contract(
+    server: ServerProcess, folder: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = tmp_path / "log"
+    ran = subprocess.run(
+        [sys.executable, str(TESTS / "ray_app.py"), str(folder), str(port), str(log)],
+        env=ENV, capture_output=True, text=True, check=False, timeout=400,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    seen = json.loads(ran.stdout.splitlines()[-1])
+    wanted = json.loads(json.dumps(asyncio.run(ask_all(server.url, requests(8), 4))))
+    assert seen["first"] == wanted
+    assert seen["replaced"] == wanted
+    assert seen["after"] == wanted
+    num_asked, other_answers = seen["meanwhile"]
+    assert num_asked > 2
+    assert not other_answers
+    contract = httpx.get(f"{server.url}/v1/models").json()["data"][0]["contract"]
+    assert [card["contract"] for card in seen["models"]] == [contract]
+    assert seen["refused"]
+    assert all("dtype is bfloat16, not float32" in text for text in seen["refused"])
+    assert "dtype is bfloat16, not float32" in seen["second"]
+
+
+def batch_lines(num: int) -> str:
+    lines = []
+    for i, body in enumerate(requests(num, max_tokens=24)):
+        line = {"custom_id": f"line-{i}", "url": "/v1/chat/completions", "body": body | {"model": "tiny"}}
+        lines.append(json.dumps(line))
+    return "".join(line + "\n" for line in [*lines, "this is no request"])
+
+
+def test_a_batch_over_two_workers_of_which_one_dies(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(batch_lines(500))
+
+    def command(target: Path, *options: str) -> list[str]:
+        engine = ("--device", "cpu", "--kv-memory", "4MiB", "--max-num-seqs", "16", "--model", str(folder))
+        names = ("--served-model-name", "tiny")
+        return [sys.executable, "-c", MAIN, "batch", str(source), str(target), *names, *engine, *options]
+
+    alone, on_ray = tmp_path / "alone.jsonl", tmp_path / "ray.jsonl"
+    ran = subprocess.run(command(alone), env=ENV, capture_output=True, text=True, check=False, timeout=300)
+    assert "500 answered, 1 bad" in ran.stderr, ran.stderr
+
+    # Begun, and killed with all its workers after some answers; then gone on with, and a worker killed.
+    first = subprocess.Popen(command(on_ray, "--ray", "--workers", "2"), env=ENV, start_new_session=True)
+    wait_for_lines(on_ray, 20, first)
+    first.kill()
+    first.wait()
+    kept = on_ray.read_bytes().rpartition(b"\n")[0]
+    second = subprocess.Popen(
+        command(on_ray, "--ray", "--workers", "2"), env=ENV, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_lines(on_ray, kept.count(b"\n") + 100, second)
+    (worker, *_) = [pid for pid in batch_workers() if pid]
+    os.kill(worker, signal.SIGKILL)
+    _, errors = second.communicate(timeout=300)
+    assert second.returncode == 0, errors
+    assert on_ray.read_bytes().startswith(kept)
+    assert answers_of(on_ray) == answers_of(alone)
+    assert len(on_ray.read_text().splitlines()) == 501
+
+
+def wait_for_lines(path: Path, num: int, process: subprocess.Popen[Any]) -> None:
+    end = time.monotonic() + 200
+    while not path.exists() or path.read_bytes().count(b"\n") < num:
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def batch_workers() -> list[int]:
+    """Process ids of Ray Data's actors."""
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = line.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if "MapWorker" in command or "LineAnswerer" in command:
+            found.append(int(line.parent.name))
+    return found
+
+
+def answers_of(path: Path) -> dict[str, Any]:
+    """By custom_id, what of the lines is a function of the requests."""
+    found: dict[str, Any] = {}
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        assert str(line["custom_id"]) not in found
+        body = (line["response"] or {}).get("body") or {}
+        usage = {name: count for name, count in (body.get("usage") or {}).items() if isinstance(count, int)}
+        found[str(line["custom_id"])] = line["id"], line["error"], body.get("choices"), usage
+    return found

@@ -1,0 +1,199 @@
+"""An engine over replicas gives the bits of one engine, also when replicas die in the middle of answers."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from local_replicas import LocalReplicas
+
+from samewise import AsyncLLM, SamplingParams
+from samewise.engine import Engine
+from samewise.errors import GuaranteeLost, QueueFull, RequestFailed
+from samewise.outputs import RequestOutput
+from samewise.scale.engine_host import facts_of
+from samewise.scale.records import Job, JobKey, Lost, News, Started, refuse_other
+from samewise.scale.remote_engine import LIMITS, RemoteEngine
+from samewise.testing import tiny_engine
+from samewise.types import Finish, Grammar, Request, Sampling
+
+SCHEMA = Grammar.json_schema(
+    {"type": "object", "properties": {"a": {"type": "string", "maxLength": 30}}, "required": ["a"]}
+)
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "seed": 5, "top_p": 0.9, "logprobs": 3},
+    "several": {"temperature": 1.0, "seed": 1, "n": 3, "logprobs": 0},
+    "penalties": {
+        "temperature": 0.7, "seed": 2, "presence_penalty": 0.8, "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2, "min_tokens": 20, "stop_token_ids": tuple(range(60, 90)),
+    },
+    "stop": {"temperature": 1.3, "seed": 3, "stop": ["e", "\ufffd\ufffd", "zz"], "min_tokens": 15},
+    "prompt": {"temperature": 0.0, "prompt_logprobs": 2, "logprobs": 20},
+    "prediction": {"temperature": 0.0, "prediction": "hello world"},
+    "bias": {"temperature": 1.0, "seed": 8, "logit_bias": {70: 5.0}, "bad_words": ["a", "bc"]},
+    "unverified": {"temperature": 0.0, "speculate": False},
+    "grammar": {"temperature": 1.0, "seed": 4, "grammar": SCHEMA},
+}  # fmt: skip
+
+
+def make_engine() -> Engine:
+    return tiny_engine(max_num_seqs=32)
+
+
+def params_of(case: str) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 40, "ignore_eos": True} | CASES[case])
+
+
+def result(output: RequestOutput) -> list[Any]:
+    """Everything of an answer that is a function of the request."""
+    return [output.prompt_token_ids, output.prompt_logprobs] + [
+        (
+            choice.index, choice.text, choice.token_ids, choice.token_logprobs, choice.logprobs,
+            choice.finish_reason, choice.stop_reason, choice.seed, choice.cumulative_logprob.hex(),
+            choice.accepted_prediction_tokens, choice.rejected_prediction_tokens,
+        )
+        for choice in output.outputs
+    ]  # fmt: skip
+
+
+async def answers(llm: AsyncLLM, cases: list[str]) -> list[tuple[list[Any], list[str]]]:
+    """For each case the whole answer, and the text of each choice as it was streamed."""
+
+    async def one(number: int, case: str) -> tuple[list[Any], list[str]]:
+        params = params_of(case)
+        texts = [""] * params.n
+        with await llm.open(f"{case} {number % 3}: once upon a time", params) as reader:
+            while chunks := await reader.next_chunks():
+                for chunk in chunks:
+                    texts[chunk.index] += chunk.text
+            return result(reader.output()), texts
+
+    return list(await asyncio.gather(*(one(i, case) for i, case in enumerate(cases))))
+
+
+def over(replicas: LocalReplicas) -> AsyncLLM:
+    return AsyncLLM.over(RemoteEngine(facts_of(make_engine()), replicas))
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[tuple[list[Any], list[str]]]:
+    async def alone() -> list[tuple[list[Any], list[str]]]:
+        async with AsyncLLM.over(make_engine()) as llm:
+            return await answers(llm, [*CASES, *CASES])
+
+    return asyncio.run(alone())
+
+
+@pytest.mark.parametrize("kill_after", [None, 31, 90])
+def test_answers_are_those_of_one_engine(
+    wanted: list[tuple[list[Any], list[str]]], kill_after: int | None
+) -> None:
+    async def main() -> None:
+        replicas = LocalReplicas([make_engine(), make_engine()], kill_after)
+        async with over(replicas) as llm:
+            assert await answers(llm, [*CASES, *CASES]) == wanted
+            stats = await llm.stats()
+        assert (stats["failovers"] > 0) is (kill_after is not None)
+        assert (replicas.num_killed > 1) is (kill_after is not None)
+        assert len(replicas.resumed) >= replicas.num_killed
+        replicas.close()
+
+    for text, streamed in ((o[0], o[1]) for o in wanted):
+        assert [choice[1] for choice in text[2:]] == streamed
+    asyncio.run(main())
+
+
+class NoReplicas:
+    """Replicas that only note what they are told; the test says what they answer."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.ended: list[JobKey] = []
+
+    def connect(self, inbox: Callable[[News | None], None]) -> None:
+        self.inbox = inbox
+
+    def start(self, job: Job, delay: float) -> None:
+        self.jobs.append(job)
+
+    def end(self, key: JobKey, replica: str | None) -> None:
+        self.ended.append(key)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+def remote(**options: Any) -> tuple[RemoteEngine, NoReplicas]:
+    replicas = NoReplicas()
+    return RemoteEngine(facts_of(make_engine()), replicas, **options), replicas
+
+
+def test_a_request_that_loses_replica_after_replica_ends_with_an_error() -> None:
+    engine, replicas = remote()
+    engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+    for _ in range(LIMITS.started - 1):
+        replicas.inbox(Lost(replicas.jobs[-1].key, "it died", started=True))
+        assert engine.step() == []
+    replicas.inbox(Lost(replicas.jobs[-1].key, "it died", started=True))
+    (delta,) = engine.step()
+    assert delta.finish is Finish.ERROR
+    assert len(replicas.jobs) == LIMITS.started
+    assert len({job.key for job in replicas.jobs}) == LIMITS.started
+    assert engine.idle
+
+
+def test_a_request_given_up_is_a_failed_request_for_its_reader() -> None:
+    class Dying(NoReplicas):
+        def start(self, job: Job, delay: float) -> None:
+            self.inbox(Lost(job.key, "it died", started=True))
+
+    async def main() -> None:
+        replicas = Dying()
+        async with AsyncLLM.over(RemoteEngine(facts_of(make_engine()), replicas)) as llm:
+            with pytest.raises(RequestFailed):
+                await llm.generate("hello", SamplingParams(max_tokens=4))
+
+    asyncio.run(main())
+
+
+def test_a_replica_of_another_contract_is_not_used() -> None:
+    engine, replicas = remote()
+    engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+    key = replicas.jobs[0].key
+    replicas.inbox(Started(key, "r0", "sw-other"))
+    assert engine.step() == []
+    assert replicas.ended == [key]
+    assert replicas.jobs[1].key.attempt == 1
+
+
+def test_contracts_that_differ_are_refused_by_the_facts_that_differ() -> None:
+    first, other = make_engine().contract, tiny_engine(dtype="bfloat16").contract
+    refuse_other(first, make_engine().contract, "r1")
+    with pytest.raises(GuaranteeLost, match=r"replica r1 .*dtype is .*bfloat16, not .*float32"):
+        refuse_other(first, other, "r1")
+
+
+def test_more_requests_than_may_wait_are_refused() -> None:
+    engine, _ = remote(max_queued=2)
+    for _ in range(32 + 2):  # 32 run at once
+        engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+    with pytest.raises(QueueFull, match="max_queued is 2"):
+        engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+
+
+def test_recovery_starts_from_what_the_caller_has() -> None:
+    from samewise.scale.records import Progress
+    from samewise.types import Delta, Received
+
+    engine, replicas = remote()
+    numbers = [engine.new_id() for _ in range(3)]
+    for number in numbers:
+        engine.add(Request(number, (1, 2), Sampling(), 9))
+        replicas.inbox(Progress(replicas.jobs[-1].key, Delta(number, (5, 6, 7), (0.0,) * 3, ((),) * 3, None)))
+    assert len(engine.step()) == 3
+    engine.recover({numbers[0]: Received(1), numbers[1]: None})
+    assert [job.request.output for job in replicas.jobs[3:]] == [(5,), (5, 6, 7)]
+    assert [key.number for key in replicas.ended] == numbers
