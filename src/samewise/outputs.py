@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability: the model's own, before any processing.
+    """A token's log-probability: the model's own, or the processed one (`SamplingParams.logprobs_mode`).
 
     `rank` counts from 1 among the requested alternatives; None for a chosen token that is not among them.
     """

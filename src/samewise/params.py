@@ -15,10 +15,16 @@ from typing import Any, Self
 
 from samewise.errors import BadParameter
 from samewise.types import Grammar, Sampling
-from samewise.values import FLAG, Values, integer, is_integer, is_number, number
+from samewise.values import FLAG, Values, integer, is_integer, is_number, number, one_of
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0: always the most likely token. vLLM's limit."""
+
+
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+"""vLLM's modes. Raw: of the model's own logits. Processed: of the distribution that tokens are drawn from,
+after penalties, bias, masks and temperature, with tokens at -inf that top-k, top-p or min-p exclude. At
+temperature 0 nothing is divided or excluded. Log-probabilities of the prompt then have the temperature alone."""
 
 
 def param(default: Any, values: Values, **options: Any) -> Any:
@@ -121,6 +127,8 @@ class SamplingParams:
     min_tokens: int = param(0, integer(0))
     logprobs: int | None = param(None, integer(-1))  # alternatives per token; -1: the whole vocabulary
     prompt_logprobs: int | None = param(None, integer(-1))  # the same for the prompt's tokens
+    # Log-probabilities of the model's own logits, or of what tokens are drawn from (see LOGPROBS_MODES).
+    logprobs_mode: str = param("raw_logprobs", one_of(*LOGPROBS_MODES))  # noqa: RUF009 - as above
     detokenize: bool = param(True, FLAG)
     skip_special_tokens: bool = param(True, FLAG)
     spaces_between_special_tokens: bool = param(True, FLAG)
@@ -207,6 +215,7 @@ class SamplingParams:
             top_logprobs=self.logprobs,
             seed=seed if self.seed is None else self.seed,
             index=index,
+            processed=self.logprobs_mode == "processed_logprobs",
         )
 
     def _check_vocabulary(self, vocab: int) -> None:
@@ -244,4 +253,4 @@ def derive_seed(engine_seed: int, prompt: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 
-__all__ = ["GREEDY_BELOW", "SamplingParams", "derive_seed", "json_schema_of", "param"]
+__all__ = ["GREEDY_BELOW", "LOGPROBS_MODES", "SamplingParams", "derive_seed", "json_schema_of", "param"]

@@ -54,9 +54,11 @@ class FastPasses:
             live = [i for i in range(len(asks)) if lens[i] > ahead]
             live_asks = [asks[i] for i in live]
             logits = self._logits(live_asks, [rows[i] for i in live] if ahead else None, ahead, path)
-            output = self._sample(live_asks, logits, rows_of_asks(live_asks, ahead))
+            sampled = rows_of_asks(live_asks, ahead)
+            output = self._sample(live_asks, logits, sampled)
             if logprobs:
-                for i, top in zip(live, self._top_logprobs(logits, live_asks), strict=True):
+                processed = self._sampler.with_processed(logits, sampled)
+                for i, top in zip(live, self._top_logprobs(processed, live_asks), strict=True):
                     tops[i] += top
             if max(lens) > ahead + 1:
                 self._runner.fast_tokens[: len(live)].copy_(output.tokens[: len(live)])

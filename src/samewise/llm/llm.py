@@ -115,9 +115,17 @@ class LLM:
         return self._loop.intake.chat_prompt(messages, **template)
 
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[str | Sequence[int]], *, use_tqdm: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str | Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        use_tqdm: bool = False,
     ) -> list[ScoreOutput]:
-        """Log-probabilities of given completions, read in parallel: bit-equal to generating them."""
+        """Log-probabilities of given completions, read in parallel: bit-equal to generating them.
+
+        At another `temperature` than 1: to generating at it with `logprobs_mode="processed_logprobs"`.
+        """
         if isinstance(prompts, str) or isinstance(completions, str):
             raise BadParameter("score() takes lists: score([prompt], [completion])", param="prompts")
         if len(prompts) != len(completions):
@@ -127,7 +135,8 @@ class LLM:
             )
         check = self._loop.intake.check_score
         pairs = zip(prompts, completions, strict=True)
-        return self._score([check(prompt, completion) for prompt, completion in pairs], use_tqdm=use_tqdm)
+        checked = [check(prompt, completion, temperature) for prompt, completion in pairs]
+        return self._score(checked, use_tqdm=use_tqdm)
 
     # ---- what it is
 
@@ -249,7 +258,7 @@ class LLM:
         finally:
             for score in scores:
                 loop.abort(score)
-        return [ScoreOutput(*score.checked, score.logprobs) for score in scores]
+        return [ScoreOutput(one.checked.prompt, one.checked.completion, one.logprobs) for one in scores]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

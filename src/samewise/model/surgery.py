@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -53,6 +53,29 @@ def copy_modules(model: nn.Module) -> nn.Module:
     return copied(model)
 
 
+def alias_tensors(model: nn.Module) -> nn.Module:
+    """A copy of a model over the same memory, whose parameters take no gradients.
+
+    Parameters and buffers are tensors of its own: moving one elsewhere does not move the original.
+    """
+    result, aliases = copy_modules(model), dict[Tensor, Tensor]()
+
+    def alias(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if tensor not in aliases:
+            data = tensor.detach()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            aliases[tensor] = nn.Parameter(data, requires_grad=False) if is_parameter else data
+        return aliases[tensor]
+
+    for module in result.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in list(held.items()):
+                held[name] = alias(tensor)  # type: ignore[assignment]
+    return result
+
+
 def with_children(module: nn.Module, changes: Mapping[str, nn.Module]) -> nn.Module:
     """A shallow copy of `module` with other children under some names; the original is not changed."""
     result = copy.copy(module)
@@ -89,6 +112,7 @@ def runs_class_forward(module: nn.Module) -> bool:
 
 
 __all__ = [
+    "alias_tensors",
     "change_class",
     "copy_modules",
     "replace_child",

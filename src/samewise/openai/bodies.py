@@ -166,6 +166,9 @@ class Body(BaseModel):
     allowed_token_ids: list[Integer] | None = _sampling("allowed_token_ids")
     bad_words: list[str] | None = None
     prompt_logprobs: Integer | None = _ranged(minimum=0, maximum=MAX_LOGPROBS)
+    logprobs_mode: str | None = Field(
+        None, description="`raw_logprobs`: the model's own; `processed_logprobs`: of what tokens are drawn from."
+    )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

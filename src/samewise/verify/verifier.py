@@ -15,7 +15,7 @@ import torch
 
 from samewise.execute.pack import pack_frame
 from samewise.execute.runner import Runner
-from samewise.execute.sampling import Sampler
+from samewise.execute.sampling import Sampler, divided
 from samewise.execute.sampling_rows import LogitRows, SamplingRow, rows_of_spans
 from samewise.execute.staging import PassInputs
 from samewise.follow_up import FollowUp, FrameOutputs
@@ -169,7 +169,8 @@ class Verifier:
         if sampled or greedy is None:
             self._sample(logits, sampled, inputs.keep)
         scores, score_tops = self._score(logits, spans, logit_rows) if has_targets else ([], [])
-        tops = sampler.top(logits, [logit_rows[row] for row in rows], nums) if rows else []
+        processed = sampler.with_processed(logits, sampled) if rows else logits
+        tops = sampler.top(processed, [logit_rows[row] for row in rows], nums) if rows else []
         # All in one copy: joining several on the host would have to wait for them.
         host = self._hosts[0][: inputs.num_rows]
         self._hosts.reverse()
@@ -196,6 +197,7 @@ class Verifier:
         rows: list[int] = []
         targets: list[int] = []
         nums: list[int] = []
+        divisors: list[float] = []
         first = 0
         for span in spans:
             if span.targets:
@@ -203,12 +205,17 @@ class Verifier:
                 rows += [logit_rows[row] for row in range(begin, begin + len(span.targets))]
                 targets += span.targets
                 nums += [span.target_tops] * len(span.targets)
+                divisors += [span.sampling.divisor] * len(span.targets)
             first += len(span.inputs)
         if not rows:
             return [], []
-        scores: list[float] = self.sampler.score(logits, rows, targets).tolist()
-        with_tops = [(row, num) for row, num in zip(rows, nums, strict=True) if num]
-        tops = self.sampler.top(logits, [r for r, _ in with_tops], [n for _, n in with_tops])
+        scores: list[float] = self.sampler.score(logits, rows, targets, divisors).tolist()
+        with_tops = [(i, num) for i, num in enumerate(nums) if num]
+        selected = [rows[i] for i, _ in with_tops]
+        if any(divisors[i] != 1.0 for i, _ in with_tops):
+            logits = divided(logits[selected], [divisors[i] for i, _ in with_tops])
+            selected = list(range(len(selected)))
+        tops = self.sampler.top(logits, selected, [num for _, num in with_tops])
         in_order = iter(tops)
         return scores, [next(in_order) if num else () for num in nums]
 
