@@ -24,7 +24,7 @@ GREEDY_BELOW = 1e-5
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 """vLLM's modes. Raw: of the model's own logits. Processed: of the distribution that tokens are drawn from,
 after penalties, bias, masks and temperature, with tokens at -inf that top-k, top-p or min-p exclude. At
-temperature 0 nothing is divided or excluded. Log-probabilities of the prompt then have the temperature alone."""
+temperature 0 nothing is divided or excluded. Those of the prompt then have the temperature alone."""
 
 
 def param(default: Any, values: Values, **options: Any) -> Any:
@@ -128,7 +128,7 @@ class SamplingParams:
     logprobs: int | None = param(None, integer(-1))  # alternatives per token; -1: the whole vocabulary
     prompt_logprobs: int | None = param(None, integer(-1))  # the same for the prompt's tokens
     # Log-probabilities of the model's own logits, or of what tokens are drawn from (see LOGPROBS_MODES).
-    logprobs_mode: str = param("raw_logprobs", one_of(*LOGPROBS_MODES))  # noqa: RUF009 - as above
+    logprobs_mode: str = param("raw_logprobs", one_of(*LOGPROBS_MODES))
     detokenize: bool = param(True, FLAG)
     skip_special_tokens: bool = param(True, FLAG)
     spaces_between_special_tokens: bool = param(True, FLAG)

@@ -38,7 +38,7 @@ MIN_TEMPERATURE = 1e-5
 
 
 class SamplerOutput(NamedTuple):
-    """A token for every row and its log-probability: the model's own, or the processed one where asked for."""
+    """A token for every row and its log-probability: the model's own, or the processed one if asked for."""
 
     tokens: Tensor  # [R] int64
     logprobs: Tensor  # [R] float32

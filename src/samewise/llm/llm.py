@@ -14,8 +14,10 @@ from samewise.config import EngineConfig, settings_signature
 from samewise.contract import Contract
 from samewise.engine import Engine, build
 from samewise.engine.recovery import entry, refuse_nested
+from samewise.engine.weights import WeightUpdate
 from samewise.errors import BadParameter, BadPrompt
 from samewise.llm.answer import Answer
+from samewise.llm.gate import check_mode
 from samewise.llm.intake import CheckedRequest, CheckedScore, Prompt
 from samewise.llm.step_loop import Score, StepLoop
 from samewise.outputs import Chunk, RequestOutput, ScoreOutput
@@ -167,10 +169,21 @@ class LLM:
         return self._loop.intake.default_params()
 
     @entry
-    def update_weights(self, update: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> Contract:
-        """Replace the weights in this process: see Engine.update_weights."""
-        self._begin_call()
-        return self.engine.update_weights(update)
+    def update_weights(self, update: WeightUpdate, *, mode: str | None = None) -> Contract:
+        """Replace the weights in this process: see Engine.update_weights.
+
+        `mode` says what becomes of streams that are open: `wait` reads them to their end first, `abort` ends
+        them, `keep` goes on with them under the new weights. Without it there may be none.
+        """
+        loop = self._begin_call()
+        if mode is None:
+            return self.engine.update_weights(update)
+        check_mode(mode)
+        if mode == "abort":
+            loop.abort_all()
+        while mode == "wait" and not loop.idle:
+            loop.step()
+        return loop.update_weights(update)
 
     def close(self) -> None:
         """Free the model's memory. Closing twice is fine."""

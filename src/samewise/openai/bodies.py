@@ -167,7 +167,8 @@ class Body(BaseModel):
     bad_words: list[str] | None = None
     prompt_logprobs: Integer | None = _ranged(minimum=0, maximum=MAX_LOGPROBS)
     logprobs_mode: str | None = Field(
-        None, description="`raw_logprobs`: the model's own; `processed_logprobs`: of what tokens are drawn from."
+        None,
+        description="`raw_logprobs`: the model's own; `processed_logprobs`: of what tokens are drawn from.",
     )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -331,6 +332,7 @@ class CompletionReply(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
     receipt: NotRequired[Any]
+    weights_version: NotRequired[int]
 
 
 class ModelCard(TypedDict):

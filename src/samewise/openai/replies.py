@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from samewise.openai.bodies import CompletionReply, Usage
 from samewise.openai.errors import ApiError
 from samewise.openai.parse import ParsedRequest
-from samewise.outputs import CompletionOutput, Logprob, RequestOutput
+from samewise.outputs import ABORTED, CompletionOutput, Logprob, RequestOutput
 
 DecodeTokens = Callable[[list[int]], str]
 BytesOfToken = Callable[[int], bytes | None]
@@ -86,6 +87,8 @@ def respond(
         "choices": choices,
         "usage": usage(outputs),
     }
+    last = max(outputs, key=lambda output: output.weights_version)
+    body |= weights_fields(last.contract, last.weights_version)  # type: ignore[typeddict-item]
     if parsed.chat:
         if parsed.return_token_ids:
             body["prompt_token_ids"] = outputs[0].prompt_token_ids
@@ -98,7 +101,12 @@ def respond(
 
 def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
     """Raise if a choice was aborted, because its grammar could not be followed to the end, or failed."""
-    reasons = {completion.finish_reason for output in outputs for completion in output.outputs}
+    reasons = {
+        completion.finish_reason
+        for output in outputs
+        for completion in output.outputs
+        if completion.stop_reason != ABORTED
+    }
     if "error" in reasons:
         raise ApiError(
             "the request failed; the server's log says how",
@@ -109,6 +117,11 @@ def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
             "the grammar could not be followed: no token fits, or it is too large; simplify response_format",
             param="response_format", code="grammar_failed",
         )  # fmt: skip
+
+
+def weights_fields(contract: str, version: int) -> dict[str, Any]:
+    """The fields of a response that say which weights its last token is of; the first ones have no number."""
+    return {"system_fingerprint": contract} | ({"weights_version": version} if version else {})
 
 
 def usage(outputs: Sequence[RequestOutput]) -> Usage:
@@ -180,6 +193,8 @@ def _choice(
     choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason, "seed": completion.seed}
     if parsed.return_token_ids:
         choice["token_ids"] = completion.token_ids
+    if len(completion.weights) > 1:
+        choice["weights"] = [asdict(span) for span in completion.weights]
     return choice
 
 
@@ -331,4 +346,5 @@ __all__ = [
     "respond",
     "usage",
     "usage_of",
+    "weights_fields",
 ]

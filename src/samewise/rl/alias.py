@@ -53,7 +53,7 @@ def set_attention(model: nn.Module, name: str, *, instead_of: str | None = None)
     """Give modules another attention, in configurations of their own."""
     configs: dict[int, Any] = {}
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         current = getattr(config, "_attn_implementation", None)
         if current is None or instead_of not in (None, current):
             continue

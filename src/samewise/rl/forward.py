@@ -66,7 +66,12 @@ class TrainingForward:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, like: LLM | None = None, kv_tokens: int | None = None, **settings: Any
+        self,
+        model: PreTrainedModel,
+        *,
+        like: LLM | None = None,
+        kv_tokens: int | None = None,
+        **settings: Any,
     ) -> None:
         machine.pin_environment()
         refuse_other_models(model)
@@ -309,7 +314,8 @@ def _config(
     num_pages = -(-tokens // PAGE) + 2
     fixed = {
         "model": "a model in training", "proposer": "none", "cublas": False, "device": device.type,
-        "dtype": str(dtype).removeprefix("torch."), "kv_memory": max(4, num_pages) * kv_page_bytes(arch, dtype),
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_memory": max(4, num_pages) * kv_page_bytes(arch, dtype),
     }  # fmt: skip
     return EngineConfig.of(**settings | fixed)
 

@@ -39,7 +39,7 @@ class _Replay(torch.autograd.Function):
         return value()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of x and of the parameters."""
         x, *params = ctx.saved_tensors
@@ -83,7 +83,7 @@ class _HeadReplay(torch.autograd.Function):
         return values.clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of x and of the parameters."""
         x, *params = ctx.saved_tensors
@@ -120,11 +120,10 @@ class GradientModel:
         self._layers = list(layers)
         self._base_name = self._layers_name.rpartition(".")[0]
         base = set(self._model.get_submodule(self._base_name).parameters())
-        head = [p for p in self._model.parameters() if p not in base]
-        tied = self._model.get_output_embeddings()  # type: ignore[operator]
-        if not head and tied is not None:
-            head = [tied.weight]
-        self._head_params = head
+        others = [parameter for parameter in self._model.parameters() if parameter not in base]
+        head: nn.Module = self._model.get_output_embeddings()  # type: ignore[operator]
+        # A head may share the weight of the embedding, which is part of the base model.
+        self._head_params = list(dict.fromkeys([*others, *head.parameters()]))
 
     @property
     def trains(self) -> bool:
@@ -132,7 +131,7 @@ class GradientModel:
         return any(parameter.requires_grad for parameter in self._model.parameters())
 
     def hidden(self, input_ids: torch.Tensor, activations: list[torch.Tensor]) -> torch.Tensor:
-        """What the head is given, [B, T, H]; `activations` are the engine's: layer inputs, then the output."""
+        """What the head is given, [B, T, H]. `activations`: the engine's inputs of layers, then the output."""
         layers = [
             with_forward(layer, _known_layer(layer, activations[i + 1]))
             for i, layer in enumerate(self._layers)
@@ -155,19 +154,23 @@ class GradientModel:
             logits = self._logits(rows).float() / temperature
             return logits.log_softmax(-1).gather(1, targets[part][:, None])[:, 0]
 
-        result: torch.Tensor = _HeadReplay.apply(values, compute, hidden, *self._head_params)
-        return result
+        return _apply(_HeadReplay, values, compute, hidden, *self._head_params)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """[M, H] → [M, V], by the model's own head and scale."""
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        output = BaseModelOutputWithPast(last_hidden_state=rows[None])  # type: ignore[arg-type]
+        output = BaseModelOutputWithPast(last_hidden_state=rows[None])
         stub = with_forward(self._model.get_submodule(self._base_name), lambda **_: output)
         logits: torch.Tensor = with_module(self._model, self._base_name, stub)(
             inputs_embeds=rows[None], use_cache=False
         ).logits
         return logits[0]
+
+
+def _apply(function: Any, *args: Any) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*args)
+    return result
 
 
 def _known_layer(layer: nn.Module, value: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -176,11 +179,11 @@ def _known_layer(layer: nn.Module, value: torch.Tensor) -> Callable[..., torch.T
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         def compute(x: torch.Tensor) -> torch.Tensor:
-            output = layer(x, *args, **kwargs)
-            return output[0] if isinstance(output, tuple) else output
+            output: Any = layer(x, *args, **kwargs)
+            first: torch.Tensor = output[0] if isinstance(output, tuple) else output
+            return first
 
-        result: torch.Tensor = _Replay.apply(lambda: value, compute, hidden_states, *params)
-        return result
+        return _apply(_Replay, lambda: value, compute, hidden_states, *params)
 
     return forward
 
