@@ -345,12 +345,12 @@ class AsyncLLM:
             self._gate.paused = True
             if mode == "abort":
                 self._abort_open()
-            if mode != "wait":
-                freeze()
+            freeze()
 
-        await self._call(begin)
         if mode == "wait":
             await self._call(freeze, when_quiet=True, pauses=True)
+        else:
+            await self._call(begin)
 
     async def resume(self) -> None:
         """Go on after a pause."""

@@ -47,6 +47,7 @@ class Gate:
 
     def when_quiet(self, run: Work, *, pauses: bool = False) -> None:
         """Do something when nothing is under way, or now if nothing runs because of a pause."""
+        self.paused = self.paused or pauses
         if self.frozen:
             run()
         else:

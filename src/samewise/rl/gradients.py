@@ -131,7 +131,7 @@ class GradientModel:
         return any(parameter.requires_grad for parameter in self._model.parameters())
 
     def hidden(self, input_ids: torch.Tensor, activations: list[torch.Tensor]) -> torch.Tensor:
-        """What the head is given, [B, T, H]. `activations`: the engine's inputs of layers, then the output."""
+        """What the head is given, [B, T, H]. `activations`: the engine's, layer inputs, then the output."""
         layers = [
             with_forward(layer, _known_layer(layer, activations[i + 1]))
             for i, layer in enumerate(self._layers)
