@@ -53,12 +53,31 @@ def copy_modules(model: nn.Module) -> nn.Module:
     return copied(model)
 
 
+def plain_copy(model: nn.Module) -> nn.Module:
+    """The same model in new module objects over the same tensors, without hooks and without its own `forward`.
+
+    Modules inside of it keep theirs; `inner_forwards` names them.
+    """
+    result = copy_modules(model)
+    result.__dict__.pop("forward", None)
+    for module in result.modules():
+        for name in CONTAINERS:
+            if "hook" in name:
+                module.__dict__[name] = type(module.__dict__[name])()
+    return result
+
+
+def inner_forwards(model: nn.Module) -> list[str]:
+    """The names of modules in a model that have a `forward` of their own, not their class's."""
+    return [name for name, module in model.named_modules() if name and "forward" in module.__dict__]
+
+
 def alias_tensors(model: nn.Module) -> nn.Module:
-    """A copy of a model over the same memory, whose parameters take no gradients.
+    """A plain copy of a model over the same memory, whose parameters take no gradients.
 
     Parameters and buffers are tensors of its own: moving one elsewhere does not move the original.
     """
-    result, aliases = copy_modules(model), dict[Tensor, Tensor]()
+    result, aliases = plain_copy(model), dict[Tensor, Tensor]()
 
     def alias(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -115,6 +134,8 @@ __all__ = [
     "alias_tensors",
     "change_class",
     "copy_modules",
+    "inner_forwards",
+    "plain_copy",
     "replace_child",
     "runs_class_forward",
     "with_children",

@@ -14,7 +14,7 @@ from samewise.errors import BadParameter
 from samewise.model.arch import Arch, inspect_model
 from samewise.model.attention_binding import ATTENTION
 from samewise.model.load import wrap_modules
-from samewise.model.surgery import alias_tensors
+from samewise.model.surgery import alias_tensors, inner_forwards
 
 
 def refuse_other_models(model: object) -> None:
@@ -23,6 +23,12 @@ def refuse_other_models(model: object) -> None:
         raise BadParameter(
             f"model is a {type(model).__name__}; give the transformers model itself, with adapters merged "
             "and wrappers removed",
+            param="model",
+        )
+    if changed := inner_forwards(model):
+        raise BadParameter(
+            f"model: {changed[0]} has a forward of its own, which the engine does not have; remove it, or give "
+            "the model as transformers loads it",
             param="model",
         )
     first = next(model.parameters()).dtype

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from samewise.model.arch import Arch, layer_list
 from samewise.model.attention_binding import ATTENTION
-from samewise.model.surgery import copy_modules, with_forward, with_layers, with_module
+from samewise.model.surgery import plain_copy, with_forward, with_layers, with_module
 from samewise.rl.alias import set_attention
 
 HEAD_ROWS = 512
@@ -114,7 +114,7 @@ class GradientModel:
     """
 
     def __init__(self, model: nn.Module, arch: Arch) -> None:
-        self._model = copy_modules(model).eval()
+        self._model = plain_copy(model).eval()
         set_attention(self._model, "sdpa", instead_of=ATTENTION)
         self._layers_name, layers = layer_list(self._model, arch)
         self._layers = list(layers)
