@@ -15,6 +15,7 @@ from samewise.cli.loading import without_garbage_collection
 from samewise.cli.options import Settings, engine_options
 from samewise.config import SETTINGS, EngineConfig
 from samewise.errors import BadParameter, MachineError
+from samewise.params import LOGPROBS_MODES
 from samewise.receipts.signing import SigningKey
 from samewise.serve.limits import ServeLimits
 from samewise.serve.listen import Listen
@@ -64,6 +65,13 @@ def serve(
         bool,
         _server("--no-special-tokens-in-content", help="Read control tokens in messages as text."),
     ] = False,
+    enable_training: Annotated[
+        bool,
+        _server("--enable-training", help="Routes for trainers: pauses, new weights. Only with a key."),
+    ] = False,
+    logprobs_mode: Annotated[
+        str, _server(help=f"Of requests that do not say: {', '.join(LOGPROBS_MODES)}.")
+    ] = DEFAULT_SETTINGS.logprobs_mode,
     log_level: Annotated[str, _server(help=", ".join(LOG_LEVELS) + ".")] = "info",
     json_logs: Annotated[bool, _server("--json-logs", help="One JSON object a line.")] = False,
     api_key: Annotated[
@@ -127,6 +135,7 @@ def serve(
         allowed_hosts=_hosts(listen, keys, allowed_hosts or ()),
         shutdown_timeout=shutdown_timeout, receipts=receipts, hide_prompts=hide_prompts,
         special_tokens_in_content=not no_special_tokens_in_content,
+        training=enable_training, logprobs_mode=logprobs_mode,
         signer=None if receipt_key is None else SigningKey.load(receipt_key),
     )  # fmt: skip
     set_up(log_level, as_json=json_logs)

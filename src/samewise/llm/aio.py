@@ -360,6 +360,17 @@ class AsyncLLM:
         """End every request under way with what it has; returns how many there were."""
         return await self._call(self._abort_open)
 
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache, unless requests are under way. Returns whether it was done."""
+
+        def clear() -> bool:
+            if not self._loop.idle:
+                return False
+            self._engine.scheduler.index.clear()
+            return True
+
+        return await self._call(clear)
+
     @property
     def paused(self) -> bool:
         """Whether a pause was asked for and not ended."""

@@ -54,7 +54,7 @@ def copy_modules(model: nn.Module) -> nn.Module:
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """The same model in new module objects over the same tensors, without hooks and without its own `forward`.
+    """The same model in new module objects over the same tensors, without hooks or a `forward` set on it.
 
     Modules inside of it keep theirs; `inner_forwards` names them.
     """

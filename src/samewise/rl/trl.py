@@ -84,7 +84,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         prompt_ids, images, _ = self._tokenize_prompts(prompts)
         if images is not None and any(image for image in images):
             raise BadParameter("prompts with images are not supported; text only", param="prompts")
-        outputs = self.llm.generate([list(ids) for ids in prompt_ids], self._sampling(len(prompts)), use_tqdm=False)
+        outputs = self.llm.generate(
+            [list(ids) for ids in prompt_ids], self._sampling(len(prompts)), use_tqdm=False
+        )
         return {
             "prompt_ids": [output.prompt_token_ids for output in outputs],
             "completion_ids": [output.outputs[0].token_ids for output in outputs],
@@ -157,7 +159,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             )
         )
         mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["sampling/sampling_logp_difference/max"].append(self.agreements[-1].max_difference)
+        self._metrics[mode]["sampling/sampling_logp_difference/max"].append(
+            self.agreements[-1].max_difference
+        )
         return loss
 
     def _is_certified(self) -> bool:
@@ -188,7 +192,9 @@ def _refuse_unsupported(trainer: Any) -> None:
             )
     checks = {
         "use_vllm": trainer.use_vllm,
-        "use_transformers_continuous_batching": getattr(trainer, "use_transformers_continuous_batching", False),
+        "use_transformers_continuous_batching": getattr(
+            trainer, "use_transformers_continuous_batching", False
+        ),
         "use_liger_kernel": trainer.args.use_liger_kernel,
         "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
         "entropy_coef": getattr(trainer, "_entropy_bonus_enabled", False),

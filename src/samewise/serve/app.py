@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ from samewise.openai.parse import (
     served_name,
     validate,
 )
-from samewise.openai.replies import encode_slices, refuse_aborted, respond
+from samewise.openai.replies import encode_json, encode_slices, refuse_aborted, respond
 from samewise.openai.stream import DONE, StreamWriter, encode_event, join_chunks
 from samewise.outputs import Chunk, RequestOutput
 from samewise.receipts import Receipt, is_complete
@@ -68,6 +69,7 @@ from samewise.serve.middleware import AuthMiddleware, RequestIdMiddleware, WebPa
 from samewise.serve.openapi import Endpoint, docs_page, openapi_document
 from samewise.serve.settings import ServeSettings
 from samewise.serve.threads import FairThreads
+from samewise.serve.training import TrainingRoutes
 from samewise.serve.web_page import PAGE_HEADERS, page_routes
 from samewise.serve.worker import ActiveRequest, State, Worker, salt_of
 
@@ -85,6 +87,9 @@ LARGE_ANSWER = 2048
 
 MAX_JOINED = 512
 """Chunks that are joined to events at once, for a late reader. Set by hand: about 1 ms of work."""
+
+MAX_TRAINING_LOGPROBS = 1024
+"""Log-probabilities per token with `--enable-training`: distillation asks for 100. Set by hand."""
 
 DESCRIPTION = (
     "OpenAI's interface to a model that answers the same way every time: for a verified request, tokens "
@@ -165,6 +170,18 @@ class Service:
                 writer = StreamWriter(parsed, **fields, fingerprint=llm.contract.id)
                 return EventStream(self._events(parsed, active, writer), close=answering.pop_all().close)
             return await until_disconnect(request.receive, self._reply(parsed, active, fields))
+
+    async def complete(self, request: Request, endpoint: str, body: dict[str, Any]) -> list[RequestOutput]:
+        """The complete answers to a body of an endpoint, for routes that answer in another form."""
+        active = self.worker.begin(self._owner(request))
+        try:
+            parsed, _ = await self._submit(request, endpoint, encode_json(body), active)
+            outputs = await until_disconnect(request.receive, active.outputs())
+            refuse_aborted(outputs)
+        finally:
+            active.close()
+        self.metrics.finished(parsed, outputs)
+        return outputs
 
     async def _submit(
         self, request: Request, endpoint: str, raw: bytes, active: ActiveRequest
@@ -284,6 +301,9 @@ class Service:
                 contract_id=llm.contract.id,
                 special_tokens_in_content=self.settings.special_tokens_in_content,
             )
+            defaults = replace(options.defaults, logprobs_mode=self.settings.logprobs_mode)
+            limit = MAX_TRAINING_LOGPROBS if self.settings.training else options.max_logprobs
+            options = self._parse_options = replace(options, defaults=defaults, max_logprobs=limit)
         return options
 
     # ---- the model
@@ -408,6 +428,8 @@ def make_app(
         Route(endpoint.path, endpoint.handler, methods=[endpoint.method]) for endpoint in service.endpoints
     ]
     routes += [*_document_routes(service), *page_routes(worker, settings.limits.max_listeners)]
+    if settings.training:
+        routes += TrainingRoutes(service).routes()
     routes += [Route("/v1/responses", _no_responses, methods=["POST", "GET"])]
     # A key is not sent by browsers of their own accord, so with keys any page may try.
     origins = None if settings.keys else settings.allowed_origins
@@ -423,7 +445,11 @@ def make_app(
             )
         )  # fmt: skip
     public_paths = PUBLIC_PAGES | {endpoint.path for endpoint in service.endpoints if endpoint.public}
-    middleware.append(Middleware(AuthMiddleware, keys=settings.keys, public_paths=public_paths))
+    middleware.append(
+        Middleware(
+            AuthMiddleware, keys=settings.keys, public_paths=public_paths, basic=settings.training
+        )
+    )  # fmt: skip
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
     app.state.service = service
     return app
