@@ -1,7 +1,7 @@
-"""What trainers send and expect: the bodies of vLLM's, SGLang's, TRL's and prime-rl's training routes. No HTTP.
+"""What trainers send and expect: bodies of vLLM's, SGLang's, TRL's and prime-rl's training routes. No HTTP.
 
-A request for tokens becomes a body of `/v1/completions` or `/v1/chat/completions`, so that it is checked as any
-other; an answer becomes the shape that the client of its route reads.
+A request for tokens becomes a body of `/v1/completions` or `/v1/chat/completions`, so that it is checked as
+any other; an answer becomes the shape that the client of its route reads.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def piece_of(body: Json) -> Piece:
 
 
 def folder_of(body: Json) -> str | None:
-    """The folder that an update names: prime-rl's `weight_dir`, vLLM's `update_info`, SGLang's `model_path`."""
+    """The folder that an update names: `weight_dir`, also in `update_info`, or SGLang's `model_path`."""
     info = body.get("update_info")
     places = (body, as_object(info) if info is not None else {})
     names = ("weight_dir", "model_path", "path")

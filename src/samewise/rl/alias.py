@@ -27,8 +27,8 @@ def refuse_other_models(model: object) -> None:
         )
     if changed := inner_forwards(model):
         raise BadParameter(
-            f"model: {changed[0]} has a forward of its own, which the engine does not have; remove it, or give "
-            "the model as transformers loads it",
+            f"model: {changed[0]} has a forward of its own, which the engine has not; give the model as "
+            "transformers loads it",
             param="model",
         )
     first = next(model.parameters()).dtype

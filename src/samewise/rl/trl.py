@@ -38,8 +38,8 @@ class Agreement:
 class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     """TRL's trainer, whose answers and log-probabilities come from an engine over its own model.
 
-    Arguments are TRL's. `engine_settings` are keywords of EngineConfig. One process; no filters when sampling,
-    since log-probabilities of a filtered distribution are not those that the loss is made of.
+    Arguments are TRL's. `engine_settings` are keywords of EngineConfig. One process; no filters when
+    sampling: log-probabilities of a filtered distribution are not those that the loss is made of.
     """
 
     def __init__(self, *args: Any, engine_settings: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         }
 
     def _sampling(self, num: int) -> list[SamplingParams]:
-        """A seed for every answer: a function of the trainer's seed and step, so that a resumed run repeats it."""
+        """A seed for every answer, of the trainer's seed and step alone: a resumed run repeats it."""
         step, count = self._rollouts
         count = count + 1 if step == self.state.global_step else 0
         self._rollouts = self.state.global_step, count
@@ -166,7 +166,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     def _is_certified(self) -> bool:
         """Whether the trainer's weights are those that the engine was given last."""
-        return self._rollouts[0] == self.state.global_step
+        return bool(self._rollouts[0] == self.state.global_step)
 
 
 def _rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -204,8 +204,8 @@ def _refuse_unsupported(trainer: Any) -> None:
             raise BadParameter(f"{name} is not supported with rollouts by Samewise; leave it out", param=name)
     if trainer.accelerator.num_processes > 1:
         raise BadParameter(
-            f"{trainer.accelerator.num_processes} processes: this trainer rolls out in one; use TRL's server mode "
-            "with `samewise serve --enable-training`",
+            f"{trainer.accelerator.num_processes} processes: this trainer rolls out in one; use "
+            "`samewise serve --enable-training`",
             param="args",
         )
 

@@ -6,7 +6,7 @@ Their shapes are those that vLLM's, SGLang's, TRL's and prime-rl's clients send 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -31,7 +31,7 @@ MAX_PIECE = 2**31
 bfloat16 takes 1.4 GB in base64. Set by hand."""
 
 SGLANG_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
-"""SGLang's ways to pause. Retracting frees the memory of what runs, which is computed again; ours freezes it."""
+"""SGLang's ways to pause. Where it frees the memory of what runs, and computes it again, ours freezes it."""
 
 
 class TrainingRoutes:
@@ -106,9 +106,7 @@ class TrainingRoutes:
         """End every request under way with the tokens it has."""
         body = await self._body(request)
         if body.get("request_ids") or body.get("rid"):
-            raise invalid(
-                "request_ids", "single requests end when their connection does; leave it out for all"
-            )
+            raise invalid("request_ids", "a single request ends with its connection; leave it out for all")
         aborted = await self._service.worker.llm.abort_all()
         return JsonResponse({"status": "aborted", "aborted": aborted})
 
@@ -292,7 +290,7 @@ class TrainingRoutes:
             return wire.as_object(await asyncio.to_thread(read_json, raw))
 
 
-async def _all(answers: list[Awaitable[list[RequestOutput]]]) -> list[list[RequestOutput]]:
+async def _all(answers: Sequence[Awaitable[list[RequestOutput]]]) -> list[list[RequestOutput]]:
     """All answers, or the first error after the others were ended."""
     tasks = [asyncio.ensure_future(answer) for answer in answers]
     try:
