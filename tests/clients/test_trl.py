@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     from samewise.rl.trl import GRPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+SEED: Any = {"generation_kwargs": {"seed": 5}}
 PROMPTS = ["hello", "the quick brown fox", "x", "one two"]
 
 
@@ -53,9 +54,7 @@ def test_rollout_and_trainer_agree_exactly_for_three_steps(tmp_path: Path) -> No
     assert [one.step for one in run.agreements] == [0, 1, 2]
     for one in run.agreements:
         assert (one.max_difference, one.min_ratio, one.max_ratio, one.same_weights) == (0.0, 1.0, 1.0, True)
-    assert (
-        len({one.contract for one in run.agreements}) == 3
-    )  # the weights were given to the engine each step
+    assert len({one.contract for one in run.agreements}) == 3
     assert run.llm.weights_version >= 2
     losses = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
     assert all(value > 0 for value in losses)
@@ -101,13 +100,13 @@ def test_filters_are_refused(tmp_path: Path, options: dict[str, Any], message: s
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """TRL's client of vLLM's server, over `samewise serve --enable-training`. vLLM itself is not installed."""
+    """TRL's client, over `samewise serve --enable-training`; it needs nothing of vLLM here."""
     folder = make_folder(tmp_path_factory.mktemp("trl"))
     options = ("--enable-training", "--api-key", "secret", "--logprobs-mode", "processed_logprobs")
-    with running_server(folder, tmp_path_factory.mktemp("log") / "log", *options) as server:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
-            yield vllm_client.VLLMClient(server.url.replace("http://", "http://any:secret@"))
+    log = tmp_path_factory.mktemp("log") / "log"
+    with running_server(folder, log, *options) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
+        yield vllm_client.VLLMClient(server.url.replace("http://", "http://any:secret@"))
 
 
 def test_its_client_generates_with_log_probabilities(client: Any) -> None:
@@ -124,7 +123,7 @@ def test_its_client_generates_with_log_probabilities(client: Any) -> None:
 
 
 def test_its_client_chats(client: Any) -> None:
-    out = client.chat([[{"role": "user", "content": "hi"}]], max_tokens=4, generation_kwargs={"seed": 5})
+    out = client.chat([[{"role": "user", "content": "hi"}]], max_tokens=4, **SEED)
     assert len(out["completion_ids"][0]) <= 4
 
 

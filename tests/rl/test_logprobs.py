@@ -247,7 +247,7 @@ def test_more_sequences_than_pages_are_read_in_turns() -> None:
         ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"give \[batch, tokens\]"),
         (
             {"input_ids": torch.tensor([[1, 999]])},
-            "input_ids holds 999; token ids of this model are 0 to 319",
+            "holds 999; token ids of this model are 0 to 319",
         ),
         (
             {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.tensor([[1, 0, 1]])},

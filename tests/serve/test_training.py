@@ -159,8 +159,9 @@ def test_weights_in_pieces() -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"data": None}, "data"), ({"data": "?"}, "data"), ({"data": "AAAA"}, "data"), ({"dtype": "int8"}, "dtype"),
-        ({"shape": "x"}, "shape"), ({"shape": [-1]}, "shape"), ({"name": 3}, "name"), ({"name": "nothing"}, "update"),
+        ({"data": None}, "data"), ({"data": "?"}, "data"), ({"data": "AAAA"}, "data"),
+        ({"dtype": "int8"}, "dtype"), ({"shape": "x"}, "shape"), ({"shape": [-1]}, "shape"),
+        ({"name": 3}, "name"), ({"name": "nothing"}, "update"),
     ],
 )  # fmt: skip
 def test_a_piece_that_is_no_tensor_is_refused(change: dict[str, Any], param: str) -> None:
@@ -200,9 +201,7 @@ def test_tokens_in_and_out() -> None:
             body = {"request_id": "r-1", "token_ids": TOKENS, "sampling_params": sampling}
             reply = await app.post("/inference/v1/generate", body)
             assert reply["request_id"] == "r-1"
-            plain = await app.complete(
-                TOKENS, temperature=0.7, max_tokens=5, logprobs=1, seed=3, n=2, return_token_ids=True
-            )
+            plain = await app.complete(TOKENS, return_token_ids=True, **sampling)
             for choice, same in zip(reply["choices"], plain["choices"], strict=True):
                 assert choice["token_ids"] == same["token_ids"]
                 values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -220,9 +219,9 @@ def test_slimes_routes() -> None:
     async def scenario() -> None:
         async with training() as app:
             sampling = {
-                "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 5, "stop": None, "stop_token_ids": None,
-                "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False,
-                "sampling_seed": 9,
+                "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 5, "stop": None,
+                "stop_token_ids": None, "skip_special_tokens": False, "no_stop_trim": True,
+                "spaces_between_special_tokens": False, "sampling_seed": 9,
             }  # fmt: skip
             body = {"input_ids": TOKENS, "sampling_params": sampling, "return_logprob": True}
             reply = await app.post("/generate", body)
