@@ -83,7 +83,8 @@ def train(kind: type[GRPOTrainer], options: argparse.Namespace) -> GRPOTrainer:
     config = trl.GRPOConfig(
         str(out), per_device_train_batch_size=8, num_generations=8, max_completion_length=options.tokens,
         max_steps=options.steps, learning_rate=options.rate, use_cpu=True, bf16=False, seed=1,
-        logging_steps=1, save_steps=max(1, options.steps // 2), report_to="none", disable_tqdm=True, log_level="error",
+        logging_steps=1, save_steps=max(1, options.steps // 2), report_to="none", disable_tqdm=True,
+        log_level="error",
     )  # fmt: skip
     report = Report()
     trainer = kind(

@@ -156,6 +156,11 @@ class LLM:
         """A receipt for each choice of an answer; options are those of `StepLoop.receipts`."""
         return self._loop.receipts(output, params, **options)
 
+    @property
+    def weights_version(self) -> int:
+        """How often the weights were replaced."""
+        return self.engine.weights_version
+
     def stats(self) -> dict[str, Any]:
         """Counters since start."""
         return self.engine.stats()

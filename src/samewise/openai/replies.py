@@ -308,13 +308,14 @@ def _chat_token(
 
 
 def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
+    """The rank of a token that is not among the alternatives is the first that it can have."""
     return [
         None
         if entry is None
         else {
             str(token): {
                 "logprob": _finite(logprob.logprob),
-                "rank": logprob.rank,
+                "rank": logprob.rank or len(entry),
                 "decoded_token": logprob.decoded_token,
             }
             for token, logprob in entry.items()
@@ -334,6 +335,7 @@ def _finite(logprob: float) -> float:
 
 
 __all__ = [
+    "MIN_LOGPROB",
     "BytesOfToken",
     "DecodeTokens",
     "LogprobTable",

@@ -87,7 +87,7 @@ def token_reply(request_id: str, output: RequestOutput) -> Json:
     prompt_logprobs = None
     if output.prompt_logprobs is not None:
         prompt_logprobs = [
-            None if entry is None else {str(token): _as_dict(one) for token, one in entry.items()}
+            None if entry is None else {str(t): _as_dict(one, len(entry)) for t, one in entry.items()}
             for entry in output.prompt_logprobs
         ]
     return {
@@ -118,10 +118,9 @@ def _token(token: int, logprob: Logprob) -> Json:
     return {"token": f"token_id:{token}", "logprob": finite(logprob.logprob), "bytes": None}
 
 
-def _as_dict(logprob: Logprob) -> Json:
-    return {
-        "logprob": finite(logprob.logprob), "rank": logprob.rank, "decoded_token": logprob.decoded_token
-    }  # fmt: skip
+def _as_dict(logprob: Logprob, num: int) -> Json:
+    rank, text = logprob.rank or num, logprob.decoded_token
+    return {"logprob": finite(logprob.logprob), "rank": rank, "decoded_token": text}
 
 
 def finite(logprob: float) -> float:
@@ -331,6 +330,7 @@ def is_aborted(choice: CompletionOutput) -> bool:
 
 __all__ = [
     "FLOATS",
+    "Json",
     "Piece",
     "as_object",
     "finite",

@@ -1,10 +1,12 @@
 """Reinforcement learning: a trainer's log-probabilities have the bits that generation returned.
 
-`logprobs` runs the engine's forward pass over the weights of a transformers model in training; its backward
-pass is ordinary torch arithmetic. `samewise.rl.trl` connects both to TRL's GRPOTrainer.
-
-A `TrainingForward` owns a copy of the packed weights and KV pages of its own; the trainer's model is read and
-never changed. May import `llm` and everything below it; `samewise.rl.trl` alone imports TRL.
+Holds: `forward` runs the engine's forward pass over the weights of a transformers model in training;
+`gradients` its backward pass, in ordinary torch arithmetic; `batch` the sequences of padded and packed
+batches; `alias` the model's modules over the same memory; `rollout` an engine over the model; `trl` connects
+all of it to TRL's GRPOTrainer, and alone imports TRL.
+State: a `TrainingForward` owns packed weights and KV pages of its own; the trainer's model is read and never
+changed.
+Imports: llm, engine, verify, execute, model, kernels, and the base modules.
 """
 
 from samewise.rl.batch import TokenBatch

@@ -320,14 +320,15 @@ def _config(
     return EngineConfig.of(**settings | fixed)
 
 
-def _state_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """What tells a tensor from its earlier content: where it lies, how often it was written, a hash.
+def _state_of(tensor: torch.Tensor) -> tuple[int, int, int, float]:
+    """What tells a tensor from its earlier content: where it lies, how often it was written, a hash, a sum.
 
-    Writes through `.data` are not counted, so the content is hashed: at the speed of reading it once.
+    Writes through `.data` are not counted, so the content is looked at, at the speed of reading it twice. The
+    hash is an exclusive or, to which pairs of equal changes are invisible; the sum sees those.
     """
-    with torch.no_grad():
-        hashed = int(torch.hash_tensor(tensor.detach()).item())
-    return tensor.data_ptr(), tensor._version, hashed  # noqa: SLF001 - torch has no public name for it
+    content = tensor.detach()
+    hashed, total = int(torch.hash_tensor(content).item()), float(content.sum().item())
+    return tensor.data_ptr(), tensor._version, hashed, total  # noqa: SLF001 - torch has no public name for it
 
 
 def _refuse_unlike(llm: LLM, dtype: torch.dtype, device: torch.device) -> None:
