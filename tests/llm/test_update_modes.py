@@ -90,6 +90,21 @@ def test_an_open_stream_sees_the_mode(mode: str) -> None:
     assert llm.stats()["pages_available"] == llm.stats()["pages"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_open_stream_goes_on_under_new_weights_on_a_gpu(dtype: str) -> None:
+    settings = {"device": "cuda", "dtype": dtype}
+    llm, new = (LLM.over(tiny_engine(seed=seed, **settings)) for seed in (0, 1))
+    chunks, contract = stream_tokens(llm, "keep")
+    assert contract == new.contract
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    num_old = sum(len(chunk.token_ids) for chunk in chunks if chunk.weights_version == 0)
+    assert 0 < num_old < len(tokens) == SAMPLED.max_tokens
+    params = SAMPLED.clone(max_tokens=len(tokens) - num_old)
+    (again,) = generate(new, [encode(PROMPT) + tokens[:num_old]], params)
+    assert again.outputs[0].token_ids == tokens[num_old:]
+
+
 def test_an_unknown_mode_is_refused(llm: LLM) -> None:
     with pytest.raises(BadParameter, match="mode='now': choose one of wait, abort, keep"):
         llm.update_weights({}, mode="now")
