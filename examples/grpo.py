@@ -20,9 +20,9 @@ from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-from samewise import LLM, machine  # noqa: F401 - pins the environment before torch is used
+from samewise import machine
 
-machine.pin_environment()
+machine.pin_environment()  # before torch is used
 
 import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402

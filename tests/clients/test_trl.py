@@ -133,3 +133,21 @@ def test_its_client_is_told_that_there_is_no_nccl(client: Any) -> None:
     client.reset_prefix_cache()
     with pytest.raises(RuntimeError, match="no weight-transfer engine"):
         client.init_communicator(device="cpu")
+
+
+def test_its_asynchronous_trainers_client_pauses_and_resumes(client: Any) -> None:
+    from accelerate import PartialState
+    from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+    PartialState(cpu=True)  # its logger asks for one
+    remote = VLLMClient(client.base_url)
+    remote.wait_for_server_ready()
+    assert (remote.get_world_size(), remote.get_dtype()) == (1, "torch.float32")
+    assert remote.get_max_model_len() == 1024
+    remote.pause()
+    assert client._get(f"{client.base_url}/is_paused") == {"is_paused": True}
+    remote.start_weight_update()
+    remote.finish_weight_update()
+    remote.resume()
+    assert client._get(f"{client.base_url}/weight_info")["weight_version"] == "1"
+    assert client.generate([[65]], max_tokens=2, **SEED)["completion_ids"]
