@@ -300,7 +300,8 @@ class Runner:
         ]
         hooks.append(layers[-1].register_forward_hook(after))
         try:
-            return self._pass(self._canonical, inputs)
+            with forbid_compiling() if self.compiled else nullcontext():
+                return self._pass(self._canonical, inputs)
         finally:
             for hook in hooks:
                 hook.remove()
