@@ -58,7 +58,7 @@ test-kernels: $(READY) ## kernel and probe tests on each instruction set, and wi
 	@echo "== kernels, portable C++"
 	@SAMEWISE_PORTABLE=1 $(PYTEST) $(XDIST) -m "not gpu and not slow" $(KERNEL_TESTS)
 
-test-clients: $(CLIENTS_READY) ## openai, anthropic, lm-evaluation-harness and schemathesis against a server; Ray
+test-clients: $(CLIENTS_READY) ## openai, anthropic, lm-evaluation-harness, schemathesis, TRL against a server; Ray
 	@echo "== clients"
 	@$(PYTEST) tests/clients
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+ABORTED = "aborted"
+"""The stop reason of an answer that was cut off by `abort_all` or by new weights; its tokens are good."""
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability: the model's own, before any processing.
+    """A token's log-probability: the model's own, or the processed one (`SamplingParams.logprobs_mode`).
 
     `rank` is the token's place among the whole vocabulary, by falling log-probability, then by rising id,
     counted from 1; None for a token that is listed because `logprob_token_ids` names it. `decoded_token` is
@@ -20,6 +23,15 @@ class Logprob:
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Under which weights an answer's tokens from number `start` on were computed, up to the next span."""
+
+    start: int
+    contract: str
+    version: int  # how often weights were replaced before
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,7 @@ class CompletionOutput:
     # function of both, whatever was drafted. 0 where there is no prediction.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    weights: tuple[WeightSpan, ...] = ()  # several where weights were replaced while it ran
 
     def finished(self) -> bool:
         """Whether the answer is complete."""
@@ -97,8 +110,14 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    contract: str
+    contract: str  # of the last token
     metrics: RequestMetrics
+    weights_version: int = 0  # of the last token
+
+    @property
+    def mixed(self) -> bool:
+        """Whether its tokens were computed under more than one contract."""
+        return len({span.contract for choice in self.outputs for span in choice.weights}) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +136,14 @@ class Chunk:
     seed: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0  # known at the end: counted in the last chunk
+    contract: str = ""  # under which its tokens were computed
+    weights_version: int = 0
+
+    def precedes(self, later: Chunk) -> bool:
+        """Whether a later chunk of the same choice can be joined to this one: the same weights."""
+        return (self.index, self.contract, self.weights_version) == (
+            later.index, later.contract, later.weights_version,
+        )  # fmt: skip
 
     def then(self, later: Chunk) -> Chunk:
         """This chunk and the one that follows it, joined."""
@@ -134,6 +161,8 @@ class Chunk:
             self.seed,
             self.accepted_prediction_tokens + later.accepted_prediction_tokens,
             self.rejected_prediction_tokens + later.rejected_prediction_tokens,
+            later.contract,
+            later.weights_version,
         )
 
 
@@ -151,10 +180,12 @@ class ScoreOutput:
 
 
 __all__ = [
+    "ABORTED",
     "Chunk",
     "CompletionOutput",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "ScoreOutput",
+    "WeightSpan",
 ]

@@ -21,6 +21,12 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0: always the most likely token. vLLM's limit."""
 
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+"""vLLM's modes. Raw: of the model's own logits. Processed: of the distribution that tokens are drawn from,
+after penalties, bias, masks and temperature, with tokens at -inf that top-k, top-p or min-p exclude. At
+temperature 0 nothing is divided or excluded. Those of the prompt then have the temperature alone."""
+
+
 def param(default: Any, values: Values, **options: Any) -> Any:
     """A field of SamplingParams. None is a value where it is the default or `optional`."""
     optional = default is None or options.pop("optional", False)
@@ -125,6 +131,8 @@ class SamplingParams:
     prompt_logprobs: int | None = param(None, integer(-1))  # the same for the prompt's tokens
     # The tokens whose log-probabilities are shown beside each chosen one, in place of the most probable.
     logprob_token_ids: Sequence[int] | None = param(None, SOME_TOKENS)
+    # Log-probabilities of the model's own logits, or of what tokens are drawn from (see LOGPROBS_MODES).
+    logprobs_mode: str = param("raw_logprobs", one_of(*LOGPROBS_MODES))
     detokenize: bool = param(True, FLAG)
     skip_special_tokens: bool = param(True, FLAG)
     spaces_between_special_tokens: bool = param(True, FLAG)
@@ -234,6 +242,7 @@ class SamplingParams:
             logprob_token_ids=() if named is None else tuple(dict.fromkeys(named)),
             seed=seed if self.seed is None else self.seed,
             index=index,
+            processed=self.logprobs_mode == "processed_logprobs",
         )
 
     def _check_vocabulary(self, vocab: int) -> None:
@@ -271,4 +280,4 @@ def derive_seed(engine_seed: int, prompt: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 
-__all__ = ["GREEDY_BELOW", "SamplingParams", "derive_seed", "json_schema_of", "param"]
+__all__ = ["GREEDY_BELOW", "LOGPROBS_MODES", "SamplingParams", "derive_seed", "json_schema_of", "param"]

@@ -147,6 +147,7 @@ class Sampling:
     logprob_token_ids: tuple[int, ...] = ()  # shown in place of the most probable tokens
     seed: int = 0
     index: int = 0  # which of the request's n choices
+    processed: bool = False  # whether log-probabilities are those of the distribution tokens are drawn from
     edited: bool = field(init=False)  # whether logits are changed (penalties, bias, grammar, …)
     plain: bool = field(init=False)  # whether the token is the argmax of the model's own logits
 
@@ -165,6 +166,11 @@ class Sampling:
             or self.min_tokens > 0
             or self.grammar is not None
         )
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by before log-probabilities are taken; 1: they are taken of the logits."""
+        return self.temperature if self.processed and self.temperature > 0.0 else 1.0
 
     @property
     def filtered(self) -> bool:

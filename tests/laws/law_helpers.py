@@ -167,6 +167,12 @@ CASES: tuple[Case, ...] = (
     Case("repetition-16", random_prompt(16, 2), Sampling(repetition_penalty=1.4), max_tokens=16),
     Case("top-logprobs-17", random_prompt(17, 3), sampled(10, top_logprobs=4)),
     Case("scored-33", random_prompt(33, 3), max_tokens=5, prompt_logprobs=2),
+    Case(
+        "processed-17",
+        random_prompt(17, 4),
+        sampled(11, processed=True, top_k=30, top_logprobs=3, presence_penalty=0.5),
+        prompt_logprobs=2,
+    ),
 )
 
 

@@ -24,7 +24,7 @@ def make_answer(*, streamed: bool, n: int = 1, **params: Any) -> Answer:
     answer = Answer(
         checked,
         "7",
-        contract_id="sw-test",
+        weights=("sw-test", 0),
         decode_token=lambda token: f"<{token}>",
         new_stream=lambda: TextStream(byte_tokenizer(), PROMPT_IDS, stops=stops, include_stop=include),
         clock=lambda: float(next(calls)),

@@ -9,8 +9,11 @@ from torch import nn
 
 import samewise
 from samewise.model.surgery import (
+    alias_tensors,
     change_class,
     copy_modules,
+    inner_forwards,
+    plain_copy,
     replace_child,
     runs_class_forward,
     with_children,
@@ -214,3 +217,44 @@ def test_hooks_and_an_own_forward_are_detected():
     assert not runs_class_forward(with_forward(linear, lambda x: x))
     linear.forward = lambda x: x
     assert not runs_class_forward(linear)
+
+
+def test_a_plain_copy_has_no_hooks_and_shares_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    expected = model(torch.ones(3))
+    model[0].register_forward_hook(lambda *_: torch.zeros(3))
+    model.forward = lambda x: x
+    copied = plain_copy(model)
+    assert torch.equal(copied(torch.ones(3)), expected)
+    assert [id(p) for p in copied.parameters()] == [id(p) for p in model.parameters()]
+    assert torch.equal(model(torch.ones(3)), torch.ones(3))  # the original is as it was
+
+
+def test_a_forward_set_inside_a_model_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    assert inner_forwards(model) == []
+    model.forward = model[1].forward = lambda x: x
+    assert inner_forwards(model) == ["1"]
+
+
+def test_aliases_share_memory_and_count_writes_of_the_original():
+    model = torch.nn.BatchNorm1d(3)
+    aliases = alias_tensors(model)
+    weight, alias = model.weight, aliases.weight
+    assert alias is not weight
+    assert alias.data_ptr() == weight.data_ptr()
+    assert not alias.requires_grad
+    assert aliases.running_mean.data_ptr() == model.running_mean.data_ptr()
+    before = alias._version
+    with torch.no_grad():
+        weight.mul_(2.0)
+    assert alias._version > before
+    aliases.to(torch.float64)
+    assert weight.dtype == torch.float32
+
+
+def test_tied_parameters_stay_tied_as_aliases():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    aliases = alias_tensors(model)
+    assert aliases[1].weight is aliases[0].weight

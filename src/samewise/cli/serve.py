@@ -16,6 +16,7 @@ from samewise.cli.options import Settings, engine_options
 from samewise.config import SETTINGS, EngineConfig
 from samewise.errors import BadParameter, MachineError
 from samewise.machine import num_cores
+from samewise.params import LOGPROBS_MODES
 from samewise.receipts.signing import SigningKey
 from samewise.scale.settings import ScaleSettings
 from samewise.serve.limits import ServeLimits
@@ -68,6 +69,13 @@ def serve(
         bool,
         _server("--no-special-tokens-in-content", help="Read control tokens in messages as text."),
     ] = False,
+    enable_training: Annotated[
+        bool,
+        _server("--enable-training", help="Routes for trainers: pauses, new weights. Only with a key."),
+    ] = False,
+    logprobs_mode: Annotated[
+        str, _server(help=f"Of requests that do not say: {', '.join(LOGPROBS_MODES)}.")
+    ] = DEFAULT_SETTINGS.logprobs_mode,
     log_level: Annotated[str, _server(help=", ".join(LOG_LEVELS) + ".")] = "info",
     json_logs: Annotated[bool, _server("--json-logs", help="One JSON object a line.")] = False,
     api_key: Annotated[
@@ -158,11 +166,12 @@ def serve(
         allowed_hosts=_hosts(listen, keys, allowed_hosts or ()),
         shutdown_timeout=shutdown_timeout, receipts=receipts, hide_prompts=hide_prompts,
         special_tokens_in_content=not no_special_tokens_in_content,
+        training=enable_training, logprobs_mode=logprobs_mode,
         signer=None if receipt_key is None else SigningKey.load(receipt_key),
     )  # fmt: skip
     scale = _scale(
         config, replicas, max_replicas=max_replicas, ray_address=ray_address, num_cpus=replica_cpus,
-        num_gpus=replica_gpus, drain_seconds=drain_seconds,
+        num_gpus=replica_gpus, drain_seconds=drain_seconds, training=enable_training,
     )  # fmt: skip
     set_up(log_level, as_json=json_logs)
     try:
@@ -202,6 +211,7 @@ def _scale(
     num_cpus: float | None,
     num_gpus: int | None,
     drain_seconds: float,
+    training: bool,
 ) -> ScaleSettings | None:
     """The replicas that were asked for; None: the engine runs in this process."""
     if replicas is None:
@@ -213,6 +223,10 @@ def _scale(
             if value is not None:
                 raise BadParameter(f"{name}={value!r} is for replicas; give --replicas too", param=name)
         return None
+    if training:
+        raise BadParameter(
+            "--enable-training needs an engine in this process; leave out --replicas", param="enable_training"
+        )
     if num_cpus is None:
         num_cpus = 1 if ray_address else max(1, num_cores() // max(1, max_replicas or replicas))
     return ScaleSettings(

@@ -55,9 +55,11 @@ class FastPasses:
             live = [i for i in range(len(asks)) if lens[i] > ahead]
             live_asks = [asks[i] for i in live]
             logits = self._logits(live_asks, [rows[i] for i in live] if ahead else None, ahead, path)
-            output = self._sample(live_asks, logits, rows_of_asks(live_asks, ahead))
+            sampled = rows_of_asks(live_asks, ahead)
+            output = self._sample(live_asks, logits, sampled)
             if logprobs:
-                for row, rank, top in self._shown(logits, live_asks, output.tokens):
+                processed = self._sampler.with_processed(logits, sampled)
+                for row, rank, top in self._shown(processed, live_asks, output.tokens):
                     ranks[live[row]] += (rank,)
                     tops[live[row]] += (top,)
             if max(lens) > ahead + 1:

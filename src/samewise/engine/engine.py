@@ -42,6 +42,10 @@ MEET_TOKENS = 4096
 """Tokens of new prompts that a proposer may index in one step (a prompt is never split): about 1 ms."""
 
 
+MAX_CONTRACTS = 16
+"""Contracts that are remembered: of answers that end and get their receipts after a replacement."""
+
+
 class _LandedFrame(NamedTuple):
     """A frame whose verdicts are known."""
 
@@ -99,6 +103,10 @@ class Engine:
         self._times = Times()
         self._weights = CertifiedWeights(loaded.model)
         self._model_facts = model_facts(loaded, self.runner.model)
+        self.weights_version = 0
+        """How often the weights were replaced."""
+        self.contracts: dict[str, Contract] = {}
+        """The latest contracts, by id: receipts of answers given before a replacement name them."""
         self.verifier.with_candidates = self.proposer.wants_candidates
         self._certify()
 
@@ -363,29 +371,55 @@ class Engine:
     # ---- contract and weights
 
     @entry
-    def update_weights(self, update: WeightUpdate) -> Contract:
+    def update_weights(
+        self, update: WeightUpdate, *, received: Mapping[int, Received | None] | None = None
+    ) -> Contract:
         """Replace weights in place, drop everything computed with the old ones, and certify again.
 
-        Nothing is changed unless every tensor fits. The engine must be idle.
+        Nothing is changed unless every tensor fits; of tensors that come one by one each is written before
+        the next is known, and one that does not fit leaves the engine without certified weights.
+
+        Without `received` the engine must be idle. With it requests go on from what their callers have (see
+        `recover`): their tokens are read again under the new weights.
         """
         self._calls.repair()
-        if not self.scheduler.idle:
-            raise CallerError("update_weights while requests are running; finish or abort them first")
+        if not self.scheduler.idle and received is None:
+            raise CallerError(
+                "update_weights while requests are running; finish or abort them first, or give a mode"
+            )
         tensors = read_update(update, self.runner.model)
         with self._calls.change, self.parts.process.pinned():
-            self._land_now()  # a frame whose requests were all aborted
             self._weights.revoke()
-            self.scheduler.index.clear()
+            self._restart(received or {})
             apply_update(tensors, self.runner.model, native=self.parts.linears == "native")
             self._model_facts["weights"] = fingerprint(self.runner.model)
             recheck_frame_sizes(self.runner, self.max_model_len)
             self._certify()
             self._weights.certify()
+            self.weights_version += 1
             return self.contract
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        self.scheduler.index.clear()
+
+    def _restart(self, received: Mapping[int, Received | None]) -> None:
+        """Drop the frame in flight, KV and drafts; requests go on from what their callers have."""
+        wait_for_device(self.device)
+        self._flight, self._plan, self._landed_frame = None, None, None
+        self.runner.store.take_moves()
+        self.proposer.recover()
+        self.fast.recover()
+        self.scheduler.restart(received)
+        self._held = []
 
     def _certify(self) -> None:
         with self.parts.process.pinned():
             self.contract, self.report = certify(self.parts, self.loaded, self.config, self._model_facts)
+            self.contracts.pop(self.contract.id, None)
+            self.contracts[self.contract.id] = self.contract
+            if len(self.contracts) > MAX_CONTRACTS:
+                del self.contracts[next(iter(self.contracts))]
             self.proposer.renew(self.contract.id)
 
     @property
@@ -402,7 +436,9 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was built, and its state now."""
-        return stats_of(self.scheduler, self.proposer, self.frame_costs, self._times, self.contract.id)
+        return stats_of(self.scheduler, self.proposer, self.frame_costs, self._times, self.contract.id) | {
+            "weights_version": self.weights_version
+        }
 
     def live(self, since: int = 0) -> dict[str, Any]:
         """For a monitor: the statistics, and what the frames after number `since` were used for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,8 +14,14 @@ from samewise.model.folder import read_tensors
 from samewise.model.linear import pack_linears
 from samewise.model.load import count_writes, num_updates, tracked_tensors
 
-WeightUpdate = Mapping[str, torch.Tensor] | str | os.PathLike[str]
-"""New weights: tensors by their name in the state dict, or a folder of safetensors."""
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+WeightUpdate = Mapping[str, torch.Tensor] | NamedTensors | str | os.PathLike[str]
+"""New weights: tensors by their name in the state dict, as (name, tensor) one after the other, or a folder of
+safetensors. A tensor that is the model's own memory is not copied."""
+
+Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
+"""The model's tensors, each with its new value."""
 
 
 PIECE = 32
@@ -76,12 +82,23 @@ class CertifiedWeights:
             )
 
 
-def read_update(update: WeightUpdate, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """(the model's tensor, its new value) by name. Raises BadParameter unless every tensor fits."""
-    tensors = update if isinstance(update, Mapping) else read_tensors(Path(update))
+def read_update(update: WeightUpdate, model: nn.Module) -> Pairs:
+    """(the model's tensor, its new value) of every tensor. Raises BadParameter unless every one fits.
+
+    Tensors that come one after the other are read, and checked, as the result is iterated over.
+    """
     own: dict[str, torch.Tensor] = dict(model.named_buffers())
     own |= dict(model.named_parameters(remove_duplicate=False))
-    for name, tensor in tensors.items():
+    if not isinstance(update, str | os.PathLike | Mapping):
+        return _fitted(update, own)
+    tensors = update if isinstance(update, Mapping) else read_tensors(Path(update))
+    return list(_fitted(tensors.items(), own))
+
+
+def _fitted(
+    tensors: NamedTensors, own: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for name, tensor in tensors:
         if name not in own:
             raise BadParameter(
                 f"update_weights: the model has no tensor {name!r}; names are those of its state dict",
@@ -93,18 +110,31 @@ def read_update(update: WeightUpdate, model: nn.Module) -> dict[str, tuple[torch
                 f"the model's has {tuple(own[name].shape)}",
                 param="update",
             )
-    return {name: (own[name], tensor) for name, tensor in tensors.items()}
+        yield own[name], tensor
+
+
+def _is_same_memory(own: torch.Tensor, new: torch.Tensor) -> bool:
+    return (own.data_ptr(), own.dtype, own.device, own.stride()) == (
+        new.data_ptr(), new.dtype, new.device, new.stride(),
+    )  # fmt: skip
 
 
 @torch.no_grad()
-def apply_update(
-    update: Mapping[str, tuple[torch.Tensor, torch.Tensor]], model: nn.Module, *, native: bool
-) -> None:
+def apply_update(update: Pairs, model: nn.Module, *, native: bool) -> None:
     """Copy the new values in, and pack native linears again."""
-    for own, new in update.values():
-        own.copy_(new)
+    for own, new in update:
+        if not _is_same_memory(own, new):
+            own.copy_(new)
     if native:
         pack_linears(model)
 
 
-__all__ = ["PIECE", "CertifiedWeights", "WeightUpdate", "apply_update", "read_update"]
+__all__ = [
+    "PIECE",
+    "CertifiedWeights",
+    "NamedTensors",
+    "Pairs",
+    "WeightUpdate",
+    "apply_update",
+    "read_update",
+]

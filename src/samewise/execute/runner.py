@@ -277,6 +277,36 @@ class Runner:
             raise
 
     @torch.inference_mode()
+    def traced(self, inputs: PassInputs, record: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
+        """The same logits without a graph; `record` is given each layer's number and its input [R, H],
+        and after the last layer its output.
+
+        Captured or launched one by one, kernels give the same bits.
+        """
+        self.store.flush_moves()
+
+        def recorder(layer: int) -> Callable[..., None]:
+            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                record(layer, (args[0] if args else kwargs["hidden_states"])[0])
+
+            return before
+
+        def after(_: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
+            record(len(layers), output[0])
+
+        layers = layer_list(self._canonical, self.arch)[1]
+        hooks = [
+            layer.register_forward_pre_hook(recorder(i), with_kwargs=True) for i, layer in enumerate(layers)
+        ]
+        hooks.append(layers[-1].register_forward_hook(after))
+        try:
+            with forbid_compiling() if self.compiled else nullcontext():
+                return self._pass(self._canonical, inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.inference_mode()
     def eager(self, inputs: PassInputs) -> torch.Tensor:
         """A frame by its modules, without compiler or graph, so that hooks on them run."""
         return self._pass(self.model, inputs)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import sub
+from operator import sub, truediv
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ MIN_TEMPERATURE = 1e-5
 
 
 class SamplerOutput(NamedTuple):
-    """A token for every row, and the model's own log-probability of it, before edits and filters."""
+    """A token for every row and its log-probability: the model's own, or the processed one if asked for."""
 
     tokens: Tensor  # [R] int64
     logprobs: Tensor  # [R] float32
@@ -88,6 +88,14 @@ class Sampler:
         Without SamplingRows the logits may also be of the model's 16-bit dtype: the result is the same.
         """
         rows = [row for row in rows if not row.sampling.plain]
+        output = self._sample(logits, rows)
+        if processed := [row for row in rows if row.sampling.processed]:
+            at = self._send(np.array([row.row for row in processed]))
+            values = self._logprobs(self.processed(logits, processed), output.tokens[at])
+            output.logprobs.index_copy_(0, at, values)
+        return output
+
+    def _sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
         if self._row_math is not None:
             return self._sample_by_row(logits, rows, self._row_math)
         tokens, top, log_sum = self._measure(logits)
@@ -98,10 +106,43 @@ class Sampler:
         chosen = logits.gather(1, tokens[:, None])[:, 0].float()
         return SamplerOutput(tokens, _Scale(top, log_sum).logprobs(chosen))
 
-    def score(self, logits: Tensor, rows: Sequence[int], targets: Sequence[int]) -> Tensor:
-        """Log-probability of targets[i] under row rows[i]: float32, the bits `sample` gives that token."""
+    def processed(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """[len(rows), V]: what these rows' tokens are drawn from, but for the noise.
+
+        Logits after edits, divided by the temperature; -inf where a filter excludes the token.
+        """
+        if self._row_math is not None:
+            return torch.stack([self._processed_row(logits[row.row : row.row + 1], row) for row in rows])
+        at = self._send(np.array([row.row for row in rows]))
+        rows = [row._replace(row=i) for i, row in enumerate(rows)]
+        edited, _, _ = self._prepared(logits[at], rows)
+        return divided(edited, [row.sampling.temperature for row in rows])
+
+    def with_processed(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """[R, V], where rows that ask for processed log-probabilities hold `processed`."""
+        rows = [row for row in rows if row.sampling.processed and not row.sampling.plain]
+        if not rows:
+            return logits
+        at = self._send(np.array([row.row for row in rows]))
+        return logits.index_copy(0, at, self.processed(logits, rows))
+
+    def score(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        targets: Sequence[int],
+        divisors: Sequence[float] | None = None,
+    ) -> Tensor:
+        """Log-probability of targets[i] under row rows[i]: float32, the bits `sample` gives that token.
+
+        `divisors`: a temperature for each row by which its logits are divided first.
+        """
         if not rows:
             return torch.empty(0, dtype=torch.float32, device=logits.device)
+        if divisors is not None and any(divisor != 1.0 for divisor in divisors):
+            return self._logprobs(
+                divided(logits[self._send(np.array(rows))], divisors), self._send(np.array(targets))
+            )
         scale = self._scale(logits, rows)
         where = self._send(np.array([rows, targets]))
         return scale.logprobs(logits[where[0], where[1]])
@@ -215,6 +256,19 @@ class Sampler:
         )
         return row_math.scores(logits[0], temperature, _noise_key(row), limit)
 
+    def _processed_row(self, logits: Tensor, row: SamplingRow) -> Tensor:
+        """[1, V] → its row of `processed`, [V]."""
+        sampling, row_math = row.sampling, self._row_math
+        assert row_math is not None
+        if sampling.edited:
+            logits = self._editor.apply(logits, [row._replace(row=0)])
+        result = divided(logits, [sampling.temperature])[0]
+        if not sampling.filtered:
+            return result
+        gap = _row_gaps(logits[0], _temperature(sampling))
+        excluded = torch.from_numpy(gap > np.float32(max_gap(gap, sampling, row_math)))
+        return result.masked_fill(excluded, -math.inf)
+
     # ── by block: CUDA ───────────────────────────────────────────────────────────────────────────
 
     def _sample_block(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -263,6 +317,11 @@ class Sampler:
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────
 
+    def _logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Log-probability of targets[i] under row i of [R, V]."""
+        scale = self._scale(logits, range(logits.shape[0]))
+        return scale.logprobs(logits.gather(1, targets[:, None])[:, 0])
+
     def _scale(self, logits: Tensor, rows: Sequence[int]) -> _Scale:
         """Of the given rows, in that order."""
         if self._row_math is None:
@@ -275,6 +334,12 @@ class Sampler:
 
     def _send(self, array: npt.NDArray[Any]) -> Tensor:
         return send(array, self._device)
+
+
+def divided(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """[R, V] divided by a temperature for each row; where that is 0 the row is as it was."""
+    by = np.array([[max(t, MIN_TEMPERATURE) if t > 0.0 else 1.0] for t in temperatures], dtype=np.float32)
+    return elementwise(truediv, logits, send(by, logits.device))
 
 
 def _scale_of(stats: RowStats) -> _Scale:
@@ -302,4 +367,4 @@ def _ranked(ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32], count: 
     return tuple(zip(ids[order].tolist(), values[order].tolist(), strict=True))
 
 
-__all__ = ["Sampler", "SamplerOutput"]
+__all__ = ["Sampler", "SamplerOutput", "divided"]

@@ -19,17 +19,22 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from samewise.config import EngineConfig, settings_signature
 from samewise.contract import Contract
 from samewise.engine import build
+from samewise.engine.weights import WeightUpdate
 from samewise.errors import GuaranteeLost, MachineError, RequestFailed
 from samewise.llm.answer import Answer
 from samewise.llm.any_engine import AnyEngine
+from samewise.llm.gate import Gate, check_mode
 from samewise.llm.intake import CheckedRequest, Intake, Prompt
 from samewise.llm.mailbox import Item, LoopWaker, Mailbox, UnreadBudget, call_in_loop
 from samewise.llm.step_loop import StepLoop
+from samewise.model.folder import read_tensors
 from samewise.outputs import Chunk, RequestOutput
 from samewise.params import SamplingParams
 from samewise.receipts.receipt import Receipt
@@ -72,6 +77,7 @@ class _EngineCall:
 
     run: Callable[[], None]
     fail: Callable[[BaseException], None]
+    is_request: bool = False  # whether it waits while the gate is not open
 
 
 class ResponseReader:
@@ -184,6 +190,8 @@ class AsyncLLM:
         self._engine: AnyEngine = engine
         self._loop = StepLoop(engine)
         self._calls: queue.SimpleQueue[_EngineCall | None] = queue.SimpleQueue()
+        self._gate = Gate()
+        self._held: list[_EngineCall] = []  # calls that the gate has, to be failed if the thread ends
         self._readers: dict[Answer, _Reader] = {}
         self._failure: BaseException | None = None
         self._expected: set[object] = set()  # one mark per request that is on its way
@@ -213,7 +221,11 @@ class AsyncLLM:
         readers = [_Reader(loop, Mailbox()) for _ in checked]
         answers: list[Answer] = []
 
+        left: list[bool] = []  # whether the caller has gone before the request was taken
+
         def add() -> None:
+            if left:
+                return
             try:
                 for one, reader in zip(checked, readers, strict=True):
                     answers.append(self._loop.submit(one, salt=salt, owner=owner, streamed=streamed))
@@ -223,8 +235,9 @@ class AsyncLLM:
                 raise
 
         try:
-            await self._call(add)
+            await self._call(add, is_request=True)
         except asyncio.CancelledError:
+            left.append(True)
             self._put(_EngineCall(lambda: self._drop(answers), lambda _: None))
             raise
         return [
@@ -300,6 +313,81 @@ class AsyncLLM:
         """A receipt for each choice of an answer; options are those of `StepLoop.receipts`."""
         return self._loop.receipts(output, params, **options)
 
+    # ---- weights
+
+    async def update_weights(self, update: WeightUpdate, *, mode: str | None = None) -> Contract:
+        """Replace the weights: see Engine.update_weights.
+
+        `mode` says what becomes of requests that were submitted before. `wait`: they end first, and later
+        ones wait; `abort`: they end with what they have, and the finish reason `abort`; `keep`: they go on
+        under the new weights from the tokens they have, and their outputs say which token is whose
+        (`CompletionOutput.weights`). Without a mode there may be none. While paused, requests are kept.
+        """
+        if mode is not None:
+            check_mode(mode)
+        if isinstance(update, str | os.PathLike):  # read while requests go on
+            update = await asyncio.to_thread(read_tensors, Path(update))
+        tensors = update
+
+        def replace() -> Contract:
+            if mode is None:
+                return self._engine.update_weights(tensors)
+            return self._loop.update_weights(tensors)
+
+        if mode == "abort":
+            return await self._call(lambda: (self._abort_open(), replace())[1])
+        return await self._call(replace, when_quiet=mode == "wait")
+
+    async def pause(self, mode: str = "wait") -> None:
+        """Stop generating; requests wait until `resume`.
+
+        `wait` returns when those under way have ended; `abort` ends them; `keep` stops them where they are.
+        """
+        check_mode(mode)
+
+        def freeze() -> None:
+            self._gate.frozen = True
+
+        def begin() -> None:
+            self._gate.paused = True
+            if mode == "abort":
+                self._abort_open()
+            freeze()
+
+        if mode == "wait":
+            await self._call(freeze, when_quiet=True, pauses=True)
+        else:
+            await self._call(begin)
+
+    async def resume(self) -> None:
+        """Go on after a pause."""
+        await self._call(self._gate.resume)
+
+    async def abort_all(self) -> int:
+        """End every request under way with what it has; returns how many there were."""
+        return await self._call(self._abort_open)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache, unless requests are under way. Returns whether it was done."""
+
+        def clear() -> bool:
+            if not self._loop.idle:
+                return False
+            self._engine.forget_prefixes()
+            return True
+
+        return await self._call(clear)
+
+    @property
+    def paused(self) -> bool:
+        """Whether a pause was asked for and not ended."""
+        return self._gate.paused
+
+    @property
+    def weights_version(self) -> int:
+        """How often the weights were replaced."""
+        return self._engine.weights_version
+
     # ---- what it is
 
     @property
@@ -367,8 +455,18 @@ class AsyncLLM:
 
     # ---- in the caller's event loop
 
-    async def _call(self, work: Callable[[], T]) -> T:
-        """Run something on the engine's thread and wait for it without blocking the event loop."""
+    async def _call(
+        self,
+        work: Callable[[], T],
+        *,
+        is_request: bool = False,
+        when_quiet: bool = False,
+        pauses: bool = False,
+    ) -> T:
+        """Run something on the engine's thread and wait for it without blocking the event loop.
+
+        `is_request`: not before the gate is open. `when_quiet`: when no request is under way.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -391,7 +489,13 @@ class AsyncLLM:
             if error is not None and self._ends_thread(error):
                 raise error
 
-        self._put(_EngineCall(run, lambda error: call_in_loop(loop, resolve, (None, error))))
+        def fail(error: BaseException) -> None:
+            call_in_loop(loop, resolve, (None, error))
+
+        call = _EngineCall(run, fail, is_request)
+        if when_quiet:
+            call = _EngineCall(lambda: self._run_when_quiet(_EngineCall(run, fail), pauses=pauses), fail)
+        self._put(call)
         if self._stopped.is_set():
             self._fail_calls()
         return await future
@@ -418,6 +522,22 @@ class AsyncLLM:
     def _live(self, since: int) -> dict[str, Any]:
         return self._engine.live(since) | {"stats": self._stats()}
 
+    def _abort_open(self) -> int:
+        aborted = self._loop.abort_all()
+        self._deliver(aborted)
+        return len(aborted)
+
+    def _run_when_quiet(self, call: _EngineCall, *, pauses: bool) -> None:
+        self._held.append(call)
+        self._gate.when_quiet(lambda: self._run_held(call), pauses=pauses)
+
+    def _run_held(self, call: _EngineCall) -> None:
+        self._held.remove(call)
+        call.run()
+
+    def _settle_gate(self) -> None:
+        self._gate.settle(idle=self._loop.idle)
+
     def _run_engine(self) -> None:
         """Take calls, step while there is work, block while there is none."""
         try:
@@ -426,6 +546,7 @@ class AsyncLLM:
                 changed = self._step()
                 self._step_seconds = time.monotonic() - began
                 self._deliver(changed)
+                self._settle_gate()
         except BaseException as error:
             log.exception("the engine has stopped")  # here alone: callers may be clients of others
             self._failure = error
@@ -454,7 +575,7 @@ class AsyncLLM:
         was_idle, began = self._engine.idle, 0.0
         while True:
             wait: float | None = 0.0
-            if self._engine.idle:
+            if self._engine.idle or self._gate.frozen:
                 wait = None
             elif was_idle:
                 began = began or time.monotonic()
@@ -468,8 +589,13 @@ class AsyncLLM:
                 return True
             if call is None:
                 return False
+            if call.is_request and not self._gate.is_open:
+                self._held.append(call)
+                self._gate.hold(partial(self._run_held, call))
+                continue
             try:
                 call.run()
+                self._settle_gate()
             except Exception as error:  # of a call whose caller does not wait for it
                 if self._ends_thread(error):
                     raise
@@ -496,6 +622,8 @@ class AsyncLLM:
 
     def _fail_calls(self) -> None:
         """Fail the calls that are still queued: the engine's thread has ended."""
+        while self._held:
+            self._held.pop().fail(self._stopped_error())
         while True:
             try:
                 call = self._calls.get_nowait()

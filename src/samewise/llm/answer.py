@@ -14,7 +14,15 @@ from typing import NamedTuple
 
 from samewise.llm.intake import CheckedRequest
 from samewise.llm.prediction import PredictionFollower
-from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from samewise.outputs import (
+    ABORTED,
+    Chunk,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    WeightSpan,
+)
 from samewise.text.detokenize import TextStream
 from samewise.types import Delta, Finish, Received, TopLogprobs
 
@@ -38,6 +46,7 @@ class Choice:
     accepted: int = 0
     guessed: int = 0
     drafters: dict[str, tuple[int, int]] = field(default_factory=dict)  # (guessed, accepted) by proposer
+    weights: list[WeightSpan] = field(default_factory=list)
 
 
 class Update(NamedTuple):
@@ -55,6 +64,7 @@ class _Before(NamedTuple):
     text: str
     num_scores: int
     num_pending: int
+    num_weights: int
 
 
 class _Read(NamedTuple):
@@ -79,7 +89,7 @@ class Answer:
         checked: CheckedRequest,
         request_id: str,
         *,
-        contract_id: str,
+        weights: tuple[str, int],
         decode_token: Callable[[int], str | None],
         new_stream: Callable[[], TextStream | None],
         clock: Callable[[], float],
@@ -88,7 +98,7 @@ class Answer:
         self.checked, self.request_id, self.streamed = checked, request_id, streamed
         self.choices: list[Choice] = []
         self.pending: deque[Chunk] = deque()
-        self._contract_id, self._clock = contract_id, clock
+        self._weights, self._clock = weights, clock  # contract and version of the engine's weights now
         self._decode_token = decode_token if checked.params.detokenize else _no_text
         self._new_stream = new_stream
         self._before: _Before | None = None  # while a delta is being added
@@ -116,13 +126,18 @@ class Answer:
         self.choices.append(choice)
         return choice
 
-    def add(self, choice: Choice, delta: Delta) -> Update:
-        """Append a delta to a choice. Where it is cut short, `undo` takes it back."""
+    def add(self, choice: Choice, delta: Delta, weights: tuple[str, int] | None = None) -> Update:
+        """Append a delta to a choice. Where it is cut short, `undo` takes it back.
+
+        `weights`: contract and version of those it was computed with, where they are not the last delta's.
+        """
+        self._weights = weights or self._weights
         if choice.finish is not None:
             return Update(changed=False)
         self._before = _Before(
-            choice, len(choice.token_ids), choice.text, len(self._prompt_scores), len(self.pending)
-        )
+            choice, len(choice.token_ids), choice.text, len(self._prompt_scores), len(self.pending),
+            len(choice.weights),
+        )  # fmt: skip
         update = self._add(choice, delta)
         self._before = None
         return update
@@ -149,7 +164,8 @@ class Answer:
         """Take back a delta whose `add` was cut short; returns its choice, None if there is none."""
         if self._before is None:
             return None
-        choice, num_tokens, text, num_scores, num_pending = self._before
+        choice, num_tokens, text, num_scores, num_pending, num_weights = self._before
+        del choice.weights[num_weights:]
         del choice.token_ids[num_tokens:], choice.logprobs[num_tokens:], choice.top_logprobs[num_tokens:]
         del choice.ranks[num_tokens:]
         del self._prompt_scores[num_scores:], self._prompt_tops[num_scores:], self._prompt_ranks[num_scores:]
@@ -164,17 +180,29 @@ class Answer:
         self._before = None
         return choice
 
+    def restart_prompt(self) -> None:
+        """Drop the prompt's log-probabilities unless all are there: they are computed under other weights."""
+        if len(self._prompt_scores) < len(self.checked.token_ids) - 1:
+            self._prompt_scores, self._prompt_tops = [], []
+
     def received(self, choice: Choice) -> Received | None:
         """How much of its sequence a choice has; None: it has ended."""
         if choice.finish is not None:
             return None
         return Received(len(choice.token_ids), len(self._prompt_scores) if choice.index == 0 else 0)
 
-    def abort(self) -> list[int]:
-        """End every choice that is still running; returns their engine ids."""
+    def abort(self, *, told: bool = False) -> list[int]:
+        """End every choice that is still running; returns their engine ids.
+
+        `told`: the caller is told, by a last chunk and the stop reason ABORTED.
+        """
         running = [choice for choice in self.choices if choice.finish is None]
         for choice in running:
             choice.finish = Finish.ABORT.value
+            if told:
+                choice.stop_reason = ABORTED
+                if self.streamed:
+                    self.pending.append(_last_chunk(choice.index, self.checked.seed, self._weights))
         return [choice.engine_id for choice in running]
 
     def prompt_output(self) -> RequestOutput:
@@ -221,6 +249,8 @@ class Answer:
 
     def _extend(self, choice: Choice, delta: Delta, read: _Read) -> None:
         num = read.num_tokens
+        if not choice.weights or (num and choice.weights[-1].version != self._weights[1]):
+            choice.weights.append(WeightSpan(len(choice.token_ids), *self._weights))
         choice.token_ids += delta.tokens[:num]
         choice.prediction.add(delta.tokens[:num])
         choice.logprobs += delta.logprobs[:num]
@@ -243,6 +273,7 @@ class Answer:
             self._logprob_dicts(tokens, logprobs, delta.ranks[:num], delta.tops[:num]),
             read.finish, read.stop_reason, delta.accepted, delta.guessed, self.checked.seed,
             prediction.accepted - accepted_before, 0 if read.finish is None else prediction.rejected,
+            *self._weights,
         )  # fmt: skip
 
     def _completion(self, choice: Choice) -> CompletionOutput:
@@ -251,15 +282,17 @@ class Answer:
             choice.index, choice.text, tokens, math.fsum(logprobs),
             self._logprob_dicts(tokens, logprobs, choice.ranks, choice.top_logprobs), choice.finish,
             choice.stop_reason, logprobs, self.checked.seed, choice.prediction.accepted,
-            choice.prediction.rejected,
+            choice.prediction.rejected, tuple(choice.weights),
         )  # fmt: skip
 
     def _output(
         self, completions: list[CompletionOutput], metrics: RequestMetrics, *, finished: bool
     ) -> RequestOutput:
+        spans = [choice.weights[-1] for choice in self.choices if choice.weights]
+        last = max(spans, key=lambda span: span.version, default=WeightSpan(0, *self._weights))
         return RequestOutput(
             self.request_id, self.checked.text, self.checked.token_ids, self._prompt_logprobs(), completions,
-            finished, self._num_cached, self._contract_id, metrics,
+            finished, self._num_cached, last.contract, metrics, last.version,
         )  # fmt: skip
 
     def _drafters(self) -> dict[str, tuple[int, int]]:
@@ -293,6 +326,15 @@ class Answer:
 
 def _no_text(_: int) -> None:
     """The text of a token where text is not wanted."""
+
+
+def _last_chunk(index: int, seed: int, weights: tuple[str, int]) -> Chunk:
+    """The end of a choice that was aborted."""
+    contract, version = weights
+    return Chunk(
+        index, "", [], [], None, Finish.ABORT.value, ABORTED, seed=seed, contract=contract,
+        weights_version=version,
+    )  # fmt: skip
 
 
 def _alternatives(

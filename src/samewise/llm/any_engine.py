@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from samewise.config import EngineConfig
 from samewise.contract import Contract
+from samewise.engine.weights import WeightUpdate
 from samewise.errors import EngineLost
 from samewise.execute.load import Loaded
 from samewise.schedule.limits import Limits
@@ -22,6 +23,8 @@ class AnyEngine(Protocol):
     limits: Limits
     contract: Contract
     report: ProbeReport
+    weights_version: int  # how often the weights were replaced
+    contracts: dict[str, Contract]  # the latest ones, by id
 
     @property
     def settings(self) -> dict[str, str | int | bool | None]:
@@ -74,6 +77,16 @@ class AnyEngine(Protocol):
 
     def recover(self, received: Mapping[int, Received | None] | None = None, *, blame: bool = False) -> None:
         """Start every request again from what its caller has; see Engine.recover."""
+        ...
+
+    def update_weights(
+        self, update: WeightUpdate, *, received: Mapping[int, Received | None] | None = None
+    ) -> Contract:
+        """Replace the weights; see Engine.update_weights."""
+        ...
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
         ...
 
     def close(self) -> None:

@@ -84,11 +84,13 @@ class CheckedScore(NamedTuple):
 
     prompt: list[int]
     completion: list[int]
+    temperature: float = 1.0  # by which logits are divided
 
     def request(self, request_id: int) -> Request:
         """The engine's request: read everything, generate nothing, score the completion."""
         tokens = (*self.prompt, *self.completion)
-        return Request(request_id, tokens, Sampling(), max_tokens=0, score_from=len(self.prompt))
+        sampling = Sampling(temperature=self.temperature, processed=True)
+        return Request(request_id, tokens, sampling, max_tokens=0, score_from=len(self.prompt))
 
 
 class Intake:
@@ -136,8 +138,11 @@ class Intake:
         prediction = self._prediction(params.prediction)
         return CheckedRequest(text, ids, params, max_tokens, sampling, prediction, grammar)
 
-    def check_score(self, prompt: Prompt, completion: str | Sequence[int]) -> CheckedScore:
-        """A completion that can be scored after its prompt."""
+    def check_score(
+        self, prompt: Prompt, completion: str | Sequence[int], temperature: float = 1.0
+    ) -> CheckedScore:
+        """A completion that can be scored after its prompt, at a temperature (0: as 1)."""
+        temperature = SamplingParams(temperature=temperature).temperature or 1.0
         before = self._token_ids(prompt)[1]
         self.refuse_unknown_tokens(before)
         self._limits.refuse_misfit(len(before), 0)
@@ -153,7 +158,7 @@ class Intake:
             raise BadPrompt("the completion is empty; there is nothing to score", param="completions")
         self.refuse_unknown_tokens(after)
         self._limits.refuse_misfit(len(before) + len(after), 0)
-        return CheckedScore(before, after)
+        return CheckedScore(before, after, temperature)
 
     def start_compiling(self, grammar: Grammar, *, owner: bytes | None = None) -> Future[CompiledGrammar]:
         """A future of a compiled grammar, for a caller that must not block in `check`.

@@ -14,8 +14,10 @@ from samewise.config import EngineConfig, settings_signature
 from samewise.contract import Contract
 from samewise.engine import Engine, build
 from samewise.engine.recovery import entry, refuse_nested
+from samewise.engine.weights import WeightUpdate
 from samewise.errors import BadParameter, BadPrompt
 from samewise.llm.answer import Answer
+from samewise.llm.gate import check_mode
 from samewise.llm.intake import CheckedRequest, CheckedScore, Prompt
 from samewise.llm.step_loop import Score, StepLoop
 from samewise.outputs import Chunk, RequestOutput, ScoreOutput
@@ -115,9 +117,17 @@ class LLM:
         return self._loop.intake.chat_prompt(messages, **template)
 
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[str | Sequence[int]], *, use_tqdm: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str | Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        use_tqdm: bool = False,
     ) -> list[ScoreOutput]:
-        """Log-probabilities of given completions, read in parallel: bit-equal to generating them."""
+        """Log-probabilities of given completions, read in parallel: bit-equal to generating them.
+
+        At another `temperature` than 1: to generating at it with `logprobs_mode="processed_logprobs"`.
+        """
         if isinstance(prompts, str) or isinstance(completions, str):
             raise BadParameter("score() takes lists: score([prompt], [completion])", param="prompts")
         if len(prompts) != len(completions):
@@ -127,7 +137,8 @@ class LLM:
             )
         check = self._loop.intake.check_score
         pairs = zip(prompts, completions, strict=True)
-        return self._score([check(prompt, completion) for prompt, completion in pairs], use_tqdm=use_tqdm)
+        checked = [check(prompt, completion, temperature) for prompt, completion in pairs]
+        return self._score(checked, use_tqdm=use_tqdm)
 
     # ---- what it is
 
@@ -145,6 +156,11 @@ class LLM:
         """A receipt for each choice of an answer; options are those of `StepLoop.receipts`."""
         return self._loop.receipts(output, params, **options)
 
+    @property
+    def weights_version(self) -> int:
+        """How often the weights were replaced."""
+        return self.engine.weights_version
+
     def stats(self) -> dict[str, Any]:
         """Counters since start."""
         return self.engine.stats()
@@ -158,10 +174,21 @@ class LLM:
         return self._loop.intake.default_params()
 
     @entry
-    def update_weights(self, update: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> Contract:
-        """Replace the weights in this process: see Engine.update_weights."""
-        self._begin_call()
-        return self.engine.update_weights(update)
+    def update_weights(self, update: WeightUpdate, *, mode: str | None = None) -> Contract:
+        """Replace the weights in this process: see Engine.update_weights.
+
+        `mode` says what becomes of streams that are open: `wait` reads them to their end first, `abort` ends
+        them, `keep` goes on with them under the new weights. Without it there may be none.
+        """
+        loop = self._begin_call()
+        if mode is None:
+            return self.engine.update_weights(update)
+        check_mode(mode)
+        if mode == "abort":
+            loop.abort_all()
+        while mode == "wait" and not loop.idle:
+            loop.step()
+        return loop.update_weights(update)
 
     def close(self) -> None:
         """Free the model's memory. Closing twice is fine."""
@@ -249,7 +276,7 @@ class LLM:
         finally:
             for score in scores:
                 loop.abort(score)
-        return [ScoreOutput(*score.checked, score.logprobs) for score in scores]
+        return [ScoreOutput(one.checked.prompt, one.checked.completion, one.logprobs) for one in scores]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

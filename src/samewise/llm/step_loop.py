@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Generic, TypeVar
 
+from samewise.contract import Contract
 from samewise.engine.recovery import entry, is_nested, refuse_nested
+from samewise.engine.weights import WeightUpdate
 from samewise.errors import CallerError
 from samewise.llm.answer import Answer, Choice
 from samewise.llm.any_engine import AnyEngine
@@ -92,7 +94,7 @@ class StepLoop(Generic[EngineT]):
         answer = Answer(
             checked,
             str(self._num_submitted),
-            contract_id=self.engine.contract.id,
+            weights=self._weights(),
             decode_token=self.intake.decode_token,
             new_stream=lambda: self.intake.text_stream(checked),
             clock=self._clock,
@@ -192,9 +194,9 @@ class StepLoop(Generic[EngineT]):
             self._drop(orphan)  # of n choices of one answer the first drops all
         self._unfinished = False
 
-    def _drop(self, dropped: Answer | Score) -> None:
+    def _drop(self, dropped: Answer | Score, *, told: bool = False) -> None:
         if isinstance(dropped, Answer):
-            running = dropped.abort()
+            running = dropped.abort(told=told)
         else:
             running = [] if dropped.finished else [dropped.engine_id]
             dropped.finished = True
@@ -237,11 +239,55 @@ class StepLoop(Generic[EngineT]):
             return
         answer, choice = self._open[delta.request_id]
         self._changed[answer] = None
-        if answer.add(choice, delta).stop:
+        if answer.add(choice, delta, self._weights()).stop:
             self.engine.end(choice.engine_id)
         if choice.finish is not None:
             self._shared.forget(delta.request_id)
             del self._open[delta.request_id]
+
+    # ---- weights
+
+    def _weights(self) -> tuple[str, int]:
+        """Contract and version of the weights that the engine has now."""
+        return self.engine.contract.id, self.engine.weights_version
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way or waits."""
+        return self.engine.idle and not self._shared.num_waiting
+
+    @entry
+    def abort_all(self) -> list[Answer]:
+        """End every open answer and score with what they have. Returns the answers, which say so."""
+        self._begin()
+        answers = list(dict.fromkeys(answer for answer, _ in self._open.values()))
+        opened: list[Answer | Score] = [*answers, *self._scores.values()]
+        for dropped in opened:
+            self._drop(dropped, told=True)
+        self._changed |= dict.fromkeys(answers)
+        self._unfinished = False
+        return self._take_changed()
+
+    @entry
+    def update_weights(self, update: WeightUpdate) -> Contract:
+        """Replace the engine's weights; what is open goes on under the new ones, from the tokens it has.
+
+        Log-probabilities of a prompt, and scores, that are not complete are computed again from the start.
+        """
+        refuse_nested(self)
+        self._begin()
+        received: dict[int, Received | None] = {}
+        for answer, _ in self._open.values():
+            answer.restart_prompt()
+        for number, (answer, choice) in self._open.items():
+            if not self._shared.waits(number):
+                received[number] = answer.received(choice)
+        for number, score in self._scores.items():
+            score.logprobs.clear()
+            received[number] = None if score.finished else Received(0, 0)
+        contract = self.engine.update_weights(update, received=received)
+        self._unfinished = False
+        return contract
 
     # ---- failures
 
@@ -300,8 +346,9 @@ class StepLoop(Generic[EngineT]):
     ) -> list[Receipt]:
         """A receipt for each choice of an answer to a request with these parameters; see receipts.make."""
         engine = self.engine
+        contract = engine.contracts.get(output.contract, engine.contract)
         return make(
-            output, params, contract=engine.contract, model=engine.config.model, settings=engine.settings,
+            output, params, contract=contract, model=engine.config.model, settings=engine.settings,
             hide_prompt=hide_prompt, key=key,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -53,6 +53,48 @@ def copy_modules(model: nn.Module) -> nn.Module:
     return copied(model)
 
 
+def plain_copy(model: nn.Module) -> nn.Module:
+    """The same model in new module objects over the same tensors, without hooks or a `forward` set on it.
+
+    Modules inside of it keep theirs; `inner_forwards` names them.
+    """
+    result = copy_modules(model)
+    result.__dict__.pop("forward", None)
+    for module in result.modules():
+        for name in CONTAINERS:
+            if "hook" in name:
+                module.__dict__[name] = type(module.__dict__[name])()
+    return result
+
+
+def inner_forwards(model: nn.Module) -> list[str]:
+    """The names of modules in a model that have a `forward` of their own, not their class's."""
+    return [name for name, module in model.named_modules() if name and "forward" in module.__dict__]
+
+
+def alias_tensors(model: nn.Module) -> nn.Module:
+    """A plain copy of a model over the same memory, whose parameters take no gradients.
+
+    Parameters and buffers are tensors of its own: moving one elsewhere does not move the original.
+    """
+    result, aliases = plain_copy(model), dict[Tensor, Tensor]()
+
+    def alias(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if tensor not in aliases:
+            data = tensor.detach()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            aliases[tensor] = nn.Parameter(data, requires_grad=False) if is_parameter else data
+        return aliases[tensor]
+
+    for module in result.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in list(held.items()):
+                held[name] = alias(tensor)  # type: ignore[assignment]
+    return result
+
+
 def with_children(module: nn.Module, changes: Mapping[str, nn.Module]) -> nn.Module:
     """A shallow copy of `module` with other children under some names; the original is not changed."""
     result = copy.copy(module)
@@ -89,8 +131,11 @@ def runs_class_forward(module: nn.Module) -> bool:
 
 
 __all__ = [
+    "alias_tensors",
     "change_class",
     "copy_modules",
+    "inner_forwards",
+    "plain_copy",
     "replace_child",
     "runs_class_forward",
     "with_children",

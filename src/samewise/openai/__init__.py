@@ -2,7 +2,7 @@
 
 Holds: bodies the types of requests and responses; parse bodies to SamplingParams; messages for the chat
 template; formats response_format to a grammar; tools of a request; tool_calls in an answer; replies complete
-responses; stream events; errors in OpenAI's form.
+responses; stream events; errors in OpenAI's form; training what trainers send and expect.
 State: none; a StreamWriter and a ToolCallParser belong to the response they are made for.
 Imports: outputs, params, config, types, errors, text.
 """

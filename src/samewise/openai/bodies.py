@@ -172,6 +172,10 @@ class Body(BaseModel):
     allowed_token_ids: list[Integer] | None = _sampling("allowed_token_ids")
     bad_words: list[str] | None = None
     prompt_logprobs: Integer | None = _ranged(minimum=0, maximum=MAX_LOGPROBS)
+    logprobs_mode: str | None = Field(
+        None,
+        description="`raw_logprobs`: the model's own; `processed_logprobs`: of what tokens are drawn from.",
+    )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -356,6 +360,7 @@ class CompletionReply(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
     prompt_text: NotRequired[None]
     receipt: NotRequired[Any]
+    weights_version: NotRequired[int]
 
 
 class ModelCard(TypedDict):

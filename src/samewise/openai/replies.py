@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from samewise.openai.bodies import CompletionReply, Usage
 from samewise.openai.errors import ApiError
 from samewise.openai.parse import ParsedRequest
 from samewise.openai.reasoning import DecodeTokens
-from samewise.outputs import CompletionOutput, Logprob, RequestOutput
+from samewise.outputs import ABORTED, CompletionOutput, Logprob, RequestOutput
 
 BytesOfToken = Callable[[int], bytes | None]
 """The bytes a token stands for; None where they depend on its neighbours."""
@@ -106,9 +107,10 @@ def respond(
         "created": created,
         "model": model,
         "choices": choices,
-        "system_fingerprint": outputs[0].contract,
         "usage": usage(outputs, reasoning=reasoning_tokens(parsed, outputs)),
     } | (NULLS if parsed.chat else COMPLETION_NULLS)
+    last = max(outputs, key=lambda output: output.weights_version)
+    body |= weights_fields(last.contract, last.weights_version)
     if parsed.chat:
         body |= _of_prompt(parsed, outputs[0])
     if receipts is not None:
@@ -126,7 +128,12 @@ def _of_prompt(parsed: ParsedRequest, output: RequestOutput) -> dict[str, Any]:
 
 def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
     """Raise if a choice was aborted, because its grammar could not be followed to the end, or failed."""
-    reasons = {completion.finish_reason for output in outputs for completion in output.outputs}
+    reasons = {
+        completion.finish_reason
+        for output in outputs
+        for completion in output.outputs
+        if completion.stop_reason != ABORTED
+    }
     if "error" in reasons:
         raise ApiError(
             "the request failed; the server's log says how",
@@ -137,6 +144,11 @@ def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
             "the grammar could not be followed: no token fits, or it is too large; simplify response_format",
             param="response_format", code="grammar_failed",
         )  # fmt: skip
+
+
+def weights_fields(contract: str, version: int) -> dict[str, Any]:
+    """The fields of a response that say which weights its last token is of; the first ones have no number."""
+    return {"system_fingerprint": contract} | ({"weights_version": version} if version else {})
 
 
 def reasoning_tokens(parsed: ParsedRequest, outputs: Sequence[RequestOutput]) -> int:
@@ -217,6 +229,8 @@ def _choice(
     choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason, "seed": completion.seed}
     if parsed.return_token_ids:
         choice["token_ids"] = completion.token_ids
+    if len(completion.weights) > 1:
+        choice["weights"] = [asdict(span) for span in completion.weights]
     return choice
 
 
@@ -383,6 +397,7 @@ __all__ = [
     "CHOICE_NULLS",
     "COMPLETION_NULLS",
     "MESSAGE_NULLS",
+    "MIN_LOGPROB",
     "NULLS",
     "BytesOfToken",
     "DecodeTokens",
@@ -397,4 +412,5 @@ __all__ = [
     "respond",
     "usage",
     "usage_of",
+    "weights_fields",
 ]

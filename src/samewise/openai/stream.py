@@ -18,8 +18,9 @@ from samewise.openai.replies import (
     reasoning_tokens,
     usage,
     usage_of,
+    weights_fields,
 )
-from samewise.outputs import Chunk, RequestOutput
+from samewise.outputs import ABORTED, Chunk, RequestOutput
 
 DONE = b"data: [DONE]\n\n"
 TEXT_PLACEHOLDER = "\0the text of a chunk\0"
@@ -43,7 +44,8 @@ def join_chunks(chunks: Sequence[tuple[int, Chunk]]) -> list[tuple[int, Chunk]]:
     for prompt_index, chunk in chunks:
         key = prompt_index, chunk.index
         before = joined.get(key)
-        if before is not None and _num_values(before) + _num_values(chunk) > MAX_EVENT_VALUES:
+        too_large = before is not None and _num_values(before) + _num_values(chunk) > MAX_EVENT_VALUES
+        if before is not None and (too_large or not before.precedes(chunk)):
             complete.append((prompt_index, before))
             before = None
         joined[key] = chunk if before is None else before.then(chunk)
@@ -88,25 +90,26 @@ class StreamWriter:
         self._prompt = self._completion = self._cached = self._accepted = self._rejected = 0  # for usage
         extras = parsed.return_token_ids or parsed.explain or parsed.continuous_usage
         self._text_only = parsed.make_parser is None and parsed.params.logprobs is None and not extras
-        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice, where events differ in text alone
+        # By choice and contract, where events differ in text alone.
+        self._around_text: dict[tuple[int, str], tuple[bytes, bytes]] = {}
 
     def encode(self, prompt_index: int, chunk: Chunk, output: Callable[[], RequestOutput]) -> bytes:
         """`events`, encoded. Where events differ in their text alone, the constant parts are encoded once."""
         index = prompt_index * self._parsed.params.n + chunk.index
         if not self._text_only or chunk.finish_reason is not None or index not in self._begun:
             return b"".join(map(encode_event, self.events(prompt_index, chunk, output)))
-        around = self._around_text.get(index)
+        around = self._around_text.get((index, chunk.contract))
         if around is None:
             (event,) = self._events(prompt_index, replace(chunk, text=TEXT_PLACEHOLDER), output)
             before, _, after = encode_event(event).rpartition(encode_json(TEXT_PLACEHOLDER))
-            around = self._around_text[index] = (before, after)
+            around = self._around_text[index, chunk.contract] = (before, after)
         return around[0] + encode_json(chunk.text) + around[1]
 
     def events(
         self, prompt_index: int, chunk: Chunk, output: Callable[[], RequestOutput]
     ) -> list[dict[str, Any]]:
         """The events of one chunk."""
-        if chunk.finish_reason in ("abort", "error"):
+        if chunk.finish_reason in ("abort", "error") and chunk.stop_reason != ABORTED:
             return []  # not a reason that clients know; `refuse_aborted` reports it
         if self._must_wait(prompt_index, chunk):
             self._held.append((prompt_index, chunk))
@@ -141,6 +144,9 @@ class StreamWriter:
     ) -> list[dict[str, Any]]:
         parsed, index = self._parsed, prompt_index * self._parsed.params.n + chunk.index
         opening = output() if index not in self._begun else None
+        self._head |= weights_fields(
+            chunk.contract or self._head["system_fingerprint"], chunk.weights_version
+        )
         choice: dict[str, Any] = {"index": index}
         events = []
         if opening is not None:

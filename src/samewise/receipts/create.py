@@ -42,6 +42,12 @@ def make(
         raise BadParameter(
             f"the answer has the contract {output.contract}, not {contract.id}", param="contract"
         )
+    if output.mixed:
+        raise BadParameter(
+            f"request {output.request_id} was answered under several contracts: its weights were replaced "
+            "while it ran, so no single receipt can be checked",
+            param="output",
+        )
     receipts = [
         from_body(_body(output, choice, params, contract, model, settings, hide_prompt=hide_prompt))
         for choice in output.outputs
@@ -50,8 +56,8 @@ def make(
 
 
 def is_complete(output: RequestOutput) -> bool:
-    """Whether every choice is complete, so that `make` gives receipts; an aborted answer has none."""
-    return all(choice.finish_reason in COMPLETE for choice in output.outputs)
+    """Whether `make` gives receipts: every choice is complete, and all tokens are of one contract."""
+    return not output.mixed and all(choice.finish_reason in COMPLETE for choice in output.outputs)
 
 
 def _body(
@@ -75,7 +81,8 @@ def _body(
         "num_tokens": len(output.prompt_token_ids),
         "token_ids": None if hide_prompt else list(output.prompt_token_ids),
     }
-    return {
+    version = {"weights_version": output.weights_version} if output.weights_version else {}
+    return version | {
         KIND: VERSION,
         "promise": PROMISE if params.verify else NO_PROMISE,
         "contract": {"id": contract.id, "facts": dict(contract.facts)},

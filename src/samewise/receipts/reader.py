@@ -30,6 +30,9 @@ FIELDS = frozenset(
 )
 """Fields of a receipt's body; each is required."""
 
+OPTIONAL_FIELDS = frozenset({"weights_version"})
+"""Further fields. The contract names the weights; the version only tells those of one process apart."""
+
 INNER_FIELDS = {
     "contract": frozenset({"id", "facts"}),
     "prompt": frozenset({"digest", "num_tokens", "token_ids"}),
@@ -92,7 +95,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _read(body: Json, digest: str, signature: Signature | None) -> Receipt:
-    _refuse_other_fields(body, FIELDS, None)
+    _refuse_other_fields(body, FIELDS | (OPTIONAL_FIELDS & body.keys()), None)
     contract, prompt, output, logprobs = (
         _inner(body, name) for name in ("contract", "prompt", "output", "logprobs")
     )
@@ -109,6 +112,7 @@ def _read(body: Json, digest: str, signature: Signature | None) -> Receipt:
         token_ids=_token_ids(output, "token_ids"), finish_reason=_finish_reason(output),
         stop_reason=_stop_reason(output), logprob_digest=_digest(logprobs),
         logprob_checks=tuple(checks[i : i + CHECK_DIGITS] for i in range(0, len(checks), CHECK_DIGITS)),
+        weights_version=_count(body, "weights_version") if "weights_version" in body else 0,
     )  # fmt: skip
     _refuse_contradictions(receipt)
     return receipt

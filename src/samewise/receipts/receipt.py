@@ -51,6 +51,7 @@ class Receipt:
     stop_reason: int | str | None
     logprob_digest: str
     logprob_checks: tuple[str, ...]
+    weights_version: int = 0  # how often the process had replaced its weights; the contract names them
 
     @property
     def verified(self) -> bool:

@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from samewise.errors import EngineLost, QueueFull
+from samewise.contract import Contract
+from samewise.engine.weights import WeightUpdate
+from samewise.errors import EngineLost, MachineError, QueueFull
 from samewise.kv.prefix import extend_digests
 from samewise.scale.merge_stats import merge_stats
 from samewise.scale.records import EngineFacts, Job, JobKey, Lost, News, Progress, ReplicaGone, Started
@@ -97,6 +99,7 @@ class RemoteEngine:
             max_rows=facts.limits.max_rows * num_replicas,
         )  # fmt: skip
         self.loaded, self.contract, self.report = facts.loaded, facts.contract, facts.report
+        self.weights_version, self.contracts = 0, {facts.contract.id: facts.contract}
         self._facts, self._replicas, self._clock = facts, replicas, clock
         self._router = secrets.token_bytes(16)
         self._asked: dict[int, _Asked] = {}  # by request id
@@ -239,6 +242,24 @@ class RemoteEngine:
             asked.num_scores = min(asked.num_scores, has.scores)
             asked.attempt += 1
             self._start(asked)
+
+    # ---- what replicas do not do
+
+    def update_weights(
+        self,
+        update: WeightUpdate,  # noqa: ARG002 - refused
+        *,
+        received: Mapping[int, Received | None] | None = None,  # noqa: ARG002
+    ) -> Contract:
+        """Refused: replicas that replaced their weights at different moments would have two contracts."""
+        raise MachineError(
+            "the weights of replicas cannot be replaced while they serve; serve a folder of the new weights, or "
+            "train with an engine in one process (no --replicas)"
+        )
+
+    def forget_prefixes(self) -> None:
+        """Refused: every replica has a prefix cache of its own."""
+        raise MachineError("the prefix caches of replicas cannot be emptied from here; restart the replicas")
 
     # ---- what it is
 

@@ -325,13 +325,23 @@ class Scheduler:
             raise InvariantBroken(f"steps fail without any request to blame: {error!r}") from error
         blamed = {*self._running, *registry.delivery.before} or set(registry.sequences)
         going_on, failed = registry.recover(received, blamed if blame else ())
-        self._paging, self._moves = Paging(self.limits), []
-        self._running, self._waiting, self._new_sequences = {}, going_on, deque()
-        self._suspects = Suspects(seq for seq in going_on if seq.num_failures)
-        self._num_unverified = sum(not seq.request.verify for seq in going_on)
+        self._begin_again(going_on)
         self.counters.recoveries += 1
         self.counters.failed += len(failed)
         return [Delta(seq.request.id, (), (), (), Finish.ERROR) for seq in failed]
+
+    def restart(self, received: Mapping[int, Received | None]) -> None:
+        """Drop all pages and drafts, and the prefix cache: other weights will compute what follows.
+
+        Requests go on from what their callers have; `received` as in `recover`.
+        """
+        self._begin_again(self.registry.recover(received, ())[0])
+
+    def _begin_again(self, sequences: list[Sequence]) -> None:
+        self._paging, self._moves = Paging(self.limits), []
+        self._running, self._waiting, self._new_sequences = {}, sequences, deque()
+        self._suspects = Suspects(seq for seq in sequences if seq.num_failures)
+        self._num_unverified = sum(not seq.request.verify for seq in sequences)
 
     @property
     def testing_suspects(self) -> bool:

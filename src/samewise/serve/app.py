@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,7 +64,7 @@ from samewise.openai.parse import (
     thinking_fields,
     validate,
 )
-from samewise.openai.replies import encode_slices, refuse_aborted
+from samewise.openai.replies import encode_json, encode_slices, refuse_aborted
 from samewise.openai.responses.bodies import RESPONSES, DeletedReply, ResponseReply, ResponsesBody
 from samewise.openai.responses.exchange import Records, ResponsesExchange
 from samewise.openai.stream import join_chunks
@@ -88,6 +89,7 @@ from samewise.serve.openapi import Endpoint, docs_page, openapi_document
 from samewise.serve.settings import ServeSettings
 from samewise.serve.stored import ResponseStore
 from samewise.serve.threads import FairThreads
+from samewise.serve.training import TrainingRoutes
 from samewise.serve.web_page import PAGE_HEADERS, page_routes
 from samewise.serve.worker import ActiveRequest, State, Worker, salt_of
 
@@ -106,6 +108,9 @@ LARGE_ANSWER = 2048
 
 MAX_JOINED = 512
 """Chunks that are joined to events at once, for a late reader. Set by hand: about 1 ms of work."""
+
+MAX_TRAINING_LOGPROBS = 1024
+"""Log-probabilities per token with `--enable-training`: distillation asks for 100. Set by hand."""
 
 DESCRIPTION = (
     "OpenAI's and Anthropic's interfaces to a model that answers the same way every time: for a verified "
@@ -236,6 +241,19 @@ class Service:
                 events = self._events(parsed, active, exchange.writer(facts))
                 return EventStream(events, close=answering.pop_all().close)
             return await until_disconnect(request.receive, self._reply(exchange, active, facts))
+
+    async def complete(self, request: Request, endpoint: str, body: dict[str, Any]) -> list[RequestOutput]:
+        """The complete answers to a body of an endpoint, for routes that answer in another form."""
+        active = self.worker.begin(self._owner(request))
+        try:
+            read = partial(OpenAIExchange, endpoint)
+            exchange, _ = await self._submit(request, read, encode_json(body), active)
+            outputs = await until_disconnect(request.receive, active.outputs())
+            refuse_aborted(outputs)
+        finally:
+            active.close()
+        self.metrics.finished(exchange.parsed, outputs)
+        return outputs
 
     async def _submit(
         self, request: Request, read: Reader, raw: bytes, active: ActiveRequest
@@ -369,6 +387,9 @@ class Service:
                 contract_id=llm.contract.id,
                 special_tokens_in_content=self.settings.special_tokens_in_content,
             )
+            defaults = replace(options.defaults, logprobs_mode=self.settings.logprobs_mode)
+            limit = MAX_TRAINING_LOGPROBS if self.settings.training else options.max_logprobs
+            options = self._parse_options = replace(options, defaults=defaults, max_logprobs=limit)
         return options
 
     # ---- the model
@@ -512,6 +533,8 @@ def make_app(
         for path, handlers in _handlers(service.endpoints).items()
     ]
     routes += [*_document_routes(service), *page_routes(worker, settings.limits.max_listeners)]
+    if settings.training:
+        routes += TrainingRoutes(service).routes()
     # A key is not sent by browsers of their own accord, so with keys any page may try.
     origins = None if settings.keys else settings.allowed_origins
     middleware = [
@@ -526,7 +549,11 @@ def make_app(
             )
         )  # fmt: skip
     public_paths = PUBLIC_PAGES | {endpoint.path for endpoint in service.endpoints if endpoint.public}
-    middleware.append(Middleware(AuthMiddleware, keys=settings.keys, public_paths=public_paths))
+    middleware.append(
+        Middleware(
+            AuthMiddleware, keys=settings.keys, public_paths=public_paths, basic=settings.training
+        )
+    )  # fmt: skip
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
     app.state.service = service
     return app

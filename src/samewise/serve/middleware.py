@@ -6,6 +6,7 @@ string.
 
 from __future__ import annotations
 
+import base64
 import logging
 import re
 import time
@@ -123,11 +124,16 @@ class WebPageMiddleware:
 class AuthMiddleware:
     """Refuses requests without a valid key, where there are keys. Puts the key's digest into the state.
 
+    With `basic` a key may also be the password of an address, http://any:KEY@host, as clients without a field
+    for keys send it. Not from web pages: browsers would send such a password of their own accord.
+
     `public_paths` and the web page's files need no key. Every other path needs one, whether it exists or not.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, public_paths: frozenset[str]) -> None:
-        self._app, self._keys, self._public_paths = app, keys, public_paths
+    def __init__(
+        self, app: ASGIApp, keys: Keys, public_paths: frozenset[str], *, basic: bool = False
+    ) -> None:
+        self._app, self._keys, self._public_paths, self._basic = app, keys, public_paths, basic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -135,7 +141,8 @@ class AuthMiddleware:
             digest: bytes | None = b""
             if self._keys.digests and not self._is_public(scope):
                 headers = Headers(scope=scope)
-                digest = self._keys.match(_bearer(headers)) or self._keys.match(headers.get("x-api-key", ""))
+                key = _key(headers, basic=self._basic)
+                digest = self._keys.match(key) or self._keys.match(headers.get("x-api-key", ""))
             if digest is None:
                 refusal = ApiError(
                     "the API key is missing or not one of this server's; send 'Authorization: Bearer KEY' or "
@@ -155,8 +162,13 @@ class AuthMiddleware:
         return path in self._public_paths or path.startswith(PUBLIC_PREFIX)
 
 
-def _bearer(headers: Headers) -> str:
+def _key(headers: Headers, *, basic: bool) -> str:
     scheme, _, key = headers.get("authorization", "").partition(" ")
+    if basic and scheme.lower() == "basic" and "origin" not in headers and "sec-fetch-site" not in headers:
+        try:
+            return base64.b64decode(key.strip(), validate=True).decode().partition(":")[2]
+        except ValueError:
+            return ""
     return key.strip() if scheme.lower() == "bearer" else ""
 
 

@@ -11,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from samewise.errors import BadParameter
+from samewise.params import LOGPROBS_MODES
 from samewise.receipts.signing import SigningKey
 from samewise.serve.limits import ServeLimits
 
@@ -95,6 +96,8 @@ class ServeSettings:
     hide_prompts: bool = False  # receipts hold only a digest of the prompt
     special_tokens_in_content: bool = True  # False: control tokens in messages are read as text
     signer: SigningKey | None = field(default=None, repr=False)  # signs receipts
+    training: bool = False  # whether trainers may pause it and replace its weights; only with a key
+    logprobs_mode: str = "raw_logprobs"  # of requests that do not say
 
     def __post_init__(self) -> None:
         if self.max_body < 1024:
@@ -108,6 +111,17 @@ class ServeSettings:
                 f"max_body={self.max_body} is more than 3/4 of max_bodies={self.limits.max_bodies}, the "
                 "bytes of all bodies together; raise that too",
                 param="max_bodies",
+            )
+        if self.training and not self.keys:
+            raise BadParameter(
+                "enable_training: whoever reaches this server could replace its weights; give it a key "
+                f"(--api-key-file, {KEY_VARIABLE})",
+                param="enable_training",
+            )
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise BadParameter(
+                f"logprobs_mode={self.logprobs_mode!r}: choose one of {', '.join(LOGPROBS_MODES)}",
+                param="logprobs_mode",
             )
         for origin in self.allowed_origins:
             if not ORIGIN.fullmatch(origin):

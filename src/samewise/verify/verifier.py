@@ -16,7 +16,7 @@ import torch
 from samewise.execute.logit_edits import send
 from samewise.execute.pack import pack_frame
 from samewise.execute.runner import Runner
-from samewise.execute.sampling import Sampler
+from samewise.execute.sampling import Sampler, divided
 from samewise.execute.sampling_rows import LogitRows, SamplingRow, rows_of_spans
 from samewise.execute.staging import PassInputs
 from samewise.follow_up import FollowUp, FrameOutputs
@@ -176,7 +176,9 @@ class Verifier:
         if sampled or greedy is None:
             self._sample(logits, sampled, inputs.keep)
         scored = self._score(logits, spans, logit_rows) if has_targets else ([], [], [])
-        shown = self._show(logits, shown_rows, logit_rows) if shown_rows else {}
+        shown = {}
+        if shown_rows:
+            shown = self._show(self.sampler.with_processed(logits, sampled), shown_rows, logit_rows)
         # All in one copy: joining several on the host would have to wait for them.
         host = self._hosts[0][: inputs.num_rows]
         self._hosts.reverse()
@@ -214,6 +216,7 @@ class Verifier:
         rows: list[int] = []
         targets: list[int] = []
         nums: list[int | None] = []
+        divisors: list[float] = []
         first = 0
         for span in spans:
             if span.targets:
@@ -221,12 +224,17 @@ class Verifier:
                 rows += [logit_rows[row] for row in range(begin, begin + len(span.targets))]
                 targets += span.targets
                 nums += [span.target_tops] * len(span.targets)
+                divisors += [span.sampling.divisor] * len(span.targets)
             first += len(span.inputs)
         if not rows:
             return [], [], []
-        scores: list[float] = self.sampler.score(logits, rows, targets).tolist()
-        with_tops = [(row, num) for row, num in zip(rows, nums, strict=True) if num]
-        tops = self.sampler.top(logits, [r for r, _ in with_tops], [n for _, n in with_tops])
+        scores: list[float] = self.sampler.score(logits, rows, targets, divisors).tolist()
+        with_tops = [(i, num) for i, num in enumerate(nums) if num]
+        shown, selected = logits, [rows[i] for i, _ in with_tops]
+        if any(divisors[i] != 1.0 for i, _ in with_tops):
+            shown = divided(logits[selected], [divisors[i] for i, _ in with_tops])
+            selected = list(range(len(selected)))
+        tops = self.sampler.top(shown, selected, [num for _, num in with_tops])
         in_order = iter(tops)
         ranked = [i for i, num in enumerate(nums) if num is not None]
         tokens = torch.tensor([targets[i] for i in ranked])

@@ -1,0 +1,81 @@
+"""A trainer's model as the engine runs it: other modules over the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from samewise.errors import BadParameter
+from samewise.model.arch import Arch, inspect_model
+from samewise.model.attention_binding import ATTENTION
+from samewise.model.load import wrap_modules
+from samewise.model.surgery import alias_tensors, inner_forwards
+
+
+def refuse_other_models(model: object) -> None:
+    """Raise BadParameter for anything but a transformers model in one dtype."""
+    if not isinstance(model, PreTrainedModel):
+        raise BadParameter(
+            f"model is a {type(model).__name__}; give the transformers model itself, with adapters merged "
+            "and wrappers removed",
+            param="model",
+        )
+    if changed := inner_forwards(model):
+        raise BadParameter(
+            f"model: {changed[0]} has a forward of its own, which the engine has not; give the model as "
+            "transformers loads it",
+            param="model",
+        )
+    first = next(model.parameters()).dtype
+    odd = [name for name, parameter in model.named_parameters() if parameter.dtype != first]
+    if odd:
+        raise BadParameter(
+            f"model: {odd[0]} is not in {str(first).removeprefix('torch.')} as its first parameter; give all "
+            "parameters one dtype, the engine's",
+            param="model",
+        )
+
+
+def architecture(model: PreTrainedModel) -> Arch:
+    """What the engine has to know of it; UnsupportedModel where the engine cannot run it."""
+    config = deepcopy(model.config)
+    config.dtype = next(model.parameters()).dtype
+    return inspect_model(config)
+
+
+def alias_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model over the same memory, with the engine's attention and its modules wrapped."""
+    aliases: Any = alias_tensors(model)
+    set_attention(aliases, ATTENTION)
+    return wrap_modules(aliases)
+
+
+def set_attention(model: nn.Module, name: str, *, instead_of: str | None = None) -> None:
+    """Give modules another attention, in configurations of their own."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        current = getattr(config, "_attn_implementation", None)
+        if current is None or instead_of not in (None, current):
+            continue
+        if id(config) not in configs:
+            configs[id(config)] = copied = deepcopy(config)
+            copied._attn_implementation = name  # noqa: SLF001 - its only name
+        module.config = configs[id(config)]
+
+
+def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, tied ones once, and the buffers of the state dict, by name."""
+    yield from model.named_parameters()
+    persistent = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, buffer
+
+
+__all__ = ["alias_model", "architecture", "refuse_other_models", "set_attention", "weights_of"]

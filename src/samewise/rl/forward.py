@@ -1,0 +1,359 @@
+"""The engine's forward pass over a trainer's weights: log-probabilities with the bits of generation.
+
+Prompts and answers are read in frames, as `LLM.score` reads them: every row's bits are a function of its own
+sequence, whatever stands beside it. The trainer's tensors are shared where they can be; packed copies are
+made again whenever the weights have changed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from samewise import machine
+from samewise.config import EngineConfig
+from samewise.draft.tuning import Tuning
+from samewise.engine.assemble import Assembly, assemble
+from samewise.errors import BadParameter, PromptTooLong
+from samewise.execute.load import Loaded
+from samewise.execute.runner import kv_page_bytes
+from samewise.execute.sampling import divided
+from samewise.kernels.attention.base import PAGE
+from samewise.model.arch import Arch
+from samewise.model.linear import pack_linears
+from samewise.params import GREEDY_BELOW, SamplingParams
+from samewise.rl.alias import alias_model, architecture, refuse_other_models, weights_of
+from samewise.rl.batch import Run, TokenBatch
+from samewise.rl.gradients import GradientModel
+from samewise.types import Sampling, Span
+from samewise.verify.frame_sizes import recheck_frame_sizes
+
+if TYPE_CHECKING:
+    from samewise.llm.llm import LLM
+
+KV_TOKENS = 16_384
+"""Tokens of KV that a TrainingForward keeps by default, or the longest context if that is shorter."""
+
+SHARED_SETTINGS = ("attention", "linear", "compile", "frame_rows", "max_model_len")
+"""Settings that bits depend on: those of the engine whose bits are wanted."""
+
+
+class Scores(NamedTuple):
+    """Of a batch [B, T], or of its last K columns. 0 where there is no token, or none before it."""
+
+    logprobs: torch.Tensor  # float32, with gradients
+    entropy: torch.Tensor | None  # of the distribution each token was drawn from, in nats; no gradients
+
+
+class _Frame(NamedTuple):
+    """Spans of a frame, and the row of the padded batch that each of its rows is."""
+
+    spans: list[Span]
+    places: list[int]
+
+
+class TrainingForward:
+    """Log-probabilities of one model in training.
+
+    `like`: the engine whose bits are wanted; its settings are taken over. Without it they are the default
+    ones, changed by `settings` (keywords of EngineConfig). `kv_tokens` limits the length of a sequence. One
+    thread uses it at a time.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        like: LLM | None = None,
+        kv_tokens: int | None = None,
+        **settings: Any,
+    ) -> None:
+        machine.pin_environment()
+        refuse_other_models(model)
+        self._own = dict(weights_of(model))
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        arch = architecture(model)
+        taken = {} if like is None else {name: getattr(like.engine.config, name) for name in SHARED_SETTINGS}
+        if like is not None:
+            _refuse_unlike(like, self.dtype, self.device)
+        config = _config(arch, self.dtype, self.device, kv_tokens, taken | settings)
+        self._gradients = GradientModel(model, arch)
+        loaded = Loaded(alias_model(model), arch, {})
+        # Tensors made in inference mode could not be written by a refresh.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._parts: Assembly = assemble(loaded, config, Tuning(), ahead=False)
+        self._tensors = dict(weights_of(self._parts.runner.model))
+        self._state: list[Any] = []
+        self._num_layers, self._width = len(arch.layers), model.get_input_embeddings().weight.shape[1]
+        self.num_refreshes = 0
+        """How often the packed weights were made again."""
+
+    # ---- weights
+
+    def refresh(self) -> bool:
+        """Follow the trainer's weights, if they have changed since the last call. Done by every forward."""
+        state = [_state_of(tensor) for tensor in self._own.values()]
+        if state == self._state:
+            return False
+        runner = self._parts.runner
+        with torch.inference_mode(mode=False), torch.no_grad(), self._parts.process.pinned():
+            for name, tensor in self._own.items():
+                alias = self._tensors.get(name)
+                if alias is not None and alias.data_ptr() != tensor.data_ptr():
+                    alias.copy_(tensor)
+            if self._parts.linears == "native":
+                pack_linears(runner.model)
+            if not runner.portable:
+                recheck_frame_sizes(runner, self._parts.limits.max_model_len)
+        self._state = state
+        self.num_refreshes += 1
+        return True
+
+    # ---- values and gradients
+
+    def logprobs(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The log-probabilities alone: see `score`."""
+        return self.score(input_ids, **options).logprobs
+
+    def score(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        logits_to_keep: int | None = None,
+        entropy: bool = False,
+    ) -> Scores:
+        """Log-probability of every token given those before it in its sequence, [B, T].
+
+        The bits of `LLM.score` at the same temperature: those of generation with `logprobs_mode`
+        "raw_logprobs" at temperature 1, with "processed_logprobs" at others, without filters and penalties.
+        Padding may stand on either side; `position_ids` that return to 0 mark packed sequences. With
+        `logits_to_keep` only the last columns are computed and returned.
+        """
+        temperature = SamplingParams(temperature=temperature).temperature
+        temperature = 1.0 if temperature < GREEDY_BELOW else temperature
+        batch = TokenBatch.of(input_ids, attention_mask, position_ids)
+        self._refuse_misfit(batch)
+        num_columns = input_ids.shape[1]
+        first = 0 if logits_to_keep is None else max(0, num_columns - logits_to_keep)
+        inside, places = batch.targets(first)
+        shape = (input_ids.shape[0], num_columns - first)
+        zeros = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        if not inside:
+            return Scores(zeros, zeros.clone() if entropy else None)
+        self.refresh()
+        graph = torch.is_grad_enabled() and self._gradients.trains
+        read = self._read(batch, inside, temperature, entropy=entropy, keep=graph)
+        values = read.logprobs
+        if graph:
+            values = self._with_gradients(batch, inside, read, temperature)
+        at = tuple(
+            torch.tensor(axis, device=self.device)
+            for axis in zip(*((row, column - first) for row, column in places), strict=True)
+        )
+        entropies = None if read.entropy is None else zeros.index_put(at, read.entropy)
+        return Scores(zeros.index_put(at, values), entropies)
+
+    def _with_gradients(
+        self, batch: TokenBatch, inside: list[tuple[int, int]], read: _Read, temperature: float
+    ) -> torch.Tensor:
+        ids = batch.padded(self.device)
+        activations = [x.view(*ids.shape, self._width) for x in read.activations]
+        hidden = self._gradients.hidden(ids, activations)
+        rows, columns = torch.tensor(inside, device=self.device).T
+        targets = ids[rows, columns]
+        return self._gradients.logprobs(read.logprobs, hidden[rows, columns - 1], targets, temperature)
+
+    def _refuse_misfit(self, batch: TokenBatch) -> None:
+        limits = self._parts.limits
+        room = min(limits.max_model_len, (limits.num_pages - 1) * PAGE)
+        longest = max((len(run.tokens) for run in batch.runs), default=0)
+        if longest > room:
+            raise PromptTooLong(
+                f"a sequence has {longest} tokens, and there is room for {room}; give kv_tokens={longest}, "
+                f"at most max_model_len={limits.max_model_len}",
+                param="input_ids",
+            )
+        vocab = limits.vocab
+        for run in batch.runs:
+            if odd := [token for token in run.tokens if not 0 <= token < vocab]:
+                raise BadParameter(
+                    f"input_ids holds {odd[0]}; token ids of this model are 0 to {vocab - 1}",
+                    param="input_ids",
+                )
+
+    # ---- frames
+
+    def _read(
+        self,
+        batch: TokenBatch,
+        inside: list[tuple[int, int]],
+        temperature: float,
+        *,
+        entropy: bool,
+        keep: bool,
+    ) -> _Read:
+        """Read every sequence in frames; `keep`: also the inputs of layers, for the backward pass."""
+        runs = batch.runs
+        longest = max(len(run.tokens) for run in runs)
+        size = (len(runs) * longest, self._width)
+        activations = [
+            torch.zeros(size, dtype=self.dtype, device=self.device)
+            for _ in range(self._num_layers + 1 if keep else 0)
+        ]
+        first_target = [len(run.tokens) for run in runs]
+        for number, index in inside:
+            first_target[number] = min(first_target[number], index)
+        logprobs: list[torch.Tensor] = []
+        entropies: list[torch.Tensor] = []
+        with self._parts.process.pinned():
+            for frame in self._frames(runs, first_target, longest):
+                found = self._run(frame, activations, temperature, entropy=entropy)
+                logprobs.append(found[0])
+                entropies.append(found[1])
+        order = torch.empty(0) if not entropy else torch.cat(entropies)
+        return _Read(torch.cat(logprobs), order if entropy else None, activations)
+
+    def _frames(self, runs: tuple[Run, ...], first_target: list[int], longest: int) -> Iterator[_Frame]:
+        """All sequences in frames as wide as there are; sequences of one frame never share a page."""
+        limits, widest = self._parts.limits, self._parts.runner.widest
+        spans: list[Span] = []
+        places: list[int] = []
+        page = 1
+        for number, run in enumerate(runs):
+            num_pages = -(-len(run.tokens) // PAGE)
+            if page + num_pages > limits.num_pages:
+                if spans:
+                    yield _Frame(spans, places)
+                spans, places, page = [], [], 1
+            pages = array("i", range(page, page + num_pages))
+            page += num_pages
+            start = 0
+            while start < len(run.tokens):
+                rows = min(len(run.tokens) - start, widest - len(places))
+                spans.append(_span(number, run.tokens, pages, start, rows, first_target[number]))
+                places += range(number * longest + start, number * longest + start + rows)
+                start += rows
+                if len(places) == widest:
+                    yield _Frame(spans, places)
+                    spans, places = [], []
+        if spans:
+            yield _Frame(spans, places)
+
+    @torch.inference_mode()
+    def _run(
+        self, frame: _Frame, activations: list[torch.Tensor], temperature: float, *, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of the frame's targets and, if wanted, entropies, in the order of spans."""
+        runner, sampler = self._parts.runner, self._parts.sampler
+        rows: list[int] = []
+        targets: list[int] = []
+        first = 0
+        for span in frame.spans:
+            begin = first + span.target_row
+            rows += range(begin, begin + len(span.targets))
+            targets += span.targets
+            first += len(span.inputs)
+        inputs, keep = runner.stage_frame(frame.spans, rows if runner.elastic else None)
+        at = torch.tensor(frame.places, device=self.device)
+
+        def record(layer: int, x: torch.Tensor) -> None:
+            activations[layer].index_copy_(0, at, x[: len(frame.places)])
+
+        logits = runner.traced(inputs, record if activations else lambda *_: None)
+        if not rows:
+            empty = torch.empty(0, dtype=torch.float32, device=self.device)
+            return empty, empty
+        where = {row: i for i, row in enumerate(keep)} if keep is not None else None
+        rows = [where[row] for row in rows] if where is not None else rows
+        logits = logits.float()
+        scores = sampler.score(logits, rows, targets, [temperature] * len(rows))
+        return scores.clone(), _entropy(logits, rows, temperature) if entropy else scores
+
+
+class _Read(NamedTuple):
+    """What the frames of a batch gave."""
+
+    logprobs: torch.Tensor  # [M], of all targets in order
+    entropy: torch.Tensor | None  # [M]
+    activations: list[torch.Tensor]  # of each layer the input, then the last one's output: [runs × T, H]
+
+
+def _span(
+    number: int, tokens: tuple[int, ...], pages: array[int], start: int, rows: int, first_target: int
+) -> Span:
+    """`rows` tokens of a sequence from `start` on. Row i predicts token start + i + 1."""
+    begin = max(start, first_target - 1)
+    targets = tokens[begin + 1 : start + rows + 1]
+    return Span(
+        number, start, tokens[start : start + rows], len(tokens) - start, pages, Sampling(), [], len(tokens),
+        targets=targets, target_row=begin - start,
+    )  # fmt: skip
+
+
+def _entropy(logits: torch.Tensor, rows: list[int], temperature: float) -> torch.Tensor:
+    """Of each row, in nats."""
+    logprobs = divided(logits[rows], [temperature] * len(rows)).log_softmax(-1)
+    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
+
+
+def _config(
+    arch: Arch, dtype: torch.dtype, device: torch.device, kv_tokens: int | None, settings: dict[str, Any]
+) -> EngineConfig:
+    """The settings of a forward pass without drafts, with KV for so many tokens."""
+    longest = settings.get("max_model_len") or arch.max_positions
+    tokens = min(longest, KV_TOKENS if kv_tokens is None else kv_tokens)
+    num_pages = -(-tokens // PAGE) + 2
+    fixed = {
+        "model": "a model in training", "proposer": "none", "cublas": False, "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_memory": max(4, num_pages) * kv_page_bytes(arch, dtype),
+    }  # fmt: skip
+    return EngineConfig.of(**settings | fixed)
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int, int, float]:
+    """What tells a tensor from its earlier content: where it lies, how often it was written, a hash, a sum.
+
+    Writes through `.data` are not counted, so the content is looked at, at the speed of reading it twice. The
+    hash is an exclusive or, to which pairs of equal changes are invisible; the sum sees those.
+    """
+    content = tensor.detach()
+    hashed, total = int(torch.hash_tensor(content).item()), float(content.sum().item())
+    return tensor.data_ptr(), tensor._version, hashed, total  # noqa: SLF001 - torch has no public name for it
+
+
+def _refuse_unlike(llm: LLM, dtype: torch.dtype, device: torch.device) -> None:
+    runner = llm.engine.runner
+    if (runner.dtype, runner.device.type) != (dtype, device.type):
+        raise BadParameter(
+            f"the model is in {dtype} on {device.type} and the engine in {runner.dtype} on "
+            f"{runner.device.type}; only with the same arithmetic are their bits equal",
+            param="like",
+        )
+
+
+_FORWARDS: WeakKeyDictionary[PreTrainedModel, TrainingForward] = WeakKeyDictionary()
+
+
+def logprobs(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Log-probabilities with the engine's bits and ordinary gradients: see `TrainingForward.score`.
+
+    A TrainingForward with default settings is made at the first call and kept as long as the model.
+    """
+    forward = _FORWARDS.get(model)
+    first = next(model.parameters())
+    if forward is None or (forward.device, forward.dtype) != (first.device, first.dtype):
+        forward = _FORWARDS[model] = TrainingForward(model)
+    return forward.logprobs(input_ids, **options)
+
+
+__all__ = ["KV_TOKENS", "SHARED_SETTINGS", "Scores", "TrainingForward", "logprobs"]

@@ -1,0 +1,191 @@
+"""The backward pass: each layer is run again, in torch's own arithmetic, from the engine's activations.
+
+A forward pass gives values that were computed elsewhere; of the graph it keeps the inputs of layers only, as
+gradient checkpointing does. The arithmetic of gradients is that of the trainer's own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from samewise.model.arch import Arch, layer_list
+from samewise.model.attention_binding import ATTENTION
+from samewise.model.surgery import plain_copy, with_forward, with_layers, with_module
+from samewise.rl.alias import set_attention
+
+HEAD_ROWS = 512
+"""Rows whose logits are computed at once in the backward pass: 100 MB in float32 at 50,000 tokens."""
+
+
+class _Replay(torch.autograd.Function):
+    """A function whose value is known; it is computed again for its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Callable[[], torch.Tensor],
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        x: torch.Tensor,
+        *params: torch.Tensor,
+    ) -> torch.Tensor:
+        """The known value. The parameters are saved so that a change before the backward pass is noticed."""
+        ctx.compute = compute
+        ctx.save_for_backward(x, *params)
+        return value()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of x and of the parameters."""
+        x, *params = ctx.saved_tensors
+        return None, None, *_gradients(ctx.compute, x, params, grad, ctx.needs_input_grad[2:])
+
+
+def _gradients(
+    compute: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    needed: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Gradients of compute(x) by x and the parameters, None for those not needed."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_(needed[0])
+        y = compute(x)
+    inputs = [x, *params]
+    wanted = [i for i, need in enumerate(needed) if need]
+    found = torch.autograd.grad(y, [inputs[i] for i in wanted], grad, allow_unused=True)
+    result: list[torch.Tensor | None] = [None] * len(inputs)
+    for i, gradient in zip(wanted, found, strict=True):
+        result[i] = gradient
+    return result
+
+
+class _HeadReplay(torch.autograd.Function):
+    """The same for log-probabilities of rows, some rows at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,  # [M]
+        compute: Callable[[torch.Tensor, slice], torch.Tensor],
+        x: torch.Tensor,  # [M, H]
+        *params: torch.Tensor,
+    ) -> torch.Tensor:
+        """The known values."""
+        ctx.compute = compute
+        ctx.save_for_backward(x, *params)
+        return values.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of x and of the parameters."""
+        x, *params = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        grad_x = torch.empty_like(x) if needed[0] else None
+        sums: list[torch.Tensor | None] = [None] * len(params)
+        for start in range(0, x.shape[0], HEAD_ROWS):
+            part = slice(start, start + HEAD_ROWS)
+
+            def compute(rows: torch.Tensor, part: slice = part) -> torch.Tensor:
+                value: torch.Tensor = ctx.compute(rows, part)
+                return value
+
+            first, *others = _gradients(compute, x[part], params, grad[part], needed)
+            if grad_x is not None and first is not None:
+                grad_x[part] = first
+            for i, other in enumerate(others):
+                total = sums[i]
+                if other is not None:
+                    sums[i] = other if total is None else total.add_(other)
+        return None, None, grad_x, *sums
+
+
+class GradientModel:
+    """The trainer's model, arranged for the backward pass. Shares its parameters; the model is not changed.
+
+    Its modules are copies in evaluation mode: no dropout, and no checkpointing of their own.
+    """
+
+    def __init__(self, model: nn.Module, arch: Arch) -> None:
+        self._model = plain_copy(model).eval()
+        set_attention(self._model, "sdpa", instead_of=ATTENTION)
+        self._layers_name, layers = layer_list(self._model, arch)
+        self._layers = list(layers)
+        self._base_name = self._layers_name.rpartition(".")[0]
+        base = set(self._model.get_submodule(self._base_name).parameters())
+        others = [parameter for parameter in self._model.parameters() if parameter not in base]
+        head: nn.Module = self._model.get_output_embeddings()  # type: ignore[operator]
+        # A head may share the weight of the embedding, which is part of the base model.
+        self._head_params = list(dict.fromkeys([*others, *head.parameters()]))
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter takes a gradient."""
+        return any(parameter.requires_grad for parameter in self._model.parameters())
+
+    def hidden(self, input_ids: torch.Tensor, activations: list[torch.Tensor]) -> torch.Tensor:
+        """What the head is given, [B, T, H]. `activations`: the engine's, layer inputs, then the output."""
+        layers = [
+            with_forward(layer, _known_layer(layer, activations[i + 1]))
+            for i, layer in enumerate(self._layers)
+        ]
+        model = with_layers(self._model, self._layers_name, layers)
+        base = model.get_submodule(self._base_name)
+        hidden: torch.Tensor = base(input_ids=input_ids, use_cache=False).last_hidden_state
+        return hidden
+
+    def logprobs(
+        self,
+        values: torch.Tensor,  # [M]
+        hidden: torch.Tensor,  # [M, H]
+        targets: torch.Tensor,  # [M]
+        temperature: float,
+    ) -> torch.Tensor:
+        """The given log-probabilities of targets, with gradients."""
+
+        def compute(rows: torch.Tensor, part: slice) -> torch.Tensor:
+            logits = self._logits(rows).float() / temperature
+            return logits.log_softmax(-1).gather(1, targets[part][:, None])[:, 0]
+
+        return _apply(_HeadReplay, values, compute, hidden, *self._head_params)
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """[M, H] → [M, V], by the model's own head and scale."""
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        output = BaseModelOutputWithPast(last_hidden_state=rows[None])
+        stub = with_forward(self._model.get_submodule(self._base_name), lambda **_: output)
+        logits: torch.Tensor = with_module(self._model, self._base_name, stub)(
+            inputs_embeds=rows[None], use_cache=False
+        ).logits
+        return logits[0]
+
+
+def _apply(function: Any, *args: Any) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*args)
+    return result
+
+
+def _known_layer(layer: nn.Module, value: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """A layer's `forward` whose output is known."""
+    params = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def compute(x: torch.Tensor) -> torch.Tensor:
+            output: Any = layer(x, *args, **kwargs)
+            first: torch.Tensor = output[0] if isinstance(output, tuple) else output
+            return first
+
+        return _apply(_Replay, lambda: value, compute, hidden_states, *params)
+
+    return forward
+
+
+__all__ = ["HEAD_ROWS", "GradientModel"]

@@ -1,0 +1,213 @@
+"""TRL's GRPOTrainer with rollouts by Samewise in the same process, and its log-probabilities.
+
+>>> from samewise.rl.trl import GRPOTrainer  # in place of trl's
+>>> GRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=dataset).train()
+
+Rollout and trainer agree to the last bit: the log-probabilities of generation are the old policy's, so that
+the importance ratio is exactly 1 until the weights change. Needs `pip install trl`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import trl
+
+from samewise.errors import BadParameter
+from samewise.llm.llm import LLM
+from samewise.params import SamplingParams
+from samewise.rl.forward import TrainingForward
+from samewise.rl.rollout import llm_over
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far rollout and trainer agree on the tokens of one forward pass of the loss."""
+
+    step: int  # the trainer's global step
+    contract: str  # of the weights that generated
+    max_difference: float  # of log-probabilities
+    min_ratio: float  # of the importance weights
+    max_ratio: float
+    same_weights: bool  # whether the trainer's weights are still those that generated
+
+
+class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
+    """TRL's trainer, whose answers and log-probabilities come from an engine over its own model.
+
+    Arguments are TRL's. `engine_settings` are keywords of EngineConfig. One process; no filters when
+    sampling: log-probabilities of a filtered distribution are not those that the loss is made of.
+    """
+
+    def __init__(self, *args: Any, engine_settings: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if kwargs.get("rollout_func") is not None:
+            raise BadParameter(
+                "rollout_func is this trainer's own; use trl.GRPOTrainer for another", param="rollout_func"
+            )
+        super().__init__(*args, **kwargs)
+        _refuse_unsupported(self)
+        self.rollout_func = _rollout
+        self._settings = {"proposer": "auto"} | (engine_settings or {})
+        self._llm: LLM | None = None
+        self._forwards: dict[int, TrainingForward] = {}  # by the model's id: the policy's, the reference's
+        self._rollouts = (-1, 0)  # the global step, and rollouts made in it
+        self.agreements: list[Agreement] = []
+        """Of every forward pass of the loss, in order."""
+
+    @property
+    def llm(self) -> LLM:
+        """The engine that generates."""
+        if self._llm is None:
+            self._llm = llm_over(self._policy, self.processing_class, **self._settings)
+        return self._llm
+
+    @property
+    def _policy(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
+
+    def forward_of(self, model: Any) -> TrainingForward:
+        """The forward pass of a model with the bits of the engine."""
+        plain = self.accelerator.unwrap_model(model)
+        if id(plain) not in self._forwards:
+            self._forwards[id(plain)] = TrainingForward(plain, like=self.llm)
+        return self._forwards[id(plain)]
+
+    # ---- rollout
+
+    def roll_out(self, prompts: list[Any]) -> dict[str, Any]:
+        """TRL's rollout: an answer to every prompt, after the engine has got the trainer's weights."""
+        if self.forward_of(self.model).refresh():
+            self.llm.update_weights(self._policy.state_dict())
+        prompt_ids, images, _ = self._tokenize_prompts(prompts)
+        if images is not None and any(image for image in images):
+            raise BadParameter("prompts with images are not supported; text only", param="prompts")
+        outputs = self.llm.generate(
+            [list(ids) for ids in prompt_ids], self._sampling(len(prompts)), use_tqdm=False
+        )
+        return {
+            "prompt_ids": [output.prompt_token_ids for output in outputs],
+            "completion_ids": [output.outputs[0].token_ids for output in outputs],
+            "logprobs": [output.outputs[0].token_logprobs for output in outputs],
+        }
+
+    def _sampling(self, num: int) -> list[SamplingParams]:
+        """A seed for every answer, of the trainer's seed and step alone: a resumed run repeats it."""
+        step, count = self._rollouts
+        count = count + 1 if step == self.state.global_step else 0
+        self._rollouts = self.state.global_step, count
+        return [
+            SamplingParams(
+                temperature=self.temperature,
+                max_tokens=self.max_completion_length,
+                logprobs_mode="processed_logprobs",
+                seed=_seed(self.args.seed, self.state.global_step, count, number),
+                detokenize=False,
+            )
+            for number in range(num)
+        ]
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """TRL's batch; the old policy's log-probabilities are those that generation returned."""
+        output = super()._generate_and_score_completions(inputs)
+        output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        return output
+
+    # ---- loss
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Log-probabilities of the last tokens, with the bits of generation."""
+        del batch_size  # no value depends on it
+        scores = self.forward_of(model).score(
+            input_ids,
+            attention_mask,
+            temperature=self.temperature,
+            logits_to_keep=logits_to_keep,
+            entropy=compute_entropy,
+        )
+        self._last_logprobs = scores.logprobs.detach()
+        return scores.logprobs, scores.entropy, None
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        """TRL's loss; notes how far the rollout's and the trainer's log-probabilities agree."""
+        loss = super()._compute_loss(model, inputs)
+        mask = inputs["completion_mask"].bool()
+        if "tool_mask" in inputs:
+            mask &= inputs["tool_mask"].bool()
+        difference = (self._last_logprobs - inputs["sampling_per_token_logps"])[mask]
+        ratio = difference.exp()
+        certified = not self.forward_of(self.model).refresh() and self._is_certified()
+        self.agreements.append(
+            Agreement(
+                self.state.global_step,
+                self.llm.contract.id,
+                float(difference.abs().max()) if len(difference) else 0.0,
+                float(ratio.min()) if len(ratio) else 1.0,
+                float(ratio.max()) if len(ratio) else 1.0,
+                certified,
+            )
+        )
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["sampling/sampling_logp_difference/max"].append(
+            self.agreements[-1].max_difference
+        )
+        return loss
+
+    def _is_certified(self) -> bool:
+        """Whether the trainer's weights are those that the engine was given last."""
+        return bool(self._rollouts[0] == self.state.global_step)
+
+
+def _rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    return trainer.roll_out(prompts)
+
+
+def _seed(*parts: int) -> int:
+    """53 bits of a hash: readable by every JSON reader, and different for every answer."""
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 11
+
+
+def _refuse_unsupported(trainer: Any) -> None:
+    """Raise BadParameter for settings under which rollout and trainer could not agree."""
+    neutral = {
+        "top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)
+    }  # fmt: skip
+    for name, values in neutral.items():
+        if getattr(trainer, name, None) not in values:
+            raise BadParameter(
+                f"{name}={getattr(trainer, name)}: the loss knows the temperature alone; give {values[0]}",
+                param=name,
+            )
+    checks = {
+        "use_vllm": trainer.use_vllm,
+        "use_transformers_continuous_batching": getattr(
+            trainer, "use_transformers_continuous_batching", False
+        ),
+        "use_liger_kernel": trainer.args.use_liger_kernel,
+        "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
+        "entropy_coef": getattr(trainer, "_entropy_bonus_enabled", False),
+    }
+    for name, used in checks.items():
+        if used:
+            raise BadParameter(f"{name} is not supported with rollouts by Samewise; leave it out", param=name)
+    if trainer.accelerator.num_processes > 1:
+        raise BadParameter(
+            f"{trainer.accelerator.num_processes} processes: this trainer rolls out in one; use "
+            "`samewise serve --enable-training`",
+            param="args",
+        )
+
+
+__all__ = ["Agreement", "GRPOTrainer"]

@@ -1,0 +1,322 @@
+"""The routes of a trainer: pauses, new weights, tokens in and out. Only with `--enable-training` and a key.
+
+Their shapes are those that vLLM's, SGLang's, TRL's and prime-rl's clients send and read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from samewise.llm.gate import check_mode
+from samewise.openai import training as wire
+from samewise.openai.bodies import CHAT, COMPLETIONS
+from samewise.openai.errors import ApiError, invalid
+from samewise.openai.parse import read_json
+from samewise.outputs import RequestOutput
+from samewise.serve.http import BodyBudget, HeldBody, JsonResponse
+
+if TYPE_CHECKING:
+    import torch
+
+    from samewise.serve.app import Service
+
+MAX_PIECE = 2**31
+"""Bytes of a body with a tensor, and of all such bodies together: an embedding of 128,000 tokens by 4,096 in
+bfloat16 takes 1.4 GB in base64. Set by hand."""
+
+SGLANG_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+"""SGLang's ways to pause. Where it frees the memory of what runs, and computes it again, ours freezes it."""
+
+
+class TrainingRoutes:
+    """The handlers, and what an update in pieces has brought so far."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._bodies = BodyBudget(MAX_PIECE)
+        self._pieces: dict[str, torch.Tensor] = {}
+        self._collecting = False  # between /start_weight_update and /finish_weight_update
+        self._labels: dict[int, str] = {}  # versions that trainers named, by number
+        self._lock = asyncio.Lock()  # one update at a time
+
+    def routes(self) -> list[Route]:
+        """All routes, each with and without a slash at its end unless the two differ."""
+        post: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/abort_requests": self.abort_requests,
+            "/abort_request": self.abort_requests,
+            "/update_weights": self.update_weights,
+            "/start_weight_update": self.start_weight_update,
+            "/finish_weight_update": self.finish_weight_update,
+            "/reset_prefix_cache": self.reset_prefix_cache,
+            "/inference/v1/generate": self.generate_tokens,
+            "/update_weights_from_disk": self.update_weights_from_disk,
+            "/pause_generation": self.pause_generation,
+            "/continue_generation": self.continue_generation,
+            "/flush_cache": self.flush_cache,
+            "/chat": self.chat_trl,
+            "/get_sequence_logprobs": self.sequence_logprobs,
+            "/update_named_param": self.update_named_param,
+            "/init_communicator": self.init_communicator,
+            "/init_weight_transfer_engine": self.init_communicator,
+            "/close_communicator": self.close_communicator,
+        }
+        get: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/is_paused": self.is_paused,
+            "/weight_info": self.weight_info,
+            "/get_weight_version": self.weight_info,
+            "/get_world_size": self.get_world_size,
+            "/server_info": self.server_info,
+            "/get_server_info": self.server_info,
+            "/flush_cache": self.flush_cache,
+            "/health_generate": self._service.ready,
+        }
+        routes = [Route("/health/", self._service.health, methods=["GET"])]
+        for method, handlers in (("POST", post), ("GET", get)):
+            for path, handler in handlers.items():
+                routes += [Route(one, handler, methods=[method]) for one in (path, f"{path}/")]
+        routes.append(Route("/generate", self.generate_sglang, methods=["POST"]))
+        routes.append(Route("/generate/", self.generate_trl, methods=["POST"]))
+        return routes
+
+    # ---- pauses
+
+    async def pause(self, request: Request) -> Response:
+        """Stop generating; `mode` as vLLM's, by default `abort`."""
+        await self._service.worker.llm.pause(_mode(request, "abort"))
+        return JsonResponse({"status": "paused"})
+
+    async def resume(self, _: Request) -> Response:
+        """Go on."""
+        await self._service.worker.llm.resume()
+        return JsonResponse({"status": "resumed"})
+
+    async def is_paused(self, _: Request) -> Response:
+        """Whether a pause was asked for."""
+        return JsonResponse({"is_paused": self._service.worker.llm.paused})
+
+    async def abort_requests(self, request: Request) -> Response:
+        """End every request under way with the tokens it has."""
+        body = await self._body(request)
+        if body.get("request_ids") or body.get("rid"):
+            raise invalid("request_ids", "a single request ends with its connection; leave it out for all")
+        aborted = await self._service.worker.llm.abort_all()
+        return JsonResponse({"status": "aborted", "aborted": aborted})
+
+    async def pause_generation(self, request: Request) -> Response:
+        """SGLang's pause, by default `abort`."""
+        mode = (await self._body(request)).get("mode", "abort")
+        if mode not in SGLANG_MODES:
+            raise invalid("mode", f"choose one of {', '.join(SGLANG_MODES)}")
+        await self._service.worker.llm.pause(SGLANG_MODES[mode])
+        return JsonResponse({"status": "ok", "message": "Generation paused successfully."})
+
+    async def continue_generation(self, _: Request) -> Response:
+        """The end of SGLang's pause."""
+        await self._service.worker.llm.resume()
+        return JsonResponse({"status": "ok", "message": "Generation continued successfully."})
+
+    # ---- weights
+
+    async def update_weights(self, request: Request) -> Response:
+        """New weights from a folder; or, after `/start_weight_update`, some tensors."""
+        body = await self._body(request, large=True)
+        folder = wire.folder_of(body)
+        if folder is None:
+            await self._add_pieces(body)
+            return JsonResponse({"message": "Weights received"})
+        await self._replace(folder, _mode(request, "keep"), None)
+        return JsonResponse({"status": "ok", "message": "Weights updated", **self._version()})
+
+    async def update_weights_from_disk(self, request: Request) -> Response:
+        """The same as SGLang has it."""
+        body = await self._body(request)
+        folder = wire.required(body, "model_path", str, "a folder of safetensors")
+        mode = "abort" if body.get("abort_all_requests") else _mode(request, "keep")
+        await self._replace(folder, mode, body.get("weight_version"))
+        message = "Succeeded to update model weights."
+        return JsonResponse({"success": True, "message": message, "num_paused_requests": 0})
+
+    async def start_weight_update(self, _: Request) -> Response:
+        """Begin an update in pieces. The old weights serve until it is finished."""
+        self._pieces, self._collecting = {}, True
+        return JsonResponse({"message": "Weight update started"})
+
+    async def finish_weight_update(self, request: Request) -> Response:
+        """Replace the tensors that were sent, all at once."""
+        body = await self._body(request)
+        if not self._collecting:
+            raise ApiError("there is no update to finish; call /start_weight_update", code="invalid_value")
+        pieces, self._pieces, self._collecting = self._pieces, {}, False
+        await self._replace(pieces, _mode(request, "keep"), body.get("weight_version"))
+        return JsonResponse({"message": "Weight update finished", **self._version()})
+
+    async def update_named_param(self, request: Request) -> Response:
+        """One tensor in the body; at once, or with `/finish_weight_update` where one was begun."""
+        body = await self._body(request, large=True)
+        pieces = await asyncio.to_thread(lambda: _tensors([body]))
+        if self._collecting:
+            self._pieces |= pieces
+        else:
+            await self._replace(pieces, _mode(request, "keep"), None)
+        return JsonResponse({"message": "Request received, updating named parameter", **self._version()})
+
+    async def _add_pieces(self, body: wire.Json) -> None:
+        tensors = wire.as_object(body.get("update_info") or {}).get("tensors")
+        if not isinstance(tensors, list):
+            raise invalid(
+                "update_info", "give weight_dir, a folder of safetensors, or tensors, a list of "
+                "{name, dtype, shape, data} after /start_weight_update"
+            )  # fmt: skip
+        if not self._collecting:
+            raise ApiError(
+                "tensors come between /start_weight_update and /finish_weight_update", param="tensors"
+            )
+        self._pieces |= await asyncio.to_thread(lambda: _tensors(tensors))
+
+    async def _replace(self, update: Any, mode: str, label: object) -> None:
+        llm = self._service.worker.llm
+        async with self._lock:
+            await llm.update_weights(update, mode=mode)
+            if label is not None:
+                self._labels[llm.weights_version] = str(label)[:200]
+
+    def _label(self, version: int) -> str:
+        return self._labels.get(version, str(version))
+
+    def _version(self) -> wire.Json:
+        llm = self._service.worker.llm
+        return {"weight_version": self._label(llm.weights_version), "contract": llm.contract.id}
+
+    async def weight_info(self, _: Request) -> Response:
+        """The weights' version, as the trainer named it, and their contract."""
+        return JsonResponse(self._version())
+
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        """Empty the prefix cache, if nothing is under way."""
+        return JsonResponse({"success": await self._service.worker.llm.reset_prefix_cache()})
+
+    async def flush_cache(self, _: Request) -> Response:
+        """The same as SGLang has it: 400 while requests are under way."""
+        if await self._service.worker.llm.reset_prefix_cache():
+            return Response("Cache flushed.\n", media_type="text/plain")
+        raise ApiError("the cache was not flushed: requests are under way", code="invalid_value")
+
+    # ---- what it is
+
+    async def get_world_size(self, _: Request) -> Response:
+        """One: the engine is one process."""
+        return JsonResponse({"world_size": 1})
+
+    async def server_info(self, _: Request) -> Response:
+        """The fields that trainers read of vLLM's and SGLang's."""
+        llm = self._service.worker.llm
+        model, facts = llm.config.model, dict(llm.contract.facts)
+        return JsonResponse({
+            "vllm_config": {
+                "model_config": {
+                    "model": model, "dtype": f"torch.{facts['dtype']}", "max_model_len": llm.max_model_len,
+                    "logprobs_mode": self._service.settings.logprobs_mode,
+                },
+                "parallel_config": {"world_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1},
+                "weight_transfer_config": None,
+            },
+            "model_path": model, "dtype": facts["dtype"], "context_length": llm.max_model_len, "tp_size": 1,
+            "dp_size": 1, "pp_size": 1, "version": self._service.version, "stats": await llm.stats(),
+        } | self._version())  # fmt: skip
+
+    async def init_communicator(self, request: Request) -> Response:
+        """Refused: there is no NCCL."""
+        wire.refuse_stateful(request.url.path)()
+        raise AssertionError
+
+    async def close_communicator(self, _: Request) -> Response:
+        """Nothing is open."""
+        return JsonResponse({"message": "there is no communicator"})
+
+    # ---- tokens
+
+    async def generate_tokens(self, request: Request) -> Response:
+        """vLLM's token-in token-out route."""
+        body = await self._body(request)
+        request_id = str(body.get("request_id") or request.state.request_id)[:200]
+        (output,) = await self._service.complete(request, COMPLETIONS, wire.token_request(body))
+        return JsonResponse(wire.token_reply(request_id, output))
+
+    async def generate_sglang(self, request: Request) -> Response:
+        """SGLang's route, which slime sends to."""
+        completion, many = wire.sglang_request(await self._body(request))
+        outputs = await self._service.complete(request, COMPLETIONS, completion)
+        replies = [
+            wire.sglang_reply(output, choice, self._label(output.weights_version))
+            for output in outputs
+            for choice in output.outputs
+        ]
+        return JsonResponse(replies if many else replies[0])
+
+    async def generate_trl(self, request: Request) -> Response:
+        """TRL's route for prompts."""
+        (completion,) = wire.trl_request(await self._body(request))
+        return JsonResponse(wire.trl_reply(await self._service.complete(request, COMPLETIONS, completion)))
+
+    async def chat_trl(self, request: Request) -> Response:
+        """TRL's route for conversations."""
+        bodies = wire.trl_request(await self._body(request))
+        answers = [self._service.complete(request, CHAT, body) for body in bodies]
+        outputs: list[RequestOutput] = [output for each in await _all(answers) for output in each]
+        return JsonResponse(wire.trl_reply(outputs))
+
+    async def sequence_logprobs(self, request: Request) -> Response:
+        """TRL's route for the log-probabilities of given sequences."""
+        completion, lengths, num = wire.sequence_request(await self._body(request))
+        outputs = await self._service.complete(request, COMPLETIONS, completion)
+        return JsonResponse(wire.sequence_reply(outputs, lengths, num))
+
+    async def _body(self, request: Request, *, large: bool = False) -> wire.Json:
+        """The body, a JSON object; empty where there is none."""
+        settings = self._service.settings
+        limit = MAX_PIECE // 2 if large else settings.max_body
+        with HeldBody(request, self._bodies, max_body=limit, owner=None) as held:
+            raw = await held.read(settings.limits.body_timeout)
+            if not raw.strip():
+                return {}
+            return wire.as_object(await asyncio.to_thread(read_json, raw))
+
+
+async def _all(answers: Sequence[Awaitable[list[RequestOutput]]]) -> list[list[RequestOutput]]:
+    """All answers, or the first error after the others were ended."""
+    tasks = [asyncio.ensure_future(answer) for answer in answers]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _mode(request: Request, default: str) -> str:
+    return check_mode(request.query_params.get("mode", default))
+
+
+def _tensors(bodies: list[Any]) -> dict[str, torch.Tensor]:
+    """Tensors from the wire, by name."""
+    import torch
+
+    pieces = [wire.piece_of(wire.as_object(body)) for body in bodies]
+    return {
+        piece.name: torch.frombuffer(bytearray(piece.data), dtype=getattr(torch, piece.dtype)).view(
+            piece.shape
+        )
+        for piece in pieces
+    }
+
+
+__all__ = ["MAX_PIECE", "SGLANG_MODES", "TrainingRoutes"]

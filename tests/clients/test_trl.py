@@ -1,0 +1,153 @@
+"""GRPO with TRL: rollout and trainer agree to the last bit; TRL's own client against a server."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from server_process import make_folder, running_server
+
+from samewise.rl.alias import set_attention
+from samewise.testing import byte_tokenizer, tiny_model
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from trl.generation import vllm_client
+
+    from samewise.rl.trl import GRPOTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SEED: Any = {"generation_kwargs": {"seed": 5}}
+PROMPTS = ["hello", "the quick brown fox", "x", "one two"]
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(letter.isalpha() for letter in text)) for text in completions]
+
+
+def trainer(folder: Path, *, resume: bool = False, max_steps: int = 3, **options: Any) -> GRPOTrainer:
+    model = tiny_model(eos_token_id=257)
+    set_attention(model, "sdpa")
+    config = {
+        "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "use_cpu": True,
+        "bf16": False, "learning_rate": 1e-3, "report_to": "none", "logging_steps": 1, "seed": 3,
+        "save_strategy": "steps", "save_steps": 1, "max_steps": max_steps, "disable_tqdm": True,
+    }  # fmt: skip
+    return GRPOTrainer(
+        model,
+        reward_funcs=reward,
+        args=trl.GRPOConfig(str(folder), **config | options),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
+        processing_class=byte_tokenizer(),
+        engine_settings={"kv_memory": 2**24},
+    )
+
+
+def test_rollout_and_trainer_agree_exactly_for_three_steps(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.train()
+    assert [one.step for one in run.agreements] == [0, 1, 2]
+    for one in run.agreements:
+        assert (one.max_difference, one.min_ratio, one.max_ratio, one.same_weights) == (0.0, 1.0, 1.0, True)
+    assert len({one.contract for one in run.agreements}) == 3
+    assert run.llm.weights_version >= 2
+    losses = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
+    assert all(value > 0 for value in losses)
+
+
+def test_micro_batches_and_inner_steps_agree_while_the_weights_are_the_same(tmp_path: Path) -> None:
+    run = trainer(tmp_path, gradient_accumulation_steps=2, num_iterations=2, max_steps=4, save_strategy="no")
+    run.train()
+    same = [one for one in run.agreements if one.same_weights]
+    other = [one for one in run.agreements if not one.same_weights]
+    assert len(same) == len(other) == 4
+    assert all((one.max_difference, one.min_ratio, one.max_ratio) == (0.0, 1.0, 1.0) for one in same)
+    assert all(one.max_difference > 0.0 for one in other)
+
+
+def test_a_resumed_run_has_the_same_curve_bit_for_bit(tmp_path: Path) -> None:
+    whole = trainer(tmp_path)
+    whole.train()
+    again = trainer(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    names = ("loss", "reward", "grad_norm", "completions/mean_length", "entropy")
+
+    def curve(run: GRPOTrainer) -> list[list[float]]:
+        return [[entry[name] for name in names] for entry in run.state.log_history if "reward" in entry]
+
+    assert curve(again) == curve(whole)
+    assert again.agreements == whole.agreements[1:]
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(parameter, again.model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"top_p": 0.9}, "top_p=0.9"), ({"top_k": 5}, "top_k=5"), ({"min_p": 0.1}, "min_p")],
+)
+def test_filters_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        trainer(tmp_path, **options)
+
+
+# -- TRL's own client ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """TRL's client, over `samewise serve --enable-training`; it needs nothing of vLLM here."""
+    folder = make_folder(tmp_path_factory.mktemp("trl"))
+    options = ("--enable-training", "--api-key", "secret", "--logprobs-mode", "processed_logprobs")
+    log = tmp_path_factory.mktemp("log") / "log"
+    with running_server(folder, log, *options) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
+        yield vllm_client.VLLMClient(server.url.replace("http://", "http://any:secret@"))
+
+
+def test_its_client_generates_with_log_probabilities(client: Any) -> None:
+    out = client.generate(
+        [[65, 66, 67], [70]], n=2, temperature=0.7, max_tokens=6, generation_kwargs={"seed": 5}
+    )
+    assert out["prompt_ids"] == [[65, 66, 67], [70]]
+    assert [len(row) for row in out["logprobs"]] == [len(ids) for ids in out["completion_ids"]]
+    scored = client.get_sequence_logprobs(
+        [[70, *out["completion_ids"][2]]], [1], top_logprobs=30, temperature=0.7
+    )
+    assert scored["actual_token_ids"][0] == [[token] for token in out["completion_ids"][2]]
+    assert len(scored["logprobs"][0][0]) == 30
+
+
+def test_its_client_chats(client: Any) -> None:
+    out = client.chat([[{"role": "user", "content": "hi"}]], max_tokens=4, **SEED)
+    assert len(out["completion_ids"][0]) <= 4
+
+
+def test_its_client_is_told_that_there_is_no_nccl(client: Any) -> None:
+    assert client.get_world_size() == 1
+    assert client.get_server_info()["model_config"]["dtype"] == "torch.float32"
+    client.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="no weight-transfer engine"):
+        client.init_communicator(device="cpu")
+
+
+def test_its_asynchronous_trainers_client_pauses_and_resumes(client: Any) -> None:
+    from accelerate import PartialState
+    from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+    PartialState(cpu=True)  # its logger asks for one
+    remote = VLLMClient(client.base_url)
+    remote.wait_for_server_ready()
+    assert (remote.get_world_size(), remote.get_dtype()) == (1, "torch.float32")
+    assert remote.get_max_model_len() == 1024
+    remote.pause()
+    assert client._get(f"{client.base_url}/is_paused") == {"is_paused": True}
+    remote.start_weight_update()
+    remote.finish_weight_update()
+    remote.resume()
+    assert client._get(f"{client.base_url}/weight_info")["weight_version"] == "1"
+    assert client.generate([[65]], max_tokens=2, **SEED)["completion_ids"]

@@ -1,0 +1,278 @@
+"""The routes of trainers: off by default, only with a key, and in the shapes that their clients read."""
+
+import asyncio
+import base64
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served_app import run, served_app
+
+from samewise import AsyncLLM
+from samewise.errors import BadParameter
+from samewise.serve.app import make_app
+from samewise.serve.settings import Keys, ServeSettings
+from samewise.testing import tiny_engine, tiny_model
+
+KEY = {"Authorization": "Bearer secret"}
+SETTINGS = ServeSettings(training=True, keys=Keys.of(["secret"]))
+TOKENS = [65, 66, 67]
+
+
+@functools.cache
+def contract_of(seed: int) -> str:
+    return tiny_engine(seed=seed).contract.id
+
+
+def training(**options: Any) -> Any:
+    return served_app(settings=SETTINGS, headers=KEY, **options)
+
+
+def folder(path: Path, seed: int) -> str:
+    tiny_model(seed=seed).save_pretrained(path)
+    return str(path)
+
+
+def piece(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    data = base64.b64encode(tensor.contiguous().view(torch.uint8).numpy().tobytes()).decode()
+    return {"name": name, "dtype": str(tensor.dtype), "shape": list(tensor.shape), "data": data}
+
+
+def test_the_routes_are_not_there_unless_enabled() -> None:
+    app = make_app(AsyncLLM.over(tiny_engine()))
+    paths = {getattr(route, "path", "") for route in app.routes}
+    assert not paths & {"/pause", "/update_weights", "/generate", "/update_named_param/"}
+    app.state.service.worker.llm.close()
+
+
+def test_without_a_key_they_are_refused() -> None:
+    with pytest.raises(BadParameter, match="give it a key"):
+        ServeSettings(training=True)
+
+
+def test_a_wrong_key_is_refused_and_a_key_may_be_a_password() -> None:
+    async def scenario() -> None:
+        async with served_app(settings=SETTINGS) as app:
+            basic = {"Authorization": "Basic " + base64.b64encode(b"any:secret").decode()}
+            for headers, status in (
+                ({}, 401), ({"Authorization": "Bearer no"}, 401), (KEY, 200), (basic, 200),
+                (basic | {"Origin": "http://other"}, 401), ({"Authorization": "Basic ?"}, 401),
+            ):  # fmt: skip
+                reply = await app.client.get("/is_paused", headers=headers)
+                assert reply.status_code == status, headers
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_pause_and_resume(mode: str) -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            assert (await app.client.post(f"/pause?mode={mode}")).json() == {"status": "paused"}
+            assert (await app.client.get("/is_paused")).json() == {"is_paused": True}
+            waiting = asyncio.create_task(app.complete())
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            assert (await app.client.post("/resume")).json() == {"status": "resumed"}
+            await waiting
+            assert (await app.client.get("/is_paused")).json() == {"is_paused": False}
+            assert (await app.refusal("/pause?mode=now", {}))[1]["param"] == "mode"
+
+    run(scenario())
+
+
+def test_aborted_requests_return_what_they_have() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            body = {"prompt": TOKENS, "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
+            running = asyncio.create_task(app.post("/v1/completions", body))
+            while not (await app.llm.stats())["output_tokens"]:
+                await asyncio.sleep(0.01)
+            assert await app.post("/abort_requests", {}) == {"status": "aborted", "aborted": 1}
+            (choice,) = (await running)["choices"]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "aborted")
+            assert choice["token_ids"]
+            await app.check_idle()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/update_weights", {"weight_dir": "FOLDER"}),
+        ("/update_weights", {"update_info": {"path": "FOLDER"}}),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "FOLDER", "weight_version": "step-1", "flush_cache": True},
+        ),
+    ],
+)
+def test_weights_from_a_folder(path: str, body: dict[str, Any], tmp_path: Path) -> None:
+    where = folder(tmp_path, 1)
+
+    def filled(value: Any) -> Any:
+        return (
+            {k: filled(v) for k, v in value.items()}
+            if isinstance(value, dict)
+            else where
+            if value == "FOLDER"
+            else value
+        )
+
+    async def scenario() -> None:
+        async with training() as app:
+            assert "weights_version" not in await app.complete()
+            await app.post(path, filled(body))
+            info = (await app.client.get("/weight_info")).json()
+            assert info == {"weight_version": body.get("weight_version", "1"), "contract": contract_of(1)}
+            answer = await app.complete()
+            assert (answer["weights_version"], answer["system_fingerprint"]) == (1, contract_of(1))
+            assert (await app.refusal(path, filled({k: v for k, v in body.items() if k == "x"})))[0] == 400
+
+    run(scenario())
+
+
+def test_weights_in_pieces() -> None:
+    state = tiny_model(seed=1).state_dict()
+    names = list(state)
+
+    async def scenario() -> None:
+        async with training() as app:
+            await app.post("/start_weight_update", {"is_checkpoint_format": True})
+            for name in names[:-1]:
+                await app.post("/update_named_param/", piece(name, state[name]))
+            tensors = [piece(names[-1], state[names[-1]])]
+            await app.post("/update_weights", {"update_info": {"tensors": tensors}})
+            assert app.llm.weights_version == 0  # the old weights serve until the end
+            await app.post("/finish_weight_update?mode=wait", {})
+            assert app.llm.contract.id == contract_of(1)
+            assert (await app.refusal("/finish_weight_update", {}))[0] == 400
+            await app.post("/update_named_param/", piece(names[0], state[names[0]]))  # at once
+            assert app.llm.weights_version == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"data": None}, "data"), ({"data": "?"}, "data"), ({"data": "AAAA"}, "data"),
+        ({"dtype": "int8"}, "dtype"), ({"shape": "x"}, "shape"), ({"shape": [-1]}, "shape"),
+        ({"name": 3}, "name"), ({"name": "nothing"}, "update"),
+    ],
+)  # fmt: skip
+def test_a_piece_that_is_no_tensor_is_refused(change: dict[str, Any], param: str) -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            body = piece("model.norm.weight", torch.zeros(64)) | change
+            status, error = await app.refusal("/update_named_param/", body)
+            assert (status, error["param"]) == (400, param)
+            await app.complete()
+
+    run(scenario())
+
+
+def test_the_communicator_is_refused_with_the_way_that_works() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            for path in ("/init_communicator/", "/init_weight_transfer_engine"):
+                status, error = await app.refusal(path, {"host": "0.0.0.0", "port": 1, "world_size": 2})
+                assert status == 501
+                assert "no NCCL group here; send weights as a folder" in error["message"]
+            assert (await app.client.get("/get_world_size/")).json() == {"world_size": 1}
+
+    run(scenario())
+
+
+def test_tokens_in_and_out() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            sampling = {
+                "temperature": 0.7,
+                "max_tokens": 5,
+                "logprobs": 1,
+                "seed": 3,
+                "n": 2,
+                "output_kind": 2,
+            }
+            body = {"request_id": "r-1", "token_ids": TOKENS, "sampling_params": sampling}
+            reply = await app.post("/inference/v1/generate", body)
+            assert reply["request_id"] == "r-1"
+            plain = await app.complete(TOKENS, return_token_ids=True, **sampling)
+            for choice, same in zip(reply["choices"], plain["choices"], strict=True):
+                assert choice["token_ids"] == same["token_ids"]
+                values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+                assert values == same["logprobs"]["token_logprobs"]
+            for wrong, param in (
+                ({"token_ids": "x"}, "token_ids"), ({"sampling_params": 3}, "sampling_params"),
+                ({"sampling_params": {"temperature": -1}}, "temperature"), ({"stream": True}, "stream"),
+            ):  # fmt: skip
+                assert (await app.refusal("/inference/v1/generate", body | wrong))[1]["param"] == param
+
+    run(scenario())
+
+
+def test_slimes_routes() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            sampling = {
+                "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 5, "stop": None,
+                "stop_token_ids": None, "skip_special_tokens": False, "no_stop_trim": True,
+                "spaces_between_special_tokens": False, "sampling_seed": 9,
+            }  # fmt: skip
+            body = {"input_ids": TOKENS, "sampling_params": sampling, "return_logprob": True}
+            reply = await app.post("/generate", body)
+            pairs = reply["meta_info"]["output_token_logprobs"]
+            assert [token for _, token, _ in pairs] == reply["output_ids"]
+            (score,) = await scores(app, TOKENS, reply["output_ids"])
+            assert [value for value, _, _ in pairs] == score
+            assert reply["meta_info"]["finish_reason"]["type"] in ("length", "stop")
+            assert len(await app.post("/generate", body | {"input_ids": [TOKENS, [70]]})) == 2
+            assert (await app.client.get("/flush_cache")).status_code == 200
+            assert (await app.post("/pause_generation", {}))["status"] == "ok"
+            assert (await app.post("/continue_generation", {}))["status"] == "ok"
+            assert (await app.client.get("/server_info")).json()["tp_size"] == 1
+
+    run(scenario())
+
+
+async def scores(app: Any, prompt: list[int], answer: list[int]) -> list[list[float]]:
+    reply = await app.post(
+        "/get_sequence_logprobs/",
+        {"sequences": [prompt + answer], "prompt_lengths": [len(prompt)], "top_logprobs": 3},
+    )
+    return [[value for (value,) in row] for row in reply["actual_logprobs"]]
+
+
+def test_trls_routes() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            body = {
+                "prompts": [TOKENS, [70]],
+                "n": 2,
+                "temperature": 0.7,
+                "max_tokens": 4,
+                "generation_kwargs": {"seed": 1},
+            }
+            reply = await app.post("/generate/", body)
+            assert reply["prompt_ids"] == [TOKENS, [70]]
+            assert len(reply["completion_ids"]) == 4
+            assert [len(row) for row in reply["logprobs"]] == [len(ids) for ids in reply["completion_ids"]]
+            chat = {
+                "messages": [[{"role": "user", "content": "hi"}]] * 2,
+                "max_tokens": 3,
+                "generation_kwargs": {"seed": 1},
+            }
+            reply = await app.post("/chat/", chat)
+            assert reply["completion_ids"][0] == reply["completion_ids"][1]
+            assert (await app.refusal("/generate/", {"prompts": [TOKENS], "images": [["x"]]}))[1][
+                "param"
+            ] == "images"
+            assert (await app.refusal("/get_sequence_logprobs/", {"sequences": [[1]], "prompt_lengths": []}))[
+                0
+            ] == 400
+
+    run(scenario())
