@@ -92,14 +92,16 @@ class FusedForward:
 
     def fields(self) -> Layer:
         """What the kernel is told of the layer."""
-        if any(linear.packed is not packed for linear, packed in zip(self.linears, self._packed, strict=True)):
+        if any(
+            linear.packed is not packed for linear, packed in zip(self.linears, self._packed, strict=True)
+        ):
             self._read_weights()
         return self._fields
 
     def visit(
         self, hidden_states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], rows: Rows
     ) -> tuple[tuple[torch.Tensor, ...], Visit, torch.Tensor]:
-        """What the kernel is told of a pass: tensors to keep alive, their addresses, and where the output goes."""
+        """What the kernel is told of a pass: tensors to keep alive, their addresses, the output's tensor."""
         x = hidden_states.contiguous()
         cos, sin = (table.contiguous() for table in angles)
         self._check(x, cos, sin, rows)

@@ -378,30 +378,6 @@ struct DefaultArithmetic {
     ~DefaultArithmetic() { std::fesetenv(&saved); }
 };
 
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
-// Call f(task, worker) for every task below `count`, each once, on at most `threads` workers.
-// The runtime is borrowed rather than linked: a second one would spin against the first.
-template <class F>
-void for_each(void* parallel, int64_t threads, int64_t count, F f) {
-    struct Shared {
-        F& f;
-        int64_t count;
-        std::atomic<int64_t> next{0}, workers{0};
-    } shared{f, count};
-    auto work = [](void* p) {
-        Shared& s = *static_cast<Shared*>(p);
-        DefaultArithmetic arithmetic;
-        int64_t worker = s.workers.fetch_add(1);
-        for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.f(i, worker);
-    };
-    threads = std::min(threads, count);
-    if (parallel == nullptr || threads <= 1)
-        work(&shared);
-    else
-        reinterpret_cast<Parallel>(parallel)(work, &shared, unsigned(threads), 0);
-}
-
 // Floats that outlive the call, so that a pass of many layers does not fault its pages in again and again.
 float* scratch(int64_t len) {
     thread_local std::unique_ptr<float[]> room;
