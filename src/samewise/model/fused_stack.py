@@ -79,7 +79,7 @@ def stack_layers(layers: list[nn.Module]) -> list[nn.Module]:
 
 def _kind(layer: nn.Module) -> tuple[object, ...] | None:
     """What layers of one stack have in common; None for a layer that runs by itself."""
-    forward = layer.__dict__.get("forward")
+    forward: Any = layer.forward
     family = type(layer).__module__.split(".")[2:3]
     if type(forward) is not FusedForward or not STACKED_FAMILIES.issuperset(family):
         return None
