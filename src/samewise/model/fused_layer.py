@@ -52,16 +52,17 @@ class FusedForward:
     def __init__(self, layer: Any) -> None:
         attention, mlp = attention_of(layer), mlp_of(layer)
         self._layer = layer
-        self._attention, self._mlp, self._width = attention, mlp, _width(layer)
+        self._attention, self._mlp, self.width = attention, mlp, _width(layer)
         self._held = [weight.detach() for weight in layer.parameters()]
         self._linears: list[FrameLinear] = []
         self._packed: list[PackedWeight | None] = []
         self._entry, self._parallel = _entry(), native_build.gomp_parallel()
-        self._fields = fields = Layer(width=self._width)
+        self.head_dim = 0  # without attention
+        self._fields = fields = Layer(width=self.width)
         if attention:
             binding: AttentionBinding = attention.binding
             self._kv, facts = binding.kv, binding.facts  # kept: the module may be bound anew
-            self._dim = facts.head_dim
+            self.head_dim = facts.head_dim
             fields.first = _norm(layer.input_layernorm)
             fields.q_norm = _norm(getattr(attention, "q_norm", None))
             fields.k_norm = _norm(getattr(attention, "k_norm", None))
@@ -83,12 +84,26 @@ class FusedForward:
         **__: Any,
     ) -> torch.Tensor:
         """The layer's output for R rows."""
+        fields = self.fields()
+        x, visit, y = self.visit(hidden_states, position_embeddings, rows)
+        self.raise_if_failed(self._entry(fields, visit))
+        del x  # its address is in `visit`
+        return y
+
+    def fields(self) -> Layer:
+        """What the kernel is told of the layer."""
         if any(
             linear.packed is not packed for linear, packed in zip(self._linears, self._packed, strict=True)
         ):
             self._read_weights()
+        return self._fields
+
+    def visit(
+        self, hidden_states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], rows: Rows
+    ) -> tuple[tuple[torch.Tensor, ...], Visit, torch.Tensor]:
+        """What the kernel is told of a pass: tensors to keep alive, their addresses, the output's tensor."""
         x = hidden_states.contiguous()
-        cos, sin = (table.contiguous() for table in position_embeddings)
+        cos, sin = (table.contiguous() for table in angles)
         self._check(x, cos, sin, rows)
         y = torch.empty_like(x)
         visit = Visit(
@@ -96,10 +111,13 @@ class FusedForward:
             *(table.data_ptr() for table in rows[:NUM_TABLES]),
             *(x.shape[1], rows.pages.shape[0], torch.get_num_threads(), self._parallel),
         )
-        result = self._entry(self._fields, visit)
-        if result:
-            raise_for_linear(result) if result < 16 else raise_for_attention(result - 16)
-        return y
+        return (x, cos, sin), visit, y
+
+    @staticmethod
+    def raise_if_failed(status: int) -> None:
+        """Raise the error that the kernel's return value stands for; 0 is success."""
+        if status:
+            raise_for_linear(status) if status < 16 else raise_for_attention(status - 16)
 
     def _read_weights(self) -> None:
         """Take the addresses of the packed weights."""
@@ -122,9 +140,9 @@ class FusedForward:
     def _check(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: Rows) -> None:
         """Raise unless shapes and dtypes are the kernel's. Page numbers and slots it checks itself."""
         num_rows = x.shape[1]
-        angles = (1, num_rows, self._dim) if self._attention else cos.shape
+        angles = (1, num_rows, self.head_dim) if self._attention else cos.shape
         if (
-            x.shape != (1, num_rows, self._width)
+            x.shape != (1, num_rows, self.width)
             or x.dtype != torch.float32
             or not cos.shape == sin.shape == angles
             or not cos.dtype == sin.dtype == torch.float32
@@ -132,7 +150,7 @@ class FusedForward:
             or not all(table.dtype == torch.int32 and table.is_contiguous() for table in rows[:NUM_TABLES])
         ):
             shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, cos, sin, *rows[:NUM_TABLES]))
-            raise InvariantBroken(f"a fused layer of width {self._width} was given {shapes}")
+            raise InvariantBroken(f"a fused layer of width {self.width} was given {shapes}")
 
 
 def _norm(module: Any) -> Norm:

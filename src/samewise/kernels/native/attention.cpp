@@ -21,10 +21,14 @@
 //
 // Layout: K pages [P, Hkv, D, 16] (16 keys are the lanes of a vector), V pages [P, Hkv, 16, D].
 
-#include "calls.h"
+#include "attention.h"
 #include "lanes.h"
+#include "team.h"
 
 namespace {
+
+using samewise::AttentionPlan;
+using samewise::Tile;
 
 constexpr int PAGE = 16;
 constexpr int MAX_QUERIES = 48;                // queries of one tile: they share each K and V load
@@ -52,25 +56,25 @@ inline Tail tail_of(const Call& c, int64_t row) {
     return {c.tail_start[row], c.tail[row]};
 }
 
-// Queries [begin, end) of a run of rows that share their pages; query x is row `row` + x / group. The keys of
-// pages before `shared` are in the sequence's own pages for every row.
-struct Tile { int64_t row, begin, end, first_page, end_page, shared; };
-
 // ---------------------------------------------------------------- inner loops
 
-// out[n][key] = (q[n] . k[key]) * scale for the 16 keys of a page.
-template <int N>
-void score(const float* q, const float* k, int64_t dim, float scale, float* out) {
-    Lanes sum[N];
+// out[p][n][key] = (q[n] . k[p][key]) * scale for the 16 keys of each of P pages. A chain waits for itself, so few
+// queries take several pages at once.
+template <int N, int P>
+void score(const float* q, const float* const* k, int64_t dim, float scale, float* out) {
+    Lanes sum[P * N];
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) sum[n] = splat(0.0f);
+    for (int i = 0; i < P * N; i++) sum[i] = splat(0.0f);
     for (int64_t d = 0; d < dim; d++) {
-        Lanes keys = load(k + d * PAGE);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            Lanes keys = load(k[p] + d * PAGE);
 #pragma GCC unroll 16
-        for (int n = 0; n < N; n++) sum[n] = fma(splat(q[n * dim + d]), keys, sum[n]);
+            for (int n = 0; n < N; n++) sum[p * N + n] = fma(splat(q[n * dim + d]), keys, sum[p * N + n]);
+        }
     }
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) store(out + n * PAGE, mul(sum[n], splat(scale)));
+    for (int i = 0; i < P * N; i++) store(out + i * PAGE, mul(sum[i], splat(scale)));
 }
 
 // acc[n] += weight[n][key] * v[key] for the keys [from, to) of a page, in order.
@@ -148,7 +152,7 @@ template <class T>
 class Attention {
   public:
     using Stored = typename T::Stored;
-    explicit Attention(const Call& call) : c(call), group(call.heads / call.kv_heads) {}
+    Attention(const Call& call, int64_t out_row) : c(call), group(call.heads / call.kv_heads), out_row(out_row) {}
 
     // Every row's K and V to its slot. One worker owns a head, so rows that share the trash page do not race.
     void write(int64_t head) const {
@@ -160,11 +164,6 @@ class Attention {
             for (int64_t d = 0; d < c.dim; d++) keys[d * PAGE] = k[row * c.k_row + d];
             std::memcpy(v_page(page, head) + at * c.dim, v + row * c.v_row, sizeof(Stored) * c.dim);
         }
-    }
-
-    static int64_t scratch_len(const Call& c, const Tile& t) {
-        int64_t n = t.end - t.begin;
-        return c.dim * (2 * n + PAGE) + (t.end_page - t.first_page) * n * PAGE;
     }
 
     void attend(const Tile& t, int64_t head, float* scratch) const {
@@ -182,15 +181,18 @@ class Attention {
         std::fill_n(sum, n * PAGE, 0.0f);
         std::fill_n(acc, n * c.dim, 0.0f);
 
-        for (int64_t page = t.first_page; page < t.end_page; page++) {
+        for (int64_t page = score_together(t, n, head, q, scores); page < t.end_page; page++) {
             float* s = scores + (page - t.first_page) * n * PAGE;
             each_source(t, queries, page, [&](int first, int end, const Source& source) {
                 const float* k = keys_from(source, head, room);
                 in_blocks(end - first, [&](int at, auto count) {
                     const int i = first + at;
-                    score<count>(q + i * c.dim, k, c.dim, c.scale, s + i * PAGE);
+                    score<count, 1>(q + i * c.dim, &k, c.dim, c.scale, s + i * PAGE);
                 });
             });
+        }
+        for (int64_t page = t.first_page; page < t.end_page; page++) {
+            const float* s = scores + (page - t.first_page) * n * PAGE;
             for (int i = 0; i < n; i++) {
                 auto [from, to] = lanes_of(queries[i].keys, page);
                 raise(s + i * PAGE, from, to, top + i * PAGE);
@@ -224,14 +226,14 @@ class Attention {
         for (int i = 0; i < n; i++) {
             float total = fold_sum(sum + i * PAGE);
             auto* out = static_cast<Stored*>(c.out) +
-                        (row_of(t, i) * c.heads + query_head(t, head, i)) * c.dim;
+                        row_of(t, i) * out_row + query_head(t, head, i) * c.dim;
             for (int64_t d = 0; d < c.dim; d++) out[d] = T::narrow(acc[i * c.dim + d] / total);
         }
     }
 
   private:
     const Call& c;
-    const int64_t group;
+    const int64_t group, out_row;
 
     struct Query { Range keys; Tail tail; };
 
@@ -251,6 +253,27 @@ class Attention {
     }
     int64_t row_of(const Tile& t, int i) const { return t.row + (t.begin + i) / group; }
     int64_t query_head(const Tile& t, int64_t head, int i) const { return head * group + (t.begin + i) % group; }
+
+    // Scores of few queries for pages that every query finds in place, several at a time. Returns the first page
+    // that is left.
+    int64_t score_together(const Tile& t, int n, int64_t head, const float* q, float* scores) const {
+        int64_t page = t.first_page;
+        if constexpr (std::is_same_v<T, Float32>) {
+            const int32_t* pages = c.pages + c.page_start[t.row];
+            const int64_t end = std::min(t.end_page, t.shared);
+            with_count(n, [&](auto count) {
+                constexpr int N = count, P = std::min(4, BLOCK / N);
+                if constexpr (P > 1) {
+                    for (; page + P <= end; page += P) {
+                        const float* k[P];
+                        for (int p = 0; p < P; p++) k[p] = k_page(pages[page + p], head);
+                        score<N, P>(q, k, c.dim, c.scale, scores + (page - t.first_page) * N * PAGE);
+                    }
+                }
+            }, std::make_integer_sequence<int, BLOCK>{});
+        }
+        return page;
+    }
 
     // The lanes of `page` that hold keys of the range; empty where from >= to.
     static std::pair<int, int> lanes_of(Range r, int64_t page) {
@@ -336,6 +359,12 @@ class Attention {
 
 // ---------------------------------------------------------------- cutting the work
 
+// Floats that `attend` needs for a tile.
+int64_t scratch_len(const Call& c, const Tile& t) {
+    const int64_t n = t.end - t.begin;
+    return c.dim * (2 * n + PAGE) + (t.end_page - t.first_page) * n * PAGE;
+}
+
 // Rows that stand together, share their pages and see something.
 std::vector<Range> runs_of(const Call& c) {
     std::vector<Range> runs;
@@ -417,47 +446,69 @@ Result check(const Call& c, const std::vector<Range>& runs) {
     return DONE;
 }
 
-template <class T>
 Result run(const Call& c) {
-    std::vector<Range> runs = runs_of(c);
-    if (Result bad = check(c, runs)) return bad;
-    std::vector<Tile> tiles = tiles_of(c, runs);
-    int64_t need = 0, work = 0;
-    for (const Tile& t : tiles) {
-        need = std::max(need, Attention<T>::scratch_len(c, t));
-        work += (t.end - t.begin) * (t.end_page - t.first_page) * 2 * PAGE * c.dim * c.kv_heads;
-    }
-    need = (need + 31) / 32 * 32;  // two workers share no cache line
-    float* room = scratch(need * c.threads);
-
-    for (int64_t row = 0; row < c.rows; row++)
-        if (c.lengths[row] <= 0) {
-            auto* out = static_cast<typename T::Stored*>(c.out) + row * c.heads * c.dim;
-            std::memset(out, 0, sizeof *out * c.heads * c.dim);
-        }
-    Attention<T> attention(c);
-    bool few = c.rows * c.kv_heads * c.dim < SMALL / 8;  // a scattered store costs several multiply-adds
-    for_each(c.parallel, few ? 1 : c.threads, c.kv_heads,
-             [&](int64_t head, int64_t) { attention.write(head); });
-    for_each(c.parallel, work < SMALL ? 1 : c.threads, int64_t(tiles.size()) * c.kv_heads,
-             [&](int64_t task, int64_t worker) {
-                 attention.attend(tiles[task / c.kv_heads], task % c.kv_heads, room + worker * need);
-             });
+    AttentionPlan plan;
+    if (int bad = samewise::plan_attention(c, plan)) return Result(bad);
+    float* room = scratch(plan.room_len * c.threads);
+    const bool few_stores = c.rows * c.kv_heads * c.dim < SMALL / 8;  // a scattered store costs several multiply-adds
+    const bool few = plan.work < SMALL;
+    in_region(c.parallel, few && few_stores ? 1 : c.threads, 3, [&](Team team) {
+        team.run(1, true, [&](int64_t) { samewise::clear_empty_rows(c, plan); });
+        team.run(c.kv_heads, few_stores, [&](int64_t head) { samewise::write_head(c, head); });
+        team.run(plan.num_tasks(c), few, [&](int64_t task) {
+            samewise::attend_task(c, plan, task, room + team.worker * plan.room_len);
+        });
+    });
     return DONE;
+}
+
+// f(type) for the call's type of elements.
+template <class F>
+void with_type(const Call& c, F f) {
+    switch (c.dtype) {
+        case 0: f(Float32{}); break;
+        case 1: f(BFloat16{}); break;
+        default: f(Float16{}); break;
+    }
 }
 
 }  // namespace
 
+int samewise::plan_attention(const Call& c, AttentionPlan& plan) {
+    if (c.dtype < 0 || c.dtype > 2) return BAD_DTYPE;
+    const std::vector<Range> runs = runs_of(c);
+    if (Result bad = check(c, runs)) return bad;
+    plan.tiles = tiles_of(c, runs);
+    plan.out_row = c.heads * c.dim, plan.room_len = plan.work = 0;
+    for (const Tile& t : plan.tiles) {
+        plan.room_len = std::max(plan.room_len, scratch_len(c, t));
+        plan.work += (t.end - t.begin) * (t.end_page - t.first_page) * 2 * PAGE * c.dim * c.kv_heads;
+    }
+    plan.room_len = (plan.room_len + 31) / 32 * 32;  // two workers share no cache line
+    return DONE;
+}
+
+void samewise::write_head(const Call& c, int64_t head) {
+    with_type(c, [&](auto type) { Attention<decltype(type)>(c, 0).write(head); });
+}
+
+void samewise::attend_task(const Call& c, const AttentionPlan& plan, int64_t task, float* room) {
+    with_type(c, [&](auto type) {
+        Attention<decltype(type)>(c, plan.out_row).attend(plan.tiles[task / c.kv_heads], task % c.kv_heads, room);
+    });
+}
+
+void samewise::clear_empty_rows(const Call& c, const AttentionPlan& plan) {
+    const int64_t item = c.dtype == 0 ? 4 : 2;
+    for (int64_t row = 0; row < c.rows; row++)
+        if (c.lengths[row] <= 0)
+            std::memset(static_cast<char*>(c.out) + row * plan.out_row * item, 0, item * c.heads * c.dim);
+}
+
 // Write every row's K and V, then attend. Returns a Result; nothing was written unless it is DONE.
 extern "C" int samewise_attend(const Call* call) {
-    DefaultArithmetic arithmetic;
     try {
-        switch (call->dtype) {
-            case 0: return run<Float32>(*call);
-            case 1: return run<BFloat16>(*call);
-            case 2: return run<Float16>(*call);
-            default: return BAD_DTYPE;
-        }
+        return run(*call);
     } catch (const std::bad_alloc&) {
         return NO_MEMORY;
     }
