@@ -87,7 +87,7 @@ def test_bits_do_not_depend_on_other_rows_threads_or_form(make, shape):
 def test_the_smallest_exact_form_is_chosen(make, form):
     packed = linear.pack(make(24, 64))
     assert packed.form == form
-    bytes_per_weight = {"int4": 0.75, "int8": 1.125, "bfloat16": 2, "float16": 2, "float32": 4}[form]
+    bytes_per_weight = {"int4": 0.625, "int8": 1.0625, "bfloat16": 2, "float16": 2, "float32": 4}[form]
     assert packed.num_bytes == 24 * 64 * bytes_per_weight
 
 

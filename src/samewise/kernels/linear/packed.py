@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +20,12 @@ from samewise.kernels.native.calls import DTYPE_CODES, Product, Weights
 
 FORM_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int4": 3, "int8": 4}
 """`Form` in calls.h."""
+GRID_BITS = {"int4": 4, "int8": 8}
+"""Bits of a weight in the forms that are grids over groups."""
 GROUP = 32
 """Inputs whose weights share a scale: GROUP in linear.cpp, the block size of GGUF's 4 and 8 bits."""
+PANEL = 8
+"""Outputs that stand together in memory: PANEL in panels.h."""
 EXACT_FORMS = ("int4", "int8", "bfloat16", "float16")
 """Smaller forms of a float32 weight, tried in this order: the fewest bytes first."""
 
@@ -30,7 +35,7 @@ class PackedWeight:
     """Weights [N, K] in one storage form."""
 
     form: str
-    tensors: tuple[torch.Tensor, ...]  # data; of a grid also its scales and shifts. `weights` points to them
+    tensors: tuple[torch.Tensor, ...]  # the data, which `weights` points to
     outputs: int
     inputs: int
     weights: Weights
@@ -41,15 +46,23 @@ class PackedWeight:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+class _Entries(NamedTuple):
+    linear: ctypes._NamedFuncPointer
+    pack: ctypes._NamedFuncPointer
+    arrange: ctypes._NamedFuncPointer
+
+
 @functools.cache
-def _entries() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
+def _entries() -> _Entries:
     library = native_build.library()
-    linear, pack = library.samewise_linear, library.samewise_pack
+    linear, pack, arrange = library.samewise_linear, library.samewise_pack, library.samewise_arrange
     linear.argtypes, linear.restype = [ctypes.POINTER(Product)], ctypes.c_int
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
     pack.argtypes = [pointer, *[int64] * 4, *[pointer] * 3, int64, pointer]
     pack.restype = ctypes.c_int
-    return linear, pack
+    arrange.argtypes = [*[pointer] * 3, *[int64] * 4, pointer, int64, pointer]
+    arrange.restype = ctypes.c_int
+    return _Entries(linear, pack, arrange)
 
 
 def available() -> bool:
@@ -84,28 +97,50 @@ def quantize(weight: torch.Tensor, form: str) -> PackedWeight | None:
 def _pack(weight: torch.Tensor, form: str, *, lossy: bool) -> PackedWeight | None:
     outputs, inputs = weight.shape
     weight = weight.detach().contiguous()
-    if form in ("int4", "int8"):
+    if form in GRID_BITS:
         if inputs % GROUP:
             return None
-        bits = 4 if form == "int4" else 8
-        data = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8, device="cpu")
-        grid = [
-            torch.empty(outputs, inputs // GROUP, dtype=torch.float32, device="cpu")
-            for _ in range(2 if form == "int4" else 1)
-        ]
+        data = torch.empty(outputs, inputs * GRID_BITS[form] // 8, dtype=torch.uint8, device="cpu")
+        grid = torch.empty(2, outputs, inputs // GROUP, dtype=torch.float32, device="cpu")
+        if form == "int8":
+            grid = grid[:1]  # scales without shifts
     else:
-        data, grid = torch.empty(outputs, inputs, dtype=getattr(torch, form), device="cpu"), []
-    pointers = [data.data_ptr(), *(x.data_ptr() for x in grid), *[None] * (2 - len(grid))]
-    _, entry = _entries()
-    threads, parallel = torch.get_num_threads(), native_build.gomp_parallel()
-    status = entry(weight.data_ptr(), outputs, inputs, FORM_CODES[form], lossy, *pointers, threads, parallel)
-    return _packed_weight(form, (data, *grid), weight.shape) if status == 0 else None
+        data, grid = torch.empty(outputs, inputs, dtype=getattr(torch, form), device="cpu"), None
+    pointers = [data.data_ptr(), *_grid_pointers(grid)]
+    sizes, threads = (outputs, inputs, FORM_CODES[form]), _threads()
+    if _entries().pack(weight.data_ptr(), *sizes, lossy, *pointers, *threads):
+        return None
+    if grid is None:
+        return _packed_weight(form, (data,), weight.shape)
+    scale_bytes = 2 if torch.equal(grid.half().float(), grid) else 4
+    panels = torch.empty(_panel_bytes(form, weight.shape, scale_bytes), dtype=torch.uint8, device="cpu")
+    _entries().arrange(*pointers, *sizes, scale_bytes, panels.data_ptr(), *threads)
+    return _packed_weight(form, (panels,), weight.shape)
+
+
+def _grid_pointers(grid: torch.Tensor | None) -> list[int | None]:
+    """Addresses of the scales and of the shifts."""
+    pointers = [] if grid is None else [part.data_ptr() for part in grid]
+    return [*pointers, *[None] * (2 - len(pointers))]
+
+
+def _threads() -> tuple[int, int | None]:
+    return torch.get_num_threads(), native_build.gomp_parallel()
+
+
+def _panel_bytes(form: str, shape: torch.Size, scale_bytes: int) -> int:
+    """Bytes of weights [N, K] in the panels of panels.h."""
+    outputs, inputs = shape
+    bits = GRID_BITS[form]
+    block = PANEL * (GROUP * bits // 8 + scale_bytes * (2 if bits == 4 else 1))
+    return -(-outputs // PANEL) * (inputs // GROUP) * block
 
 
 def _packed_weight(form: str, tensors: tuple[torch.Tensor, ...], shape: torch.Size) -> PackedWeight:
-    pointers = [x.data_ptr() for x in tensors] + [None] * (3 - len(tensors))
+    (data,) = tensors
     outputs, inputs = shape
-    weights = Weights(*pointers, outputs, inputs, FORM_CODES[form])
+    half = form in GRID_BITS and data.nbytes == _panel_bytes(form, shape, 2)
+    weights = Weights(data.data_ptr(), outputs, inputs, FORM_CODES[form], 2 if half else 4)
     return PackedWeight(form, tensors, outputs, inputs, weights)
 
 
@@ -125,10 +160,9 @@ def multiply(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -
         num_rows,
         packed.outputs,
         DTYPE_CODES[x.dtype],
-        torch.get_num_threads(),
-        native_build.gomp_parallel(),
+        *_threads(),
     )
-    raise_if_failed(_entries()[0](product) if num_rows else 0)
+    raise_if_failed(_entries().linear(product) if num_rows else 0)
     return y
 
 

@@ -21,10 +21,14 @@
 //
 // Layout: K pages [P, Hkv, D, 16] (16 keys are the lanes of a vector), V pages [P, Hkv, 16, D].
 
-#include "calls.h"
+#include "attention.h"
 #include "lanes.h"
+#include "team.h"
 
 namespace {
+
+using samewise::AttentionPlan;
+using samewise::Tile;
 
 constexpr int PAGE = 16;
 constexpr int MAX_QUERIES = 48;                // queries of one tile: they share each K and V load
@@ -51,10 +55,6 @@ inline Tail tail_of(const Call& c, int64_t row) {
     if (c.tail_start == nullptr || c.tail_start[row] >= c.lengths[row]) return NO_TAIL;
     return {c.tail_start[row], c.tail[row]};
 }
-
-// Queries [begin, end) of a run of rows that share their pages; query x is row `row` + x / group. The keys of
-// pages before `shared` are in the sequence's own pages for every row.
-struct Tile { int64_t row, begin, end, first_page, end_page, shared; };
 
 // ---------------------------------------------------------------- inner loops
 
@@ -148,7 +148,7 @@ template <class T>
 class Attention {
   public:
     using Stored = typename T::Stored;
-    explicit Attention(const Call& call) : c(call), group(call.heads / call.kv_heads) {}
+    Attention(const Call& call, int64_t out_row) : c(call), group(call.heads / call.kv_heads), out_row(out_row) {}
 
     // Every row's K and V to its slot. One worker owns a head, so rows that share the trash page do not race.
     void write(int64_t head) const {
@@ -160,11 +160,6 @@ class Attention {
             for (int64_t d = 0; d < c.dim; d++) keys[d * PAGE] = k[row * c.k_row + d];
             std::memcpy(v_page(page, head) + at * c.dim, v + row * c.v_row, sizeof(Stored) * c.dim);
         }
-    }
-
-    static int64_t scratch_len(const Call& c, const Tile& t) {
-        int64_t n = t.end - t.begin;
-        return c.dim * (2 * n + PAGE) + (t.end_page - t.first_page) * n * PAGE;
     }
 
     void attend(const Tile& t, int64_t head, float* scratch) const {
@@ -224,14 +219,14 @@ class Attention {
         for (int i = 0; i < n; i++) {
             float total = fold_sum(sum + i * PAGE);
             auto* out = static_cast<Stored*>(c.out) +
-                        (row_of(t, i) * c.heads + query_head(t, head, i)) * c.dim;
+                        row_of(t, i) * out_row + query_head(t, head, i) * c.dim;
             for (int64_t d = 0; d < c.dim; d++) out[d] = T::narrow(acc[i * c.dim + d] / total);
         }
     }
 
   private:
     const Call& c;
-    const int64_t group;
+    const int64_t group, out_row;
 
     struct Query { Range keys; Tail tail; };
 
@@ -336,6 +331,12 @@ class Attention {
 
 // ---------------------------------------------------------------- cutting the work
 
+// Floats that `attend` needs for a tile.
+int64_t scratch_len(const Call& c, const Tile& t) {
+    const int64_t n = t.end - t.begin;
+    return c.dim * (2 * n + PAGE) + (t.end_page - t.first_page) * n * PAGE;
+}
+
 // Rows that stand together, share their pages and see something.
 std::vector<Range> runs_of(const Call& c) {
     std::vector<Range> runs;
@@ -417,47 +418,69 @@ Result check(const Call& c, const std::vector<Range>& runs) {
     return DONE;
 }
 
-template <class T>
 Result run(const Call& c) {
-    std::vector<Range> runs = runs_of(c);
-    if (Result bad = check(c, runs)) return bad;
-    std::vector<Tile> tiles = tiles_of(c, runs);
-    int64_t need = 0, work = 0;
-    for (const Tile& t : tiles) {
-        need = std::max(need, Attention<T>::scratch_len(c, t));
-        work += (t.end - t.begin) * (t.end_page - t.first_page) * 2 * PAGE * c.dim * c.kv_heads;
-    }
-    need = (need + 31) / 32 * 32;  // two workers share no cache line
-    float* room = scratch(need * c.threads);
-
-    for (int64_t row = 0; row < c.rows; row++)
-        if (c.lengths[row] <= 0) {
-            auto* out = static_cast<typename T::Stored*>(c.out) + row * c.heads * c.dim;
-            std::memset(out, 0, sizeof *out * c.heads * c.dim);
-        }
-    Attention<T> attention(c);
-    bool few = c.rows * c.kv_heads * c.dim < SMALL / 8;  // a scattered store costs several multiply-adds
-    for_each(c.parallel, few ? 1 : c.threads, c.kv_heads,
-             [&](int64_t head, int64_t) { attention.write(head); });
-    for_each(c.parallel, work < SMALL ? 1 : c.threads, int64_t(tiles.size()) * c.kv_heads,
-             [&](int64_t task, int64_t worker) {
-                 attention.attend(tiles[task / c.kv_heads], task % c.kv_heads, room + worker * need);
-             });
+    AttentionPlan plan;
+    if (int bad = samewise::plan_attention(c, plan)) return Result(bad);
+    float* room = scratch(plan.room_len * c.threads);
+    const bool few_stores = c.rows * c.kv_heads * c.dim < SMALL / 8;  // a scattered store costs several multiply-adds
+    const bool few = plan.work < SMALL;
+    in_region(c.parallel, few && few_stores ? 1 : c.threads, 3, [&](Team team) {
+        team.run(1, true, [&](int64_t) { samewise::clear_empty_rows(c, plan); });
+        team.run(c.kv_heads, few_stores, [&](int64_t head) { samewise::write_head(c, head); });
+        team.run(plan.num_tasks(c), few, [&](int64_t task) {
+            samewise::attend_task(c, plan, task, room + team.worker * plan.room_len);
+        });
+    });
     return DONE;
+}
+
+// f(type) for the call's type of elements.
+template <class F>
+void with_type(const Call& c, F f) {
+    switch (c.dtype) {
+        case 0: f(Float32{}); break;
+        case 1: f(BFloat16{}); break;
+        default: f(Float16{}); break;
+    }
 }
 
 }  // namespace
 
+int samewise::plan_attention(const Call& c, AttentionPlan& plan) {
+    if (c.dtype < 0 || c.dtype > 2) return BAD_DTYPE;
+    const std::vector<Range> runs = runs_of(c);
+    if (Result bad = check(c, runs)) return bad;
+    plan.tiles = tiles_of(c, runs);
+    plan.out_row = c.heads * c.dim, plan.room_len = plan.work = 0;
+    for (const Tile& t : plan.tiles) {
+        plan.room_len = std::max(plan.room_len, scratch_len(c, t));
+        plan.work += (t.end - t.begin) * (t.end_page - t.first_page) * 2 * PAGE * c.dim * c.kv_heads;
+    }
+    plan.room_len = (plan.room_len + 31) / 32 * 32;  // two workers share no cache line
+    return DONE;
+}
+
+void samewise::write_head(const Call& c, int64_t head) {
+    with_type(c, [&](auto type) { Attention<decltype(type)>(c, 0).write(head); });
+}
+
+void samewise::attend_task(const Call& c, const AttentionPlan& plan, int64_t task, float* room) {
+    with_type(c, [&](auto type) {
+        Attention<decltype(type)>(c, plan.out_row).attend(plan.tiles[task / c.kv_heads], task % c.kv_heads, room);
+    });
+}
+
+void samewise::clear_empty_rows(const Call& c, const AttentionPlan& plan) {
+    const int64_t item = c.dtype == 0 ? 4 : 2;
+    for (int64_t row = 0; row < c.rows; row++)
+        if (c.lengths[row] <= 0)
+            std::memset(static_cast<char*>(c.out) + row * plan.out_row * item, 0, item * c.heads * c.dim);
+}
+
 // Write every row's K and V, then attend. Returns a Result; nothing was written unless it is DONE.
 extern "C" int samewise_attend(const Call* call) {
-    DefaultArithmetic arithmetic;
     try {
-        switch (call->dtype) {
-            case 0: return run<Float32>(*call);
-            case 1: return run<BFloat16>(*call);
-            case 2: return run<Float16>(*call);
-            default: return BAD_DTYPE;
-        }
+        return run(*call);
     } catch (const std::bad_alloc&) {
         return NO_MEMORY;
     }

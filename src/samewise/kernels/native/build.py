@@ -36,9 +36,12 @@ log = logging.getLogger(__name__)
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
-    for name in ("attention", "linear", "layer", "move", "rotary", "sampling", "selftest")
+    for name in ("attention", "grid", "layer", "linear", "move", "rotary", "sampling", "selftest")
 )
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("lanes.h", "functions.h", "calls.h"))
+HEADERS = tuple(
+    Path(__file__).with_name(f"{name}.h")
+    for name in ("attention", "calls", "functions", "lanes", "linear", "panels", "team")
+)
 _FLAGS = (
     "-std=c++17",
     "-O3",

@@ -6,10 +6,9 @@
 
 enum Form { F32 = 0, BF16 = 1, F16 = 2, Q4 = 3, Q8 = 4 };  // of weights; the first three are dtypes, too
 
-extern "C" struct Weights {  // a matrix [N, K]
+extern "C" struct Weights {  // a matrix [N, K], row after row; on a grid in the panels of panels.h
     const void* data;
-    const float *scale, *shift;  // [N, K / 32] of a grid
-    int64_t outputs, inputs, form;
+    int64_t outputs, inputs, form, scale_bytes;  // 2 or 4 bytes for each scale and shift of a grid
 };
 
 extern "C" struct Product {
@@ -76,6 +75,9 @@ extern "C" int samewise_attend(const Call* call);
 extern "C" int samewise_move(const Move* move);
 extern "C" int samewise_pack(const float* w, int64_t outputs, int64_t inputs, int64_t form, int64_t lossy, void* q,
                              float* d, float* m, int64_t threads, void* parallel);
+extern "C" int samewise_arrange(const void* q, const float* d, const float* m, int64_t outputs, int64_t inputs,
+                                int64_t form, int64_t scale_bytes, void* to, int64_t threads, void* parallel);
+extern "C" int samewise_layers(const Layer* const* layers, int64_t count, const Visit* visit);
 extern "C" int samewise_layer(const Layer* layer, const Visit* visit);
 extern "C" int samewise_norm(const Norm* by, const float* x, int64_t rows, int64_t width, float* y);
 extern "C" int samewise_rotary(const int64_t* positions, const float* frequencies, int64_t rows, int64_t half,

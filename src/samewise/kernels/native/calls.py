@@ -29,8 +29,8 @@ class Weights(ctypes.Structure):
     """Mirrors ``Weights`` in calls.h, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "shift")),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "form")),
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "form", "scale_bytes")),
     )
 
 

@@ -16,6 +16,7 @@ EXPECTED = {
     "rotary": 0x05BBA6DDFE02F9A1,
     "sampling": 0x7F71008B17A1A69B,
     "long linears": 0x9290889739B8CEB6,
+    "few rows": 0xCC1E2F24092895DC,
     "wide rows": 0x9250A501137E2614,
     "not finite": 0x7C30CB896B8F5EEA,
 }

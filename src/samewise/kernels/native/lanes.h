@@ -29,6 +29,8 @@ namespace {
 
 #if !defined(SAMEWISE_PORTABLE) && defined(__AVX512F__)
 constexpr int BLOCK = 12;  // queries whose sums fit in registers together
+constexpr int FEW = 8;  // rows whose sums fit in registers beside weights that are unpacked for them alone
+constexpr int TILE_OUTPUTS[FEW + 1] = {0, 8, 8, 4, 4, 4, 4, 2, 2};  // outputs of their tile, by rows
 using Part = __m512;  // the register lanes are kept in, and how many of them
 constexpr int PARTS = 1;
 inline Part load_part(const float* p) { return _mm512_loadu_ps(p); }
@@ -56,6 +58,8 @@ inline Lanes load_bf16(const uint16_t* p) {
 }
 #elif !defined(SAMEWISE_PORTABLE) && defined(__AVX2__) && defined(__FMA__)
 constexpr int BLOCK = 6;
+constexpr int FEW = 4;
+constexpr int TILE_OUTPUTS[FEW + 1] = {0, 4, 2, 1, 1};
 using Part = __m256;
 constexpr int PARTS = 2;
 inline Part load_part(const float* p) { return _mm256_loadu_ps(p); }
@@ -91,6 +95,8 @@ inline Lanes load_bf16(const uint16_t* p) {
 }
 #elif !defined(SAMEWISE_PORTABLE) && defined(__aarch64__)
 constexpr int BLOCK = 6;
+constexpr int FEW = 4;
+constexpr int TILE_OUTPUTS[FEW + 1] = {0, 4, 2, 1, 1};
 using Part = float32x4_t;
 constexpr int PARTS = 4;
 inline Part load_part(const float* p) { return vld1q_f32(p); }
@@ -112,6 +118,8 @@ inline Lanes mul(Lanes x, Lanes y) {
 }
 #else
 constexpr int BLOCK = 2;
+constexpr int FEW = 4;
+constexpr int TILE_OUTPUTS[FEW + 1] = {0, 4, 2, 1, 1};
 struct Lanes { float a[16]; };
 using Part = Lanes;
 constexpr int PARTS = 1;
@@ -271,6 +279,88 @@ const float* widened(const typename T::Stored* x, int64_t n, float* room) {
     for (int64_t i = 0; i < n; i++) room[i] = T::widen(x[i]);
     return room;
 }
+
+// ---------------------------------------------------------------- weights as lanes
+
+#if !defined(SAMEWISE_PORTABLE) && defined(__F16C__) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
+inline void load_eight_halves(const uint8_t* p, float* to) {
+    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)));
+}
+inline Lanes load_f16(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
+#else
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+#endif
+}
+#else
+inline void load_eight_halves(const uint8_t* p, float* to) {
+    for (int i = 0; i < 8; i++) {
+        uint16_t half;
+        std::memcpy(&half, p + 2 * i, 2);
+        to[i] = Float16::widen(half);
+    }
+}
+inline Lanes load_f16(const uint16_t* p) {
+    float x[16];
+    for (int j = 0; j < 16; j++) x[j] = Float16::widen(p[j]);
+    return load(x);
+}
+#endif
+
+// fma(q, d, m) of 32 levels of four bits, in 16 bytes whose low nibbles come first.
+#if !defined(SAMEWISE_PORTABLE) && defined(__AVX512F__)
+inline void grid_of_16(const uint8_t* q, float d, float m, Lanes& low, Lanes& high) {
+    // The sixteen values there are, looked up by the low four bits of each lane.
+    const __m512 levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 values = _mm512_fmadd_ps(levels, _mm512_set1_ps(d), _mm512_set1_ps(m));
+    const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)q));
+    low = {_mm512_permutexvar_ps(b, values)};
+    high = {_mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), values)};
+}
+#else
+inline void grid_of_16(const uint8_t* q, float d, float m, Lanes& low, Lanes& high) {
+    low = fma(load_low(q), splat(d), splat(m));
+    high = fma(load_high(q), splat(d), splat(m));
+}
+#endif
+
+// out[i] = fold(x[i]) for N of them.
+#if !defined(SAMEWISE_PORTABLE) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
+inline __m256 fold_to_eight(Lanes x) {
+#if defined(__AVX512F__)
+    return _mm256_add_ps(_mm512_castps512_ps256(x.a),
+                         _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.a), 1)));
+#else
+    return _mm256_add_ps(x.a, x.b);
+#endif
+}
+inline __m256 fold_two_to_four(Lanes x, Lanes y) {
+    const __m256 a = fold_to_eight(x), b = fold_to_eight(y);
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+inline __m256 fold_four_to_two(const Lanes* x) {
+    const __m256 a = fold_two_to_four(x[0], x[1]), b = fold_two_to_four(x[2], x[3]);
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xEE));
+}
+template <int N>
+inline void fold_many(const Lanes* x, float* out) {
+#pragma GCC unroll 8
+    for (int i = 0; i + 8 <= N; i += 8) {
+        const __m256 a = fold_four_to_two(x + i), b = fold_four_to_two(x + i + 4);
+        const __m256 sums = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xDD));
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        _mm256_storeu_ps(out + i, _mm256_permutevar8x32_ps(sums, order));
+    }
+#pragma GCC unroll 8
+    for (int i = N / 8 * 8; i < N; i++) out[i] = fold(x[i]);
+}
+#else
+template <int N>
+inline void fold_many(const Lanes* x, float* out) {
+    for (int i = 0; i < N; i++) out[i] = fold(x[i]);
+}
+#endif
 
 // ---------------------------------------------------------------- threads
 

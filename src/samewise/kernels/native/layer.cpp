@@ -1,4 +1,4 @@
-// One decoder layer in one call: norm, attention, norm, gated MLP; each adds to what came in.
+// Decoder layers in one call: norm, attention, norm, gated MLP; each adds to what came in.
 //
 // What the bits are. Linears and attention are those of linear.cpp and attention.cpp; between them, in IEEE
 // binary32 and for each row by itself,
@@ -11,20 +11,27 @@
 //
 // so neither the number of rows nor their order nor the threads take part in it. The model's last norm is the
 // same function by itself (`samewise_norm`).
+//
+// All layers run in one parallel region, in phases (team.h): the linears of a side, the rotation of heads, the
+// tiles of attention. What costs less than waiting for other threads (the norms and gates of a few rows) is
+// computed by every thread for itself.
 
-#include "calls.h"
-#include "lanes.h"
+#include "attention.h"
+#include "linear.h"
+#include "team.h"
 
 #include <cmath>
 
 namespace {
 
-constexpr int64_t FEW = 60'000;  // elements not worth waking another thread for
+using samewise::AttentionPlan;
+using samewise::num_strips;
+using samewise::STRIP;
+using samewise::whole_lanes;
 
-template <class F>
-void each_row(const Visit& v, int64_t width, F f) {
-    for_each(v.parallel, v.rows * width < FEW ? 1 : v.threads, v.rows, [&](int64_t row, int64_t) { f(row); });
-}
+constexpr int64_t ALONE = 4;         // rows whose norms and gates every thread computes for itself
+constexpr int64_t SMALL = 100'000;   // multiply-adds of a pass not worth waking another thread for
+constexpr int64_t MAX_PHASES = 10;   // of a layer
 
 void norm(const Norm& by, const float* x, int64_t n, float* y) {
     Lanes sum = splat(0.0f);
@@ -55,77 +62,223 @@ inline float gate(float g, float u) {
     return g * share * u;
 }
 
-int linears(const Visit& v, const Side& side, const float* x, float* y, int64_t y_row) {
-    for (int64_t i = 0; i < side.count; i++) {
-        Product p{side.weights[i], x, side.bias[i], y, v.rows, y_row, F32, v.threads, v.parallel};
-        if (int bad = samewise_linear(&p)) return bad;
-        y += side.weights[i]->outputs;
-    }
-    return 0;
+// Rows of `len` floats, `stride` apart, of which those after the first `len` are zero.
+struct Rows {
+    float* data;
+    int64_t len, stride;
+    float* row(int64_t r) const { return data + r * stride; }
+    void end_with_zeros(int64_t r) const { std::fill(row(r) + len, row(r) + stride, 0.0f); }
+};
+
+// What a pass writes beside its result. A worker's own part: rows that it computes for itself, and what linears
+// and attention need.
+struct Room {
+    int64_t shared_len = 0, own_len = 0;
+    float* data = nullptr;
+    float* shared() const { return data; }
+    float* own(int64_t worker) const { return data + shared_len + worker * own_len; }
+};
+
+int64_t outputs_of(const Side& side) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < side.count; i++) sum += side.weights[i]->outputs;
+    return sum;
 }
 
-int attention(const Layer& l, const Visit& v, const float* x, float* y, float* room) {
+int64_t strip_room_of(const Side& side, int64_t rows) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < side.count; i++) most = std::max(most, samewise::strip_room(*side.weights[i], rows));
+    return most;
+}
+
+bool known_forms(const Side& side) {
+    for (int64_t i = 0; i < side.count; i++)
+        if (!samewise::known_form(side.weights[i]->form)) return false;
+    return true;
+}
+
+Call attention_call(const Layer& l, const Visit& v) {
     const int64_t of_q = l.heads * l.dim, of_k = l.kv_heads * l.dim, all = of_q + 2 * of_k;
-    float *normed = room, *qkv = normed + v.rows * l.width, *seen = qkv + v.rows * all;
-    each_row(v, l.width, [&](int64_t r) { norm(l.first, x + r * l.width, l.width, normed + r * l.width); });
-    if (int bad = linears(v, l.qkv, normed, qkv, all)) return bad;
-    each_row(v, all, [&](int64_t r) {
-        float* head = qkv + r * all;
-        for (int64_t h = 0; h < l.heads + l.kv_heads; h++, head += l.dim) {
-            const Norm& own = h < l.heads ? l.q_norm : l.k_norm;
-            if (own.weight != nullptr) norm(own, head, l.dim, head);
-            rotate(head, v.cos + r * l.dim, v.sin + r * l.dim, l.dim);
-        }
-    });
-    Call call{qkv, qkv + of_q, qkv + of_q + of_k, l.k_pages, l.v_pages, seen,
-              v.lengths, v.slots, v.page_start, v.tail_start, v.tail, v.pages,
-              v.rows, v.listed_pages, l.num_pages, l.heads, l.kv_heads, l.dim,
-              all, l.dim, all, l.dim, all, l.dim,
-              l.window, F32, v.threads, v.parallel, l.scale};
-    if (int bad = samewise_attend(&call)) return 16 + bad;
-    if (int bad = linears(v, l.o, seen, normed, l.width)) return bad;
-    each_row(v, l.width, [&](int64_t r) {
-        for (int64_t k = r * l.width; k < (r + 1) * l.width; k++) y[k] = x[k] + normed[k];
-    });
-    return 0;
+    return {nullptr, nullptr, nullptr, l.k_pages, l.v_pages, nullptr,
+            v.lengths, v.slots, v.page_start, v.tail_start, v.tail, v.pages,
+            v.rows, v.listed_pages, l.num_pages, l.heads, l.kv_heads, l.dim,
+            all, l.dim, all, l.dim, all, l.dim,
+            l.window, F32, v.threads, v.parallel, l.scale};
 }
 
-int mlp(const Layer& l, const Visit& v, const float* x, float* y, float* room) {
-    float *normed = room, *both = normed + v.rows * l.width;
-    each_row(v, l.width, [&](int64_t r) { norm(l.second, x + r * l.width, l.width, normed + r * l.width); });
-    if (int bad = linears(v, l.gate_up, normed, both, 2 * l.inner)) return bad;
-    float* gated = both + v.rows * 2 * l.inner;
-    each_row(v, 8 * l.inner, [&](int64_t r) {
-        const float *g = both + r * 2 * l.inner, *u = g + l.inner;
-        for (int64_t k = 0; k < l.inner; k++) gated[r * l.inner + k] = gate(g[k], u[k]);
-    });
-    if (int bad = linears(v, l.down, gated, normed, l.width)) return bad;
-    each_row(v, l.width, [&](int64_t r) {
-        for (int64_t k = r * l.width; k < (r + 1) * l.width; k++) y[k] = x[k] + normed[k];
-    });
-    return 0;
+bool cut_alike(const Layer& a, const Layer& b) {
+    return a.window == b.window && a.heads == b.heads && a.kv_heads == b.kv_heads && a.dim == b.dim &&
+           a.num_pages == b.num_pages;
 }
+
+// One thread's way through a pass.
+class Pass {
+  public:
+    Pass(const Visit& visit, const Room& room, Team& team) : v(visit), room(room), team(team) {}
+
+    void attention(const Layer& l, const AttentionPlan& plan, const float* x) {
+        const int64_t of_q = l.heads * l.dim, of_k = l.kv_heads * l.dim, all = of_q + 2 * of_k;
+        float* own = room.own(team.worker);
+        Rows normed{room.shared(), l.width, whole_lanes(l.width)};
+        Rows qkv{normed.data + v.rows * normed.stride, all, all};
+        Rows seen{qkv.data + v.rows * qkv.stride, of_q, whole_lanes(of_q)};
+        Call call = attention_call(l, v);
+        call.q = qkv.data, call.k = qkv.data + of_q, call.v = qkv.data + of_q + of_k, call.out = seen.data;
+
+        own = linears(l.qkv, normed, own, [&](Rows to, int64_t r) { norm(l.first, x + r * l.width, l.width, to.row(r)); },
+                      [&](int64_t r, int64_t n, float sum) { qkv.row(r)[n] = sum; });
+        team.run(l.heads + l.kv_heads, v.rows * all < SMALL / 16, [&](int64_t h) {
+            const Norm& by = h < l.heads ? l.q_norm : l.k_norm;
+            for (int64_t r = 0; r < v.rows; r++) {
+                float* head = qkv.row(r) + h * l.dim;
+                if (by.weight != nullptr) norm(by, head, l.dim, head);
+                rotate(head, v.cos + r * l.dim, v.sin + r * l.dim, l.dim);
+            }
+            if (h >= l.heads) samewise::write_head(call, h - l.heads);
+            if (h == 0) {
+                samewise::clear_empty_rows(call, plan);
+                for (int64_t r = 0; r < v.rows; r++) seen.end_with_zeros(r);
+            }
+        });
+        team.run(plan.num_tasks(call), plan.work < SMALL / 4,
+                 [&](int64_t task) { samewise::attend_task(call, plan, task, own); });
+        add_to_stream(l.o, seen, x, l.width);
+    }
+
+    void mlp(const Layer& l, const float* x) {
+        Rows normed{room.shared(), l.width, whole_lanes(l.width)};
+        Rows both{normed.data + v.rows * normed.stride, 2 * l.inner, 2 * l.inner};
+        Rows gated{both.data + v.rows * both.stride, l.inner, whole_lanes(l.inner)};
+        linears(l.gate_up, normed, room.own(team.worker),
+                [&](Rows to, int64_t r) { norm(l.second, x + r * l.width, l.width, to.row(r)); },
+                [&](int64_t r, int64_t n, float sum) { both.row(r)[n] = sum; });
+        linears(l.down, gated, room.own(team.worker),
+                [&](Rows to, int64_t r) {
+                    const float *g = both.row(r), *u = g + l.inner;
+                    float* y = to.row(r);
+                    for (int64_t k = 0; k < l.inner; k++) y[k] = gate(g[k], u[k]);
+                },
+                [&](int64_t r, int64_t n, float sum) { v.y[r * l.width + n] = x[r * l.width + n] + sum; });
+    }
+
+  private:
+    const Visit& v;
+    const Room& room;
+    Team& team;
+
+    // Linears of one input, whose row r `make` writes: in `shared`, or, of few rows, by each thread for itself.
+    // take(r, n, sum) is given every result, n counted over all of them. Returns the part of `own` that is left.
+    template <class Make, class Take>
+    float* linears(const Side& side, Rows shared, float* own, Make make, Take take) {
+        Rows input = shared;
+        auto make_row = [&](int64_t r) { make(input, r), input.end_with_zeros(r); };
+        if (v.rows <= ALONE) {
+            input.data = own, own += v.rows * input.stride;
+            products(side, input, own, [&] { for (int64_t r = 0; r < v.rows; r++) make_row(r); }, take);
+        } else {
+            team.run(v.rows, v.rows * input.len < SMALL / 16, make_row);
+            products(side, input, own, [] {}, take);
+        }
+        return own;
+    }
+
+    void add_to_stream(const Side& side, Rows input, const float* x, int64_t width) {
+        products(side, input, room.own(team.worker), [] {},
+                 [&](int64_t r, int64_t n, float sum) { v.y[r * width + n] = x[r * width + n] + sum; });
+    }
+
+    template <class Before, class Take>
+    void products(const Side& side, Rows input, float* own, Before before, Take take) {
+        int64_t strips = 0;
+        for (int64_t i = 0; i < side.count; i++) strips += num_strips(side.weights[i]->outputs);
+        float *sums = own, *rest = own + v.rows * STRIP;
+        team.run(strips, false, before, [&](int64_t strip) {
+            int64_t i = 0, first = 0;
+            for (int64_t n; strip >= (n = num_strips(side.weights[i]->outputs)); i++)
+                strip -= n, first += side.weights[i]->outputs;
+            const Weights& w = *side.weights[i];
+            const float* bias = side.bias[i];
+            samewise::strip_sums(w, input.data, input.stride, v.rows, strip, sums, rest);
+            const int64_t from = strip * STRIP, count = std::min(STRIP, w.outputs - from);
+            for (int64_t r = 0; r < v.rows; r++)
+                for (int64_t n = 0; n < count; n++) {
+                    const float sum = sums[r * STRIP + n];
+                    take(r, first + from + n, bias == nullptr ? sum : sum + bias[from + n]);
+                }
+        });
+    }
+};
+
+// How a pass is cut up, and the room it needs.
+struct Plans {
+    std::vector<const AttentionPlan*> of_layer;  // null for a layer without attention
+    std::vector<std::unique_ptr<AttentionPlan>> all;
+    Room room;
+    int64_t work = 0;
+
+    // 0, or what a linear returns, or 16 and what attention returns.
+    int make(const Layer* const* layers, int64_t count, const Visit& v) {
+        int64_t inputs = 0, products = 0, attend = 0;  // what a worker has of each
+        for (int64_t i = 0; i < count; i++) {
+            const Layer& l = *layers[i];
+            const AttentionPlan* plan = nullptr;
+            const int64_t qkv = (l.heads + 2 * l.kv_heads) * l.dim, seen = whole_lanes(l.heads * l.dim);
+            int64_t shared = whole_lanes(l.width);
+            if (l.qkv.count) {
+                for (int64_t j = 0; j < i && plan == nullptr; j++)
+                    if (of_layer[j] != nullptr && cut_alike(*layers[j], l)) plan = of_layer[j];
+                if (plan == nullptr) {
+                    all.push_back(std::make_unique<AttentionPlan>());
+                    if (int bad = samewise::plan_attention(attention_call(l, v), *all.back())) return 16 + bad;
+                    all.back()->out_row = seen;
+                    plan = all.back().get();
+                }
+                attend = std::max(attend, plan->room_len);
+                shared = std::max(shared, whole_lanes(l.width) + qkv + seen);
+                work += plan->work;
+            }
+            if (l.down.count) shared = std::max(shared, whole_lanes(l.width) + 2 * l.inner + whole_lanes(l.inner));
+            of_layer.push_back(plan);
+            room.shared_len = std::max(room.shared_len, v.rows * shared);
+            for (const Side* side : {&l.qkv, &l.o, &l.gate_up, &l.down}) {
+                if (!known_forms(*side)) return 2;
+                products = std::max(products, v.rows * STRIP + strip_room_of(*side, v.rows));
+                for (int64_t k = 0; k < side->count; k++)
+                    work += side->weights[k]->outputs * side->weights[k]->inputs * std::min<int64_t>(v.rows, 8);
+            }
+            if (v.rows <= ALONE) inputs = std::max(inputs, v.rows * whole_lanes(std::max(l.width, l.inner)));
+        }
+        room.own_len = whole_lanes(inputs + std::max(products, attend)) + 32;
+        room.shared_len = (room.shared_len + 31) / 32 * 32;
+        return 0;
+    }
+};
 
 }  // namespace
 
-// 0, or what a linear answered, or 16 and what attention answered.
-extern "C" int samewise_layer(const Layer* layer, const Visit* visit) {
-    DefaultArithmetic arithmetic;
-    const Layer& l = *layer;
+// `count` layers one after the other; y may be x. 0, or what a linear answered, or 16 and what attention answered.
+extern "C" int samewise_layers(const Layer* const* layers, int64_t count, const Visit* visit) {
     const Visit& v = *visit;
     try {
-        const int64_t of_attention = (2 * l.heads + 2 * l.kv_heads) * l.dim, of_mlp = 3 * l.inner;
-        float* room = scratch(v.rows * (l.width + std::max(of_attention, of_mlp)));
-        const float* x = v.x;
-        if (l.qkv.count) {
-            if (int bad = attention(l, v, x, v.y, room)) return bad;
-            x = v.y;
-        }
-        return l.down.count ? mlp(l, v, x, v.y, room) : 0;
+        Plans plans;
+        if (int bad = plans.make(layers, count, v)) return bad;
+        const int64_t threads = plans.work < SMALL ? 1 : v.threads;
+        plans.room.data = scratch(plans.room.shared_len + threads * plans.room.own_len);
+        in_region(v.parallel, threads, count * MAX_PHASES, [&](Team team) {
+            Pass pass(v, plans.room, team);
+            const float* x = v.x;
+            for (int64_t i = 0; i < count; i++) {
+                if (const AttentionPlan* plan = plans.of_layer[i]) pass.attention(*layers[i], *plan, x), x = v.y;
+                if (layers[i]->down.count) pass.mlp(*layers[i], x), x = v.y;
+            }
+        });
+        return 0;
     } catch (const std::bad_alloc&) {
         return 1;
     }
 }
+
+extern "C" int samewise_layer(const Layer* layer, const Visit* visit) { return samewise_layers(&layer, 1, visit); }
 
 extern "C" int samewise_norm(const Norm* by, const float* x, int64_t rows, int64_t width, float* y) {
     DefaultArithmetic arithmetic;

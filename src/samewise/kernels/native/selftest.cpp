@@ -55,21 +55,24 @@ std::vector<unsigned char> as_form(const std::vector<float>& x, int64_t form) {
 }
 
 struct Packed {
-    std::vector<unsigned char> data;
+    std::vector<unsigned char> data, panels;  // of a grid: its levels row after row, and in panels with the rest
     std::vector<float> scale, shift;
     Weights weights;
-    Packed(int64_t form, int64_t outputs, int64_t inputs, uint64_t seed) {
+    Packed(int64_t form, int64_t outputs, int64_t inputs, uint64_t seed, int64_t scale_bytes = 4) {
         std::vector<float> w = numbers(outputs * inputs, seed, -2);
-        weights = {nullptr, nullptr, nullptr, outputs, inputs, form};
+        weights = {nullptr, outputs, inputs, form, scale_bytes};
         if (form == Q4 || form == Q8) {
             data.resize(outputs * inputs / (form == Q4 ? 2 : 1));
             scale.resize(outputs * inputs / 32), shift.resize(scale.size());
             samewise_pack(w.data(), outputs, inputs, form, 1, data.data(), scale.data(), shift.data(), 1, nullptr);
-            weights.scale = scale.data(), weights.shift = shift.data();
+            const int64_t blocks = (outputs + 7) / 8 * (inputs / 32);
+            panels.resize(blocks * 8 * (form == Q4 ? 16 + 2 * scale_bytes : 32 + scale_bytes));
+            samewise_arrange(data.data(), scale.data(), shift.data(), outputs, inputs, form, scale_bytes,
+                             panels.data(), 1, nullptr);
         } else {
             data = as_form(w, form);
         }
-        weights.data = data.data();
+        weights.data = panels.empty() ? data.data() : panels.data();
     }
 };
 
@@ -86,6 +89,21 @@ void linears(Digest& digest, Threads threads, int64_t form, int64_t inputs) {
         digest.add(y);
     }
     digest.add(packed.data), digest.add(packed.scale);
+}
+
+// Every number of rows that has a tile of its own, and one more; scales of two bytes.
+void few_rows(Digest& digest, Threads threads) {
+    const int64_t outputs = 53, inputs = 160;
+    for (int64_t form : {F32, BF16, F16, Q4, Q8}) {
+        Packed packed(form, outputs, inputs, 40, 2);
+        for (int64_t rows = 1; rows <= 9; rows++) {
+            auto x = numbers(rows * inputs, 41);
+            std::vector<float> y(rows * outputs);
+            Product p{&packed.weights, x.data(), nullptr, y.data(), rows, outputs, F32, threads.count, threads.parallel};
+            samewise_linear(&p);
+            digest.add(y);
+        }
+    }
 }
 
 // Pages 1 .. 6 of a sequence of 96 positions; the last `rows` of them are asked for.
@@ -223,6 +241,7 @@ const Case CASES[] = {
     {"rotary", rotary},
     {"sampling", sampling},
     {"long linears", [](Digest& d, Threads t) { for (int64_t form : {F32, BF16, F16, Q4, Q8}) linears(d, t, form, 1600); }},
+    {"few rows", few_rows},
     {"wide rows", wide_rows},
     {"not finite", not_finite},
 };
