@@ -95,11 +95,10 @@ def _kind_of(original: Any, kind: str) -> _Kind:
 class NativeNorm(nn.Module):
     """An RMS norm, as layer.cpp states it; shares the weight of the module it replaces."""
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Any, *, plus_one: bool = False) -> None:
         super().__init__()
         self.weight = original.weight
-        self.variance_epsilon = norm_epsilon(original)
-        self._plus_one = adds_one(original)
+        self.variance_epsilon, self._plus_one = norm_epsilon(original), plus_one
         self._entry = _entries()[1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +125,7 @@ def use_native_modules(model: nn.Module, arch: Arch) -> str | None:
         return reason
     kinds = base.rotary_emb.rope_type
     rotary = (NativeRotaryByLayer if isinstance(kinds, dict) else NativeRotary)(base.rotary_emb)
-    norm = NativeNorm(base.norm)
+    norm = NativeNorm(base.norm, plus_one=adds_one(base.norm))
     if not _rotary_agrees(base.rotary_emb, rotary):
         return "its rotary positions are computed otherwise"
     if not _norm_agrees(base.norm, norm):
