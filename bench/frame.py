@@ -1,11 +1,11 @@
 """The time of a frame, against the ceiling. Last line: JSON.
 
-    python bench/frame.py                 # CPU, embedded model: frame time over the time of its linears
+    python bench/frame.py                 # CPU, embedded model: ms per frame of 1 to 32 rows, with sampling
     python bench/frame.py --device cuda   # 8B shape, random weights made on the GPU: ms per frame
     python bench/frame.py --device cuda --trees     # frames of one draft tree beside chains of as many rows
 
-The CPU ceiling is the time of the model's linears at the same number of rows. The CUDA ceiling is the time to
-read weights and KV once at the bandwidth of a copy.
+The ceiling is the time to read weights and KV once at the bandwidth of a copy; on CPU, where that is longer,
+the time to multiply as fast as a loop of multiply-adds does (frame_cpu.py).
 """
 
 from __future__ import annotations
@@ -24,15 +24,11 @@ machine.pin_environment()
 
 import torch  # noqa: E402
 
+import frame_cpu  # noqa: E402
 from samewise.config import EngineConfig  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
-from samewise.execute.choices import pick_kernel, pick_linear  # noqa: E402
 from samewise.execute.load import load  # noqa: E402
-from samewise.execute.pack import pack_frame  # noqa: E402
-from samewise.execute.runner import Runner  # noqa: E402
 from samewise.kernels.attention.base import PAGE  # noqa: E402
-from samewise.model.linear import pack_linears  # noqa: E402
-from samewise.model.surgery import copy_modules  # noqa: E402
 from samewise.testing import submit  # noqa: E402
 from samewise.types import Sampling, Span  # noqa: E402
 from shapes import commit, copy_bandwidth, random_on_card, shape_8b, timed  # noqa: E402
@@ -51,71 +47,6 @@ def spans_of(sequences: int, rows_each: int, context: int, vocab: int, first_pag
         pages = array("i", range(first_page + i * num_pages, first_page + (i + 1) * num_pages))
         spans.append(Span(i, start, tuple(tokens), rows_each, pages, GREEDY, tokens, rows_each))
     return spans
-
-
-# ---- CPU
-
-
-@torch.inference_mode()
-def linears_alone(model: torch.nn.Module, rows: int):
-    """A function that runs every linear of the model once at this number of rows."""
-    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    inputs = {m.in_features: torch.randn(1, rows, m.in_features, dtype=m.weight.dtype) for m in linears}
-
-    def work() -> None:
-        with torch.inference_mode():
-            for m in linears:
-                m(inputs[m.in_features])
-
-    return work
-
-
-def cpu(args: argparse.Namespace) -> dict:
-    loaded = load(EngineConfig(model=args.model, device="cpu", dtype=args.dtype))
-    device = torch.device("cpu")
-    kernel = pick_kernel("auto", device)
-    arch, results = loaded.arch, []
-    linears = pick_linear(args.linear, device)
-    model = copy_modules(loaded.model)
-    if linears == "native":
-        print("weights kept as", dict(pack_linears(model)))
-    context = args.context
-    for rows in args.rows:
-        runners = {
-            mode: Runner(
-                copy_modules(model), arch, kernel, num_pages=17 * -(-context // PAGE) + 2, sizes=(rows,),
-                max_rows=rows, max_model_len=context, dtype=next(loaded.model.parameters()).dtype,
-                device=device, compile=mode == "compiled",
-            )
-            for mode in args.modes
-        }  # fmt: skip
-        alone = linears_alone(model, rows)
-        for sequences in [s for s in args.sequences if s <= rows]:
-            spans = spans_of(sequences, rows // sequences, context, arch.vocab)
-            # Interleaved, so that a disturbance of the machine hits all of them alike.
-            times: dict[str, list[float]] = {name: [] for name in ("linears", *runners)}
-            for runner in runners.values():
-                runner.frame(pack_frame(spans, runner.staging(runner.frame_rows)))
-            for _ in range(args.repeats):
-                times["linears"].append(timed(alone, 1, device))
-                for name, runner in runners.items():
-                    batch = pack_frame(spans, runner.staging(runner.frame_rows))
-                    times[name].append(timed(lambda r=runner, b=batch: r.frame(b), 1, device))
-            ms = {name: statistics.median(values) for name, values in times.items()}
-            row = {
-                "linear": linears,
-                "rows": rows,
-                "sequences": sequences,
-                "context": context,
-                "linears_ms": ms["linears"],
-            }
-            for name in runners:
-                row[f"{name}_ms"] = ms[name]
-                ratios = [a / b for a, b in zip(times[name], times["linears"], strict=True)]
-                row[f"{name}_ratio"] = statistics.median(ratios)
-            results.append(row)
-            print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
-    return {"results": results, "threads": torch.get_num_threads()}
 
 
 # ---- CUDA
@@ -261,17 +192,19 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--linear", default="auto", choices=("auto", "native", "torch"))
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 32])
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--trees", action="store_true", help="a draft tree's rows beside a chain's")
     parser.add_argument("--context", type=int)
     parser.add_argument("--max-model-len", type=int, nargs="+", default=[2048, 32768])
     args = parser.parse_args()
     args.context = args.context or (512 if args.device == "cpu" else 1024)
-    measure = trees if args.trees else cpu if args.device == "cpu" else cuda
-    figures = measure(args)
+    if args.trees:
+        figures = trees(args)
+    elif args.device == "cpu":
+        figures = frame_cpu.measure(args, spans_of)
+    else:
+        figures = cuda(args)
     conditions = {
         "commit": commit(),
         "torch": torch.__version__,

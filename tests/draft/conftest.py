@@ -2,7 +2,7 @@
 
 import pytest
 
-from samewise.model import fused_layer
+from samewise.model import fused_layer, fused_stack
 
 
 @pytest.fixture
@@ -14,14 +14,19 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fused_hooks(monkeypatch):
-    """Let a fused layer call the forward hooks of its attention and MLP, by which the tests' clock moves."""
-    call = fused_layer.FusedForward.__call__
+    """Let fused layers call the forward hooks of their attention and MLP, by which the tests' clock moves."""
 
-    def with_hooks(self, *args, **named):
-        out = call(self, *args, **named)
-        for part in (self._attention, self._mlp):
-            for hook in part._forward_hooks.values() if part is not None else ():
-                hook(part, (), out)
-        return out
+    def with_hooks(call, layers_of):
+        def called(self, *args, **named):
+            out = call(self, *args, **named)
+            for layer in layers_of(self):
+                for part in (layer._attention, layer._mlp):
+                    for hook in part._forward_hooks.values() if part is not None else ():
+                        hook(part, (), out)
+            return out
 
-    monkeypatch.setattr(fused_layer.FusedForward, "__call__", with_hooks)
+        return called
+
+    one, many = fused_layer.FusedForward, fused_stack.StackedForward
+    monkeypatch.setattr(one, "__call__", with_hooks(one.__call__, lambda layer: [layer]))
+    monkeypatch.setattr(many, "__call__", with_hooks(many.__call__, lambda stack: stack.layers))

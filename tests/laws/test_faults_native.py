@@ -10,16 +10,16 @@ from samewise.kernels import cpu_sampling
 from samewise.kernels.attention import native as attention
 from samewise.kernels.linear import packed as linear
 from samewise.kernels.native import build as native_build
-from samewise.model import fused_layer
+from samewise.model import fused_layer, fused_stack
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not native_build.compiler_available(), reason="needs a C++ compiler"),
 ]
 
-FUSED = Setup("llama", "cpu", "float32", 16)  # layer, linear, row_stats
+FUSED = Setup("llama", "cpu", "float32", 16)  # layers, linear, row_stats
 MODULES = Setup("qwen3", "cpu", "bfloat16", 16)  # linear, attention, row_stats
-NO_MEMORY, NO_MEMORY_IN_ATTENTION = 1, 16 + 1  # what the kernels return; the second only `layer`
+NO_MEMORY, NO_MEMORY_IN_ATTENTION = 1, 16 + 1  # what the kernels return; the second only `layers`
 STRIDE = 11
 """In a run each eleventh step fails, in its first kernel call, in the next run in its second, and so on."""
 
@@ -48,14 +48,15 @@ class FailingKernels:
 def kernels(monkeypatch):
     """The kernels of engines that are built from here on."""
     kernels = FailingKernels()
-    product, pack = linear._entries()
+    products = linear._entries()
     stats, *others = cpu_sampling._entries()
-    attend, layer = attention._entry(), fused_layer._entry()
+    attend, layer, layers = attention._entry(), fused_layer._entry(), fused_stack._entry()
     entries = [
-        (linear, "_entries", (kernels.wrapped(product, NO_MEMORY), pack)),
+        (linear, "_entries", products._replace(linear=kernels.wrapped(products.linear, NO_MEMORY))),
         (cpu_sampling, "_entries", (kernels.wrapped(stats, NO_MEMORY), *others)),
         (attention, "_entry", kernels.wrapped(attend, NO_MEMORY)),
         (fused_layer, "_entry", kernels.wrapped(layer, NO_MEMORY, NO_MEMORY_IN_ATTENTION)),
+        (fused_stack, "_entry", kernels.wrapped(layers, NO_MEMORY, NO_MEMORY_IN_ATTENTION)),
     ]
     for module, name, entry in entries:
         monkeypatch.setattr(module, name, lambda entry=entry: entry)
@@ -65,8 +66,8 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize(
     ("variant", "names"),
     [
-        (Variant(FUSED, "skip"), {"samewise_layer", "samewise_linear", "samewise_row_stats"}),
-        (Variant(FUSED, "none", chained=True), {"samewise_layer", "samewise_linear", "samewise_row_stats"}),
+        (Variant(FUSED, "skip"), {"samewise_layers", "samewise_linear", "samewise_row_stats"}),
+        (Variant(FUSED, "none", chained=True), {"samewise_layers", "samewise_linear", "samewise_row_stats"}),
         (Variant(MODULES, "none"), {"samewise_attend", "samewise_linear", "samewise_row_stats"}),
     ],
     ids=lambda value: str(value) if isinstance(value, Variant) else "",

@@ -29,6 +29,7 @@ from samewise.model import fused_layer
 from samewise.model.arch import Arch, layer_list
 from samewise.model.attention_binding import bind_attention
 from samewise.model.fused_layer import changed_modules
+from samewise.model.fused_stack import stack_layers
 from samewise.model.linear import FrameLinear
 from samewise.model.native_modules import use_native_modules
 from samewise.model.row_pieces import Pieces, is_norm, norm_width, use_pieces
@@ -334,7 +335,7 @@ class Runner:
         seconds, and a layer set may change at any time.
         """
         if self.fused:
-            return FastPath(views.without(skipped, self._fuse_layer), None)
+            return FastPath(self._with_stacked_layers(views.without(skipped, self._fuse_layer)), None)
         if not self.compiled or self.device.type != "cuda":
             return FastPath(views.without(skipped), None)
         return FastPath(views.without(skipped), views.without(skipped, self._compiler.compiled_if_known))
@@ -429,7 +430,16 @@ class Runner:
         if self.device.type == "cuda":
             for path, norm in self._outer_norms(model):
                 fused = with_module(fused, path, self._fusing.fuse_norm(norm))
-        return fused
+            return fused
+        return self._with_stacked_layers(fused)
+
+    def _with_stacked_layers(self, model: nn.Module) -> nn.Module:
+        """A copy of a model of fused layers, in which those that follow one another are one call."""
+        if self.device.type == "cuda":
+            return model
+        name = layer_list(self.model, self.arch)[0]
+        layers: Any = model.get_submodule(name)
+        return with_layers(model, name, stack_layers(list(layers)))
 
     def _outer_norms(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Norms outside of the layers, by path."""

@@ -73,7 +73,7 @@ class FusedForward:
         self.linears: list[FrameLinear] = []
         self._packed: list[PackedWeight | None] = []
         self._entry, self._parallel = _entry(), native_build.gomp_parallel()
-        self.head_dim = 0  # without attention
+        self.head_dim = self.rotary = 0  # without attention
         self._fields = fields = Layer(width=self.width, share=added_share(layer))
         if attention:
             binding: AttentionBinding = layer.self_attn.binding
@@ -82,6 +82,7 @@ class FusedForward:
             fields.first, fields.after_attention = _norm(attention.before), _norm(attention.after)
             fields.q_norm, fields.k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
             fields.over_heads, fields.rotary = attention.over_heads, attention.rotary
+            self.rotary = attention.rotary
             fields.k_pages, fields.v_pages = binding.kv.k.data_ptr(), binding.kv.v.data_ptr()
             fields.num_pages, fields.window = binding.kv.k.shape[0], facts.window or 0
             fields.heads, fields.kv_heads = facts.num_heads, facts.num_kv_heads
@@ -150,8 +151,7 @@ class FusedForward:
     def _check(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: Rows) -> None:
         """Raise unless shapes and dtypes are the kernel's. Page numbers and slots it checks itself."""
         num_rows = x.shape[1]
-        turns = self._attention is not None and self._attention.rotary > 0
-        angles = (1, num_rows, self._fields.rotary) if turns else cos.shape
+        angles = (1, num_rows, self.rotary) if self.rotary else cos.shape
         if (
             x.shape != (1, num_rows, self.width)
             or x.dtype != torch.float32

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
-    for name in ("attention", "grid", "layer", "linear", "move", "rotary", "sampling", "selftest")
+    for name in ("attention", "grid", "layer", "linear", "move", "rotary", "sampling", "selftest", "team")
 )
 HEADERS = tuple(
     Path(__file__).with_name(f"{name}.h")
@@ -50,6 +50,7 @@ _FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",  # lets comparisons be vectorised; changes no value
     "-fPIC",
+    "-pthread",
     "-shared",
 )
 _RELAXED = (

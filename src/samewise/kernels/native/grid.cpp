@@ -5,6 +5,7 @@
 
 #include "calls.h"
 #include "panels.h"
+#include "team.h"
 
 #include <cmath>
 

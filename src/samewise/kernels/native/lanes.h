@@ -29,8 +29,9 @@ namespace {
 
 #if !defined(SAMEWISE_PORTABLE) && defined(__AVX512F__)
 constexpr int BLOCK = 12;  // queries whose sums fit in registers together
-constexpr int FEW = 8;  // rows whose sums fit in registers beside weights that are unpacked for them alone
-constexpr int TILE_OUTPUTS[FEW + 1] = {0, 8, 8, 4, 4, 4, 4, 2, 2};  // outputs of their tile, by rows
+constexpr int FEW = 8;  // rows of a tile that unpacks its weights for itself
+constexpr int TILE_OUTPUTS[FEW + 1] = {0, 8, 8, 8, 4, 4, 4, 4, 2};  // outputs of such a tile, by rows
+constexpr bool UNPACK_ONCE = false;  // whether more rows share weights that were unpacked into memory
 using Part = __m512;  // the register lanes are kept in, and how many of them
 constexpr int PARTS = 1;
 inline Part load_part(const float* p) { return _mm512_loadu_ps(p); }
@@ -59,7 +60,8 @@ inline Lanes load_bf16(const uint16_t* p) {
 #elif !defined(SAMEWISE_PORTABLE) && defined(__AVX2__) && defined(__FMA__)
 constexpr int BLOCK = 6;
 constexpr int FEW = 4;
-constexpr int TILE_OUTPUTS[FEW + 1] = {0, 4, 2, 1, 1};
+constexpr int TILE_OUTPUTS[FEW + 1] = {0, 2, 1, 1, 1};
+constexpr bool UNPACK_ONCE = true;
 using Part = __m256;
 constexpr int PARTS = 2;
 inline Part load_part(const float* p) { return _mm256_loadu_ps(p); }
@@ -97,6 +99,7 @@ inline Lanes load_bf16(const uint16_t* p) {
 constexpr int BLOCK = 6;
 constexpr int FEW = 4;
 constexpr int TILE_OUTPUTS[FEW + 1] = {0, 4, 2, 1, 1};
+constexpr bool UNPACK_ONCE = true;
 using Part = float32x4_t;
 constexpr int PARTS = 4;
 inline Part load_part(const float* p) { return vld1q_f32(p); }
@@ -119,7 +122,8 @@ inline Lanes mul(Lanes x, Lanes y) {
 #else
 constexpr int BLOCK = 2;
 constexpr int FEW = 4;
-constexpr int TILE_OUTPUTS[FEW + 1] = {0, 4, 2, 1, 1};
+constexpr int TILE_OUTPUTS[FEW + 1] = {0, 2, 1, 1, 1};
+constexpr bool UNPACK_ONCE = true;
 struct Lanes { float a[16]; };
 using Part = Lanes;
 constexpr int PARTS = 1;
@@ -175,12 +179,15 @@ inline Lanes load_bf16(const uint16_t* p) {
 // Keep a value in its register: compilers would rather load it again for every use, and loads are scarce.
 #if !defined(SAMEWISE_PORTABLE) && defined(__AVX512F__)
 inline void pin(Part& x) { asm("" : "+v"(x)); }
+inline void pin(Lanes& x) { pin(x.a); }
 #elif !defined(SAMEWISE_PORTABLE) && defined(__AVX2__) && defined(__FMA__)
 inline void pin(Part& x) { asm("" : "+x"(x)); }
+inline void pin(Lanes& x) { pin(x.a), pin(x.b); }
 #elif !defined(SAMEWISE_PORTABLE) && defined(__aarch64__)
 inline void pin(Part& x) { asm("" : "+w"(x)); }
+inline void pin(Lanes& x) { pin(x.a), pin(x.b), pin(x.c), pin(x.d); }
 #else
-inline void pin(Part&) {}
+inline void pin(Lanes&) {}
 #endif
 
 // 16 -> 8 -> 4 -> 2 -> 1: lane j with lane j + half.
@@ -370,30 +377,6 @@ struct DefaultArithmetic {
     DefaultArithmetic() { std::fegetenv(&saved), std::fesetenv(FE_DFL_ENV); }
     ~DefaultArithmetic() { std::fesetenv(&saved); }
 };
-
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
-// Call f(task, worker) for every task below `count`, each once, on at most `threads` workers.
-// The runtime is borrowed rather than linked: a second one would spin against the first.
-template <class F>
-void for_each(void* parallel, int64_t threads, int64_t count, F f) {
-    struct Shared {
-        F& f;
-        int64_t count;
-        std::atomic<int64_t> next{0}, workers{0};
-    } shared{f, count};
-    auto work = [](void* p) {
-        Shared& s = *static_cast<Shared*>(p);
-        DefaultArithmetic arithmetic;
-        int64_t worker = s.workers.fetch_add(1);
-        for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.f(i, worker);
-    };
-    threads = std::min(threads, count);
-    if (parallel == nullptr || threads <= 1)
-        work(&shared);
-    else
-        reinterpret_cast<Parallel>(parallel)(work, &shared, unsigned(threads), 0);
-}
 
 // Floats that outlive the call, so that a pass of many layers does not fault its pages in again and again.
 float* scratch(int64_t len) {

@@ -103,12 +103,6 @@ struct Room {
     float* own(int64_t worker) const { return data + shared_len + worker * own_len; }
 };
 
-int64_t outputs_of(const Side& side) {
-    int64_t sum = 0;
-    for (int64_t i = 0; i < side.count; i++) sum += side.weights[i]->outputs;
-    return sum;
-}
-
 int64_t strip_room_of(const Side& side, int64_t rows) {
     int64_t most = 0;
     for (int64_t i = 0; i < side.count; i++) most = std::max(most, samewise::strip_room(*side.weights[i], rows));

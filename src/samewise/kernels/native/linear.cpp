@@ -28,8 +28,10 @@ constexpr int WIDE = 6;  // outputs of a tile of plain weights
 #else
 constexpr int WIDE = 3;
 #endif
+constexpr int64_t MANY = 20;  // rows for which unpacking a grid's weights into memory pays
 constexpr int HIGH = 4;  // rows of a tile of plain weights, at most
 constexpr int64_t NEAR = 5120;  // floats of x that fit in the nearest cache beside the weights of a tile
+constexpr int64_t NEAR_BYTES = 64 << 10;  // of weights that are gone over once for each tile of rows
 constexpr int64_t STRETCH = 768;  // of K that a tile goes over once for each part of the lanes
 
 enum Result { DONE = 0, NO_MEMORY = 1, BAD_FORM = 2 };
@@ -69,31 +71,27 @@ template <int R, int N, class Row>
 inline void tile(const float* x, int64_t x_row, const Weights& w, int64_t n, float* y, int64_t y_row) {
     const int64_t K = w.inputs;
     const Row first(w, n);
-    Lanes sum[R * N];
-#pragma GCC unroll 32
-    for (int i = 0; i < R * N; i++) sum[i] = splat(0.0f);
-    auto step = [&](int64_t k, int i, Lanes weights) {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sum[r * N + i] = fma(load(x + r * x_row + k), weights, sum[r * N + i]);
-    };
     auto row = [&](int i) {
         Row other = first;
         other.p += i * K;
         return other;
     };
+    Lanes sum[R * N], weights[N];
+#pragma GCC unroll 32
+    for (int i = 0; i < R * N; i++) sum[i] = splat(0.0f);
     int64_t k = 0;
-    for (; k + 32 <= K; k += 32) {
+    for (; k + 16 <= K; k += 16) {
 #pragma GCC unroll 8
         for (int i = 0; i < N; i++) {
-            const Row weights = row(i);
-            for (int64_t b = 0; b < 32 * Row::SIZE; b += 64) fetch(reinterpret_cast<const char*>(weights.p + k) + AHEAD / N + b);
-            step(k, i, weights.at(k));
-            step(k + 16, i, weights.at(k + 16));
+            fetch(reinterpret_cast<const char*>(row(i).p + k) + AHEAD / 2);
+            weights[i] = row(i).at(k);
         }
+        add_products<R, N>(x + k, x_row, weights, sum);
     }
-    for (; k < K; k += 16) {
+    if (k < K) {
 #pragma GCC unroll 8
-        for (int i = 0; i < N; i++) step(k, i, k + 16 <= K ? row(i).at(k) : tail(row(i), k, K));
+        for (int i = 0; i < N; i++) weights[i] = tail(row(i), k, K);
+        add_products<R, N>(x + k, x_row, weights, sum);
     }
     float folded[R * N];
     fold_many<R * N>(sum, folded);
@@ -207,6 +205,15 @@ void with_form(const Weights& w, F f) {
 template <class Kind>
 constexpr bool IN_ROWS = std::is_same_v<Kind, RowF32> || std::is_same_v<Kind, RowBF16> || std::is_same_v<Kind, RowF16>;
 
+// Bytes of one output's weights.
+template <class Kind>
+int64_t weight_bytes(int64_t inputs) {
+    if constexpr (IN_ROWS<Kind>)
+        return inputs * Kind::SIZE;
+    else
+        return inputs / GROUP * Kind::BYTES / PANEL;
+}
+
 // All rows by float32 weights [end - n, padded]. A few rows at a time meet every output, so that they stay in the
 // nearest cache and each weight comes from the next one once for all of them.
 void many_rows(const float* plain, int64_t padded, const float* x, int64_t x_row, int64_t rows, int64_t outputs,
@@ -220,6 +227,43 @@ void many_rows(const float* plain, int64_t padded, const float* x, int64_t x_row
             plain_rows<WIDE>(x + r * x_row, x_row, some, plain + n * padded, padded, out + n);
         for (; n < outputs; n++) plain_rows<1>(x + r * x_row, x_row, some, plain + n * padded, padded, out + n);
     }
+}
+
+// All rows, as many at a time as a tile may have. Some outputs meet all rows before the next ones do, so that
+// their weights come from memory once.
+template <class Kind>
+void in_tiles(const Weights& w, const float* x, int64_t x_row, int64_t rows, int64_t n, int64_t end, float* y) {
+    const int64_t pieces = (rows + FEW - 1) / FEW, bytes = weight_bytes<Kind>(w.inputs);
+    const int64_t some = std::max<int64_t>(PANEL, NEAR_BYTES / bytes / PANEL * PANEL);
+    for (int64_t to; n < end; y += to - n, n = to) {
+        to = std::min(n + some, end);
+        for (int64_t i = 0; i < pieces; i++) {
+            const int64_t r = rows * i / pieces;
+            with_few(rows * (i + 1) / pieces - r, [&](auto count) {
+                if constexpr (IN_ROWS<Kind>)
+                    few_rows<Kind, count>(w, x + r * x_row, x_row, n, to, y + r * STRIP);
+                else
+                    panel_rows<Kind, count>(w, x + r * x_row, x_row, n, to, y + r * STRIP, STRIP);
+            });
+        }
+    }
+}
+
+// All rows by weights that are unpacked into `room` first.
+template <class Kind>
+void from_unpacked(const Weights& w, const float* x, int64_t x_row, int64_t rows, int64_t n, int64_t end, float* y,
+                   float* room) {
+    const int64_t padded = whole_lanes(w.inputs);
+    const float* plain = room;
+    if constexpr (std::is_same_v<Kind, RowF32>)
+        if (w.inputs == padded) plain = static_cast<const float*>(w.data) + n * padded;
+    if (plain == room) {
+        if constexpr (IN_ROWS<Kind>)
+            unpack_rows<Kind>(w, n, end, room);
+        else
+            unpack_panels<Kind>(w, n, end, room);
+    }
+    many_rows(plain, padded, x, x_row, rows, end - n, y);
 }
 
 template <class T>
@@ -268,33 +312,23 @@ Result multiply(const Product& p) {
 bool samewise::known_form(int64_t form) { return form >= F32 && form <= Q8; }
 
 int64_t samewise::strip_room(const Weights& w, int64_t rows) {
-    return rows <= FEW ? 0 : STRIP * whole_lanes(w.inputs);
+    if (rows <= FEW) return 0;
+    return STRIP * whole_lanes(w.inputs);
 }
 
 void samewise::strip_sums(const Weights& w, const float* x, int64_t x_row, int64_t rows, int64_t strip, float* sums,
                           float* room) {
-    const int64_t K = w.inputs, padded = whole_lanes(K), n = strip * STRIP, end = std::min(n + STRIP, w.outputs);
+    const int64_t n = strip * STRIP, end = std::min(n + STRIP, w.outputs);
     with_form(w, [&](auto* kind) {
         using Kind = std::remove_pointer_t<decltype(kind)>;
-        if (rows <= FEW) {
-            with_few(rows, [&](auto count) {
-                if constexpr (IN_ROWS<Kind>)
-                    few_rows<Kind, count>(w, x, x_row, n, end, sums);
-                else
-                    panel_rows<Kind, count>(w, x, x_row, n, end, sums, STRIP);
-            });
-            return;
-        }
-        const float* plain = room;
-        if constexpr (std::is_same_v<Kind, RowF32>)
-            if (K == padded) plain = static_cast<const float*>(w.data) + n * K;
-        if (plain == room) {
-            if constexpr (IN_ROWS<Kind>)
-                unpack_rows<Kind>(w, n, end, room);
-            else
+        if (rows > FEW && UNPACK_ONCE) return from_unpacked<Kind>(w, x, x_row, rows, n, end, sums, room);
+        if constexpr (!IN_ROWS<Kind>) {
+            if (rows >= MANY) {
                 unpack_panels<Kind>(w, n, end, room);
+                return in_tiles<RowF32>({room, end - n, w.inputs, F32, 0}, x, x_row, rows, 0, end - n, sums);
+            }
         }
-        many_rows(plain, padded, x, x_row, rows, end - n, sums);
+        in_tiles<Kind>(w, x, x_row, rows, n, end, sums);
     });
 }
 

@@ -57,6 +57,22 @@ struct BlockQ8 {
     }
 };
 
+// sum[r][n] += x[r] * w[n], lane by lane. Of several rows each x is loaded once, of few each weight used at once.
+template <int R, int N>
+[[gnu::always_inline]] inline void add_products(const float* x, int64_t x_row, Lanes* w, Lanes* sum) {
+    if (R > 2) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) pin(w[n]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        Lanes row = load(x + r * x_row);
+        if (R > 2) pin(row);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) sum[r * N + n] = fma(row, w[n], sum[r * N + n]);
+    }
+}
+
 // R rows of x by the N outputs of a panel from `first` on.
 template <class Block, int R, int N>
 inline void panel_tile(const float* x, int64_t x_row, const uint8_t* p, int64_t K, int first, float* y, int64_t y_row) {
@@ -67,17 +83,11 @@ inline void panel_tile(const float* x, int64_t x_row, const uint8_t* p, int64_t 
         if (first == 0)
             for (int64_t i = 0; i < Block::BYTES; i += 64) fetch(p + AHEAD + i);
         const Block block(p);
+        Lanes low[N], high[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-            Lanes low, high;
-            block.weights(first + n, low, high);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                Lanes& s = sum[r * N + n];
-                s = fma(load(x + r * x_row + k), low, s);
-                s = fma(load(x + r * x_row + k + 16), high, s);
-            }
-        }
+        for (int n = 0; n < N; n++) block.weights(first + n, low[n], high[n]);
+        add_products<R, N>(x + k, x_row, low, sum);
+        add_products<R, N>(x + k + 16, x_row, high, sum);
     }
     float folded[R * N];
     fold_many<R * N>(sum, folded);

@@ -20,7 +20,7 @@
 
 #include "calls.h"
 #include "functions.h"
-#include "lanes.h"
+#include "team.h"
 
 namespace {
 

@@ -16,6 +16,30 @@
 #include <thread>
 #endif
 
+namespace samewise {
+
+using RegionWork = void (*)(void* data, int64_t worker);
+
+// work(data, 0) by the caller, and work(data, i) with 0 < i < threads by as many others as come in time. A null
+// `parallel` allows none; where there is no pool of ours it is the OpenMP runtime's GOMP_parallel.
+void run_region(void* parallel, int64_t threads, RegionWork work, void* data);
+
+#if defined(__linux__)
+static_assert(sizeof(std::atomic<int32_t>) == sizeof(int32_t));
+// Until `now` is woken; at once if it is not `seen`.
+inline void sleep_while(std::atomic<int32_t>& now, int32_t seen) {
+    syscall(SYS_futex, reinterpret_cast<int32_t*>(&now), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+}
+inline void wake_all(std::atomic<int32_t>& now) {
+    syscall(SYS_futex, reinterpret_cast<int32_t*>(&now), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+#else
+inline void sleep_while(std::atomic<int32_t>&, int32_t) { std::this_thread::yield(); }
+inline void wake_all(std::atomic<int32_t>&) {}
+#endif
+
+}  // namespace samewise
+
 namespace {
 
 constexpr int64_t LINE = 64;  // bytes that one core writes at a time
@@ -48,32 +72,19 @@ class Phases {
             pause_core();
         }
         asleep.fetch_add(1);
-        for (int32_t seen; (seen = now.load()) != count;) sleep(now, seen);
+        for (int32_t seen; (seen = now.load()) != count;) samewise::sleep_while(now, seen);
         asleep.fetch_sub(1);
     }
 
     void finish(int64_t phase, int32_t tasks, int32_t count) {
         std::atomic<int32_t>& now = done(phase);
-        if (now.fetch_add(tasks) + tasks == count && asleep.load() > 0) wake(now);
+        if (now.fetch_add(tasks) + tasks == count && asleep.load() > 0) samewise::wake_all(now);
     }
 
   private:
     const int64_t stride;
     std::unique_ptr<std::atomic<int32_t>[]> counters;
     alignas(LINE) std::atomic<int32_t> asleep{0};
-
-#if defined(__linux__)
-    static_assert(sizeof(std::atomic<int32_t>) == sizeof(int32_t));
-    static void sleep(std::atomic<int32_t>& now, int32_t seen) {
-        syscall(SYS_futex, reinterpret_cast<int32_t*>(&now), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-    }
-    static void wake(std::atomic<int32_t>& now) {
-        syscall(SYS_futex, reinterpret_cast<int32_t*>(&now), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
-    }
-#else
-    static void sleep(std::atomic<int32_t>&, int32_t) { std::this_thread::yield(); }
-    static void wake(std::atomic<int32_t>&) {}
-#endif
 };
 
 // One thread of a region.
@@ -128,14 +139,20 @@ void in_region(void* parallel, int64_t threads, int64_t count, F f) {
     struct Shared {
         F& f;
         Phases phases;
-        std::atomic<int64_t> workers{0};
     } shared{f, Phases(count, threads)};
-    auto work = [](void* p) {
+    auto work = [](void* p, int64_t worker) {
         Shared& s = *static_cast<Shared*>(p);
         DefaultArithmetic arithmetic;
-        s.f(Team(&s.phases, s.workers.fetch_add(1)));
+        s.f(Team(&s.phases, worker));
     };
-    reinterpret_cast<Parallel>(parallel)(work, &shared, unsigned(threads), 0);
+    samewise::run_region(parallel, threads, work, &shared);
+}
+
+// f(task, worker) for every task below `count`, each once, on at most `threads` workers.
+template <class F>
+void for_each(void* parallel, int64_t threads, int64_t count, F f) {
+    in_region(parallel, std::min(threads, count), 1,
+              [&](Team team) { team.run(count, false, [&](int64_t task) { f(task, team.worker); }); });
 }
 
 }  // namespace
