@@ -164,4 +164,4 @@ def _convert(path: Path, folder: Path, name: str) -> None:
         raise MachineError(f"could not convert {path}: {error}; try again, or check the disk") from error
 
 
-__all__ = ["read_ahead", "resolve", "resolve_embedded"]
+__all__ = ["EMBEDDED_CONVERSION", "read_ahead", "resolve", "resolve_embedded"]
