@@ -1,7 +1,7 @@
 // What this CPU's cores can multiply and add, for the ceiling of bench/frame_cpu.py: chains of fused
 // multiply-adds in registers, as many as keep every unit busy.
 
-#include "../src/samewise/kernels/native/lanes.h"
+#include "../src/samewise/kernels/native/team.h"
 
 namespace {
 

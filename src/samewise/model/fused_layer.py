@@ -70,7 +70,7 @@ class FusedForward:
         self._layer = layer
         self._attention, self._mlp, self.width = attention, mlp, _width(layer)
         self._held = [weight.detach() for weight in layer.parameters()]
-        self.linears: list[FrameLinear] = []
+        self._linears: list[FrameLinear] = []
         self._packed: list[PackedWeight | None] = []
         self._entry, self._parallel = _entry(), native_build.gomp_parallel()
         self.head_dim = self.rotary = 0  # without attention
@@ -110,7 +110,7 @@ class FusedForward:
     def fields(self) -> Layer:
         """What the kernel is told of the layer."""
         if any(
-            linear.packed is not packed for linear, packed in zip(self.linears, self._packed, strict=True)
+            linear.packed is not packed for linear, packed in zip(self._linears, self._packed, strict=True)
         ):
             self._read_weights()
         return self._fields
@@ -139,8 +139,8 @@ class FusedForward:
     def _read_weights(self) -> None:
         """Take the addresses of the packed weights."""
         attention, mlp = self._attention, self._mlp
-        self.linears = _linears_of(attention, mlp)
-        self._packed = [linear.packed for linear in self.linears]
+        self._linears = _linears_of(attention, mlp)
+        self._packed = [linear.packed for linear in self._linears]
         if attention:
             self._fields.qkv = _side(attention.qkv)
             self._fields.o = _side([attention.o])

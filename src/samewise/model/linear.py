@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -65,6 +65,8 @@ class FrameLinear(nn.Linear):
     by torch's product for some numbers of rows (`library_rows`). None of these changes a row's bits.
     """
 
+    times_packed: ClassVar[int] = 0
+    """How often `pack_linears` gave any linear of the process its packed weights."""
     pieces: Pieces
     ordered: bool  # whether its sums have the stated order of `kernels.linear.triton`
     library_rows: frozenset[int]  # numbers of rows at which torch's product was found to give its bits
@@ -129,6 +131,7 @@ def pack_linears(
         if type(module) is FrameLinear and module not in merged:
             module.packed, module.merged = pack_weight(module.weight), None
             forms[module.packed.form if module.packed is not None else "torch"] += 1
+    FrameLinear.times_packed += 1
     return forms
 
 

@@ -58,19 +58,23 @@ inline Tail tail_of(const Call& c, int64_t row) {
 
 // ---------------------------------------------------------------- inner loops
 
-// out[n][key] = (q[n] . k[key]) * scale for the 16 keys of a page.
-template <int N>
-void score(const float* q, const float* k, int64_t dim, float scale, float* out) {
-    Lanes sum[N];
+// out[p][n][key] = (q[n] . k[p][key]) * scale for the 16 keys of each of P pages. A chain waits for itself, so few
+// queries take several pages at once.
+template <int N, int P>
+void score(const float* q, const float* const* k, int64_t dim, float scale, float* out) {
+    Lanes sum[P * N];
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) sum[n] = splat(0.0f);
+    for (int i = 0; i < P * N; i++) sum[i] = splat(0.0f);
     for (int64_t d = 0; d < dim; d++) {
-        Lanes keys = load(k + d * PAGE);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            Lanes keys = load(k[p] + d * PAGE);
 #pragma GCC unroll 16
-        for (int n = 0; n < N; n++) sum[n] = fma(splat(q[n * dim + d]), keys, sum[n]);
+            for (int n = 0; n < N; n++) sum[p * N + n] = fma(splat(q[n * dim + d]), keys, sum[p * N + n]);
+        }
     }
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) store(out + n * PAGE, mul(sum[n], splat(scale)));
+    for (int i = 0; i < P * N; i++) store(out + i * PAGE, mul(sum[i], splat(scale)));
 }
 
 // acc[n] += weight[n][key] * v[key] for the keys [from, to) of a page, in order.
@@ -177,15 +181,18 @@ class Attention {
         std::fill_n(sum, n * PAGE, 0.0f);
         std::fill_n(acc, n * c.dim, 0.0f);
 
-        for (int64_t page = t.first_page; page < t.end_page; page++) {
+        for (int64_t page = score_together(t, n, head, q, scores); page < t.end_page; page++) {
             float* s = scores + (page - t.first_page) * n * PAGE;
             each_source(t, queries, page, [&](int first, int end, const Source& source) {
                 const float* k = keys_from(source, head, room);
                 in_blocks(end - first, [&](int at, auto count) {
                     const int i = first + at;
-                    score<count>(q + i * c.dim, k, c.dim, c.scale, s + i * PAGE);
+                    score<count, 1>(q + i * c.dim, &k, c.dim, c.scale, s + i * PAGE);
                 });
             });
+        }
+        for (int64_t page = t.first_page; page < t.end_page; page++) {
+            const float* s = scores + (page - t.first_page) * n * PAGE;
             for (int i = 0; i < n; i++) {
                 auto [from, to] = lanes_of(queries[i].keys, page);
                 raise(s + i * PAGE, from, to, top + i * PAGE);
@@ -246,6 +253,27 @@ class Attention {
     }
     int64_t row_of(const Tile& t, int i) const { return t.row + (t.begin + i) / group; }
     int64_t query_head(const Tile& t, int64_t head, int i) const { return head * group + (t.begin + i) % group; }
+
+    // Scores of few queries for pages that every query finds in place, several at a time. Returns the first page
+    // that is left.
+    int64_t score_together(const Tile& t, int n, int64_t head, const float* q, float* scores) const {
+        int64_t page = t.first_page;
+        if constexpr (std::is_same_v<T, Float32>) {
+            const int32_t* pages = c.pages + c.page_start[t.row];
+            const int64_t end = std::min(t.end_page, t.shared);
+            with_count(n, [&](auto count) {
+                constexpr int N = count, P = std::min(4, BLOCK / N);
+                if constexpr (P > 1) {
+                    for (; page + P <= end; page += P) {
+                        const float* k[P];
+                        for (int p = 0; p < P; p++) k[p] = k_page(pages[page + p], head);
+                        score<N, P>(q, k, c.dim, c.scale, scores + (page - t.first_page) * N * PAGE);
+                    }
+                }
+            }, std::make_integer_sequence<int, BLOCK>{});
+        }
+        return page;
+    }
 
     // The lanes of `page` that hold keys of the range; empty where from >= to.
     static std::pair<int, int> lanes_of(Range r, int64_t page) {

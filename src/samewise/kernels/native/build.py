@@ -2,8 +2,10 @@
 
 Each source file states the order of its IEEE operations per row, so the bits depend on neither the compiler,
 the instruction set nor the number of threads. Every library is tried when it is loaded: it computes the
-digests that are stored in `expected`, or it is refused. The kernels run on the OpenMP threads torch already
-has: a second thread pool would compete with it for the cores.
+digests that are stored in `expected`, or it is refused.
+
+On Linux the kernels run on threads of their own (team.cpp), which sleep between passes; elsewhere on the
+OpenMP threads torch already has. Both are asked for only where torch has more than one thread.
 
 ``CXX`` names the compiler and may carry options, but none that relaxes IEEE arithmetic; torch's own compiler
 reads it too, as a program's name only. ``CXXFLAGS`` is not read. ``SAMEWISE_PORTABLE=1`` builds without
