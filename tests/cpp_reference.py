@@ -43,9 +43,12 @@ def norm_reference(norm, x):
     for k in range(0, padded.shape[-1], 16):
         part = padded[..., k : k + 16].double()
         lanes = (part * part + lanes.double()).float()
-    mean = _sum_pairwise(lanes) / x.shape[-1] + torch.tensor(norm.variance_epsilon)
+    mean = _sum_pairwise(lanes) / x.shape[-1] + torch.tensor(
+        norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    )
     root = mean.double().sqrt().float()  # torch's float32 sqrt is not always correctly rounded
-    return norm.weight * (x * (1.0 / root))
+    weight = 1.0 + norm.weight if "Gemma" in type(norm).__name__ else norm.weight
+    return weight * (x * (1.0 / root))
 
 
 def _sum_pairwise(lanes):

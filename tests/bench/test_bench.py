@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from samewise.bench import engines, peers, report, run, workload
+from samewise.bench import engines, first_token, report, run, workload
 from samewise.bench.measurement import Measurement, median
 from samewise.bench.options import BenchOptions
 from samewise.bench.report import Cell
@@ -70,7 +70,7 @@ def test_a_bad_workload_is_refused_by_name(tmp_path, text, message):
 def test_engines_and_peers_are_measured_side_by_side(folder, console, tmp_path):
     options = BenchOptions(
         proposers=("none", "auto", "unverified"), batches=(1, 2), repeats=2, max_tokens=6,
-        tasks=("maths", "translating"), limit=1, out=tmp_path,
+        tasks=("maths", "translating"), limit=1, peers=("transformers",), first_token=40, out=tmp_path,
     )  # fmt: skip
     results = bench(console, config(folder), options)
     assert json.loads(as_line(results)) == results
@@ -83,6 +83,10 @@ def test_engines_and_peers_are_measured_side_by_side(folder, console, tmp_path):
     assert all(len(result["runs"]) == 2 and result["tokens_per_s"] > 0 for result in results["results"])
     assert all(r["tokens"] == 12 * r["batch"] for r in results["results"])  # two runs of six tokens each
     assert (tmp_path / "bench.png").stat().st_size > 1000
+    times = {one["contender"]: one for one in results["first_token"]}
+    assert set(times) == {"none", "auto", "unverified", "transformers"}
+    assert all(one["prompt_tokens"] == 40 and len(one["runs"]) == 2 for one in times.values())
+    assert results["peers"] == {"transformers": f"transformers {results['transformers']}, float32"}
     for word in ("times transformers", "tokens per frame", "no pass is shorter", "auto over the best"):
         assert word in printed(console)
     assert {(one["batch"], one["task"]) for one in results["auto"]} == {
@@ -105,7 +109,7 @@ def test_injected_mismatches_are_recomputed(folder, console, tmp_path):
 def test_synthetic_prompts_arrive_at_a_rate(folder, console, tmp_path):
     options = BenchOptions(
         proposers=("none",), batches=(3,), repeats=1, max_tokens=4, verified=0.34, synthetic=10, limit=1,
-        rate=200.0, peers=False, out=tmp_path,
+        rate=200.0, peers=(), out=tmp_path,
     )  # fmt: skip
     (result,) = bench(console, config(folder), options)["results"]
     assert result["tokens"] == 12
@@ -150,27 +154,52 @@ def test_times_of_a_cell_are_medians_of_its_runs():
     assert (cell.as_json()["time_to_first_token"], cell.as_json()["time_per_output_token"]) == (2.0, None)
 
 
-class FailsToStart:
-    """A peer that is installed but does not start."""
+def test_a_prompt_of_a_given_length_is_timed_in_turns():
+    class Turns:
+        about, asked = "", []
 
-    def __init__(self, *args):
-        raise RuntimeError(f"no room for {args[0]}")
+        def __init__(self, name, seconds):
+            self.name, self._seconds = name, iter(seconds)
+
+        def run(self, prompts, max_tokens):
+            self.asked.append((self.name, prompts, max_tokens))
+            return Measurement(1, next(self._seconds))
+
+    pair = [Turns("peer", (9.0, 2.0, 4.0)), Turns("ours", (9.0, 1.0, 1.0))]
+    results = first_token.measure(pair, [[1, 2, 3], [4, 5]], 4, repeats=2)
+    one, two, three = [[1, 2, 3, 4]], [[4, 5, 1, 2]], [[2, 3, 4, 5]]
+    assert Turns.asked == [
+        ("peer", one, 1), ("ours", one, 1), ("peer", two, 1), ("ours", two, 1),
+        ("peer", three, 1), ("ours", three, 1),
+    ]  # fmt: skip
+    assert [(result.backend, result.seconds) for result in results] == [("peer", 3.0), ("ours", 1.0)]
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(first_token.table(results))
+    assert "0.33" in captured.get()
 
 
-def test_installed_peers_are_measured_and_those_that_fail_are_named(folder, console, tmp_path, monkeypatch):
-    from samewise.model.source import Source
-
-    file = tmp_path / "own.gguf"
-    monkeypatch.setattr(peers, "installed", lambda _: True)
-    monkeypatch.setattr(peers, "LlamaCpp", lambda path, max_model_len: ("llama", path, max_model_len))
-    monkeypatch.setattr(peers, "VLLM", FailsToStart)
-    monkeypatch.setattr(run, "resolve", lambda *_, **__: Source("own", "gguf", folder, gguf=file))
-    settings = config(folder, proposer="none")
-    engine = engines.engine_backends(run.load(settings), settings, ["none"])[0].engine
-    backends = list(run._peers(console, engine, settings))
-    assert backends[0].name == "transformers"
-    assert backends[1:] == [("llama", str(file), 512)]
-    assert f"vllm is installed but does not start (no room for {folder}); left out" in printed(console)
+def test_answers_go_on_past_their_end_where_ends_are_ignored(folder, console, tmp_path):
+    config_file = folder / "generation_config.json"
+    saved = config_file.read_bytes()
+    config_file.write_text(json.dumps({"eos_token_id": list(range(250))}))  # nearly every token is an end
+    try:
+        counts = {
+            ignore: [
+                result["tokens"]
+                for result in bench(
+                    console, config(folder),
+                    BenchOptions(
+                        proposers=("none",), batches=(2,), repeats=1, max_tokens=5, tasks=("maths",), limit=2,
+                        peers=("transformers",), ignore_eos=ignore, first_token=9, out=tmp_path,
+                    ),
+                )["results"]
+            ]
+            for ignore in (False, True)
+        }  # fmt: skip
+    finally:
+        config_file.write_bytes(saved)
+    assert counts == {False: [2, 2], True: [10, 10]}
 
 
 def test_engines_take_turns_and_each_measures_its_own_time(folder, monkeypatch):

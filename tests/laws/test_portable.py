@@ -22,7 +22,7 @@ from samewise.jobs.portable import EXPECTED_MODELS, MODELS, check_portable, hash
 from samewise.kernels.native import build as native_build
 from samewise.kernels.native.expected import EXPECTED
 from samewise.receipts import loads
-from samewise.testing import tiny, tiny_engine
+from samewise.testing import FAMILIES, tiny, tiny_engine
 
 pytestmark = needs_compiler
 
@@ -97,7 +97,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "float16": ("llama", {"dtype": "float16"}),
     "torch's linears": ("llama", {"linear": "torch"}),
     "torch's attention": ("llama", {"attention": "torch"}),
-    **{family: (family, {}) for family in ("gemma3_text", "olmo2", "phi3", "granite", "smollm3")},
+    "capped logits": ("gemma3_text", {"overrides": {"final_logit_softcapping": 30.0}}),
+    "another activation": ("llama", {"overrides": {"hidden_act": "relu"}}),
 }
 MACHINE = {"cpu", "isa", "threads", "torch", "numpy", "transformers", "frame rows"}
 
@@ -110,7 +111,7 @@ def test_the_contract_names_the_machine_where_other_arithmetic_takes_part(case: 
     assert named.keys() >= MACHINE
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families_whose_layers_are_native_name_no_machine(family: str) -> None:
     assert facts(tiny_engine(family))["machine"] == "any"
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from samewise.execute.choices import pick_dtype
 from samewise.execute.pack import pack_frame
 from samewise.model.arch import inspect_model
-from samewise.testing import FAMILIES, run, tiny_config, tiny_engine, tiny_model
+from samewise.testing import FAMILIES, run, submit, tiny_config, tiny_engine, tiny_model
 from samewise.types import Sampling, Span
 
 PAGE = 16  # tokens
@@ -194,3 +194,24 @@ def test_dtype_auto_is_the_checkpoints_on_cuda_and_float32_on_cpu(family, dtype)
     checkpoint_dtype = inspect_model(config).checkpoint_dtype
     assert pick_dtype("auto", torch.device("cuda"), checkpoint_dtype) == dtype
     assert pick_dtype("auto", torch.device("cpu"), checkpoint_dtype) == torch.float32
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_bits_of_a_family_do_not_depend_on_load_or_proposer(family):
+    """Its layers are one native call each on CPU where there is a compiler; views of them too."""
+    prompts = [[5, 9, 77, 200, 3, 4], [7] * 40, [1, 2, 3] * 25]
+
+    def answers(proposer, together):
+        engine = tiny_engine(family, proposer=proposer, max_num_seqs=4)
+        got = {}
+        for group in [prompts] if together else [[prompt] for prompt in prompts]:
+            ids = [submit(engine, prompt, Sampling(), max_tokens=12) for prompt in group]
+            got |= {one: [] for one in ids}
+            while not engine.idle:
+                for delta in engine.step():
+                    got[delta.request_id] += zip(delta.tokens, map(float.hex, delta.logprobs), strict=True)
+        return [got[one] for one in sorted(got)]
+
+    expected = answers("none", together=False)
+    for proposer in ("none", "recycle", "skip"):
+        assert answers(proposer, together=True) == expected

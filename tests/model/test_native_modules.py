@@ -11,9 +11,10 @@ from torch import nn
 from cpp_reference import bits, norm_reference, random_tensor, rotary_reference
 from native_variants import needs_compiler
 from samewise.errors import InvariantBroken
-from samewise.model.native_modules import NativeNorm, NativeRotary
+from samewise.model.layer_parts import adds_one
+from samewise.model.native_modules import NativeNorm, NativeRotary, NativeRotaryByLayer
 from samewise.model.rope import exact_frequencies
-from samewise.testing import tiny_engine
+from samewise.testing import tiny_engine, tiny_model
 
 pytestmark = needs_compiler
 
@@ -87,6 +88,32 @@ def test_a_norm_of_another_width_or_dtype_breaks_an_invariant():
         norm(torch.zeros(1, 2, 39))
     with pytest.raises(InvariantBroken, match="float64"):
         norm(torch.zeros(1, 2, 40, dtype=torch.float64))
+
+
+def test_a_norm_that_adds_one_to_its_weights_has_the_bits_of_the_stated_order():
+    model = tiny_model("gemma3_text")
+    original, x = model.model.norm, random_tensor(1, 5, 64, seed=4)
+    with torch.inference_mode():
+        assert adds_one(original)
+        original.weight[:] = 1e9  # where 1 is lost in the rounding of the sum
+        assert adds_one(original)
+        original.weight.copy_(random_tensor(64, seed=5))
+        got = NativeNorm(original, plus_one=True)(x)
+        assert torch.equal(bits(got), bits(norm_reference(original, x)))
+        assert not adds_one(tiny_model("llama").model.norm)
+
+
+def test_layers_with_rotary_positions_of_their_own_kind_keep_them():
+    engine = tiny_engine("gemma3_text")
+    rotary, own = engine.runner.model.model.rotary_emb, engine.loaded.model.model.rotary_emb
+    assert type(rotary) is NativeRotaryByLayer
+    positions = torch.tensor([[0, 1, 17, 400]])
+    for kind in ("sliding_attention", "full_attention"):
+        expected = own(torch.zeros(1), position_ids=positions, layer_type=kind)
+        got = rotary(torch.zeros(1), position_ids=positions, layer_type=kind)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    base, local = (rotary.kinds[kind].inv_freq for kind in ("full_attention", "sliding_attention"))
+    assert not torch.equal(base, local)
 
 
 def test_an_engine_of_fused_layers_runs_them_and_the_users_model_keeps_its_own():

@@ -1,11 +1,12 @@
 """Names of models resolved to folders, or refused with the remedy."""
 
 import json
+import os
 
 import pytest
 
 from samewise.errors import UnknownModel, UnsupportedModel
-from samewise.model.resolve import resolve
+from samewise.model.resolve import EMBEDDED_CONVERSION, read_ahead, resolve
 from samewise.model.source import Source, weight_files
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -110,3 +111,21 @@ def test_hub_adapter_is_refused(hub):
     (hub / "adapter_config.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match="adapter"):
         resolve("org/tiny")
+
+
+def test_weights_that_lie_on_this_machine_are_read_ahead(tmp_path, monkeypatch):
+    advised = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, *rest: advised.append(rest), raising=False)
+    monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", "will need", raising=False)
+    monkeypatch.setenv("SAMEWISE_CACHE", str(tmp_path))
+    folder = tmp_path / "models" / f"smollm2-{EMBEDDED_CONVERSION}"
+    read_ahead("smollm2")  # not there yet
+    read_ahead("organisation/model")
+    read_ahead("")
+    assert not advised
+    folder.mkdir(parents=True)
+    for name in ("a.safetensors", "b.safetensors", "config.json"):
+        (folder / name).write_bytes(b"x")
+    read_ahead("smollm2")
+    read_ahead(str(folder))
+    assert advised == [(0, 0, "will need")] * 4

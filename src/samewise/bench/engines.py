@@ -62,9 +62,17 @@ class EngineBackend:
     """
 
     def __init__(
-        self, name: str, engine: Engine, clock: Stopwatch, verified: float = 1.0, rate: float | None = None
+        self,
+        name: str,
+        engine: Engine,
+        clock: Stopwatch,
+        verified: float = 1.0,
+        rate: float | None = None,
+        *,
+        ignore_eos: bool = False,
     ) -> None:
         self.name, self.engine, self._verified, self._rate = name, engine, verified, rate
+        self.about, self._ignore_eos = f"contract {engine.contract}", ignore_eos
         self._clock, self._random, self._num_asked = clock, random.Random(0), 0
         # A device goes on working after its turn, and arrivals follow the time that passes for all.
         self._slice = SLICE_SECONDS if engine.device.type == "cpu" and rate is None else math.inf
@@ -86,8 +94,9 @@ class EngineBackend:
                     while waiting and waiting[0][0] <= clock() - began:
                         _, prompt = waiting.pop(0)
                         params = SamplingParams(
-                            temperature=0, max_tokens=max_tokens, verify=self._verify_next(), share=False
-                        )
+                            temperature=0, max_tokens=max_tokens, verify=self._verify_next(), share=False,
+                            ignore_eos=self._ignore_eos,
+                        )  # fmt: skip
                         answers.append(loop.submit(loop.intake.check(list(prompt), params)))
                     loop.step()
                     now = clock()
@@ -138,6 +147,7 @@ def engine_backends(
     verified: float = 1.0,
     rate: float | None = None,
     tuning: Tuning | None = None,
+    ignore_eos: bool = False,
 ) -> list[EngineBackend]:
     """One engine per proposer (or `unverified`) over one model in memory."""
     backends = []
@@ -151,7 +161,11 @@ def engine_backends(
             draft_weights=config.draft_weights if parts & {"decode", "auto"} else "auto",
         )
         share = 0.0 if name == UNVERIFIED else verified
-        backends.append(engine_backend(name, loaded, chosen, verified=share, rate=rate, tuning=tuning))
+        backends.append(
+            engine_backend(
+                name, loaded, chosen, verified=share, rate=rate, tuning=tuning, ignore_eos=ignore_eos
+            )
+        )
     return backends
 
 
@@ -164,11 +178,12 @@ def engine_backend(
     verified: float = 1.0,
     rate: float | None = None,
     tuning: Tuning | None = None,
+    ignore_eos: bool = False,
 ) -> EngineBackend:
     """An engine with a clock that only its own turns advance."""
     clock = Stopwatch()
     engine = Engine(loaded, config, tuning=tuning, make_proposer=make_proposer, clock=clock)
-    return EngineBackend(name, engine, clock, verified, rate)
+    return EngineBackend(name, engine, clock, verified, rate, ignore_eos=ignore_eos)
 
 
 def decode_with_mismatches(rate: float) -> MakeProposer:

@@ -30,6 +30,7 @@ class Backend(Protocol):
     """Answers prompts greedily, all at once, each up to `max_tokens` tokens or its end."""
 
     name: str
+    about: str  # version and arithmetic
 
     def run(self, prompts: Prompts, max_tokens: int) -> Measurement:
         """Answer and measure."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from samewise.draft.tuning import DEFAULTS, SearchTuning, Tuning
 
+PEERS = ("transformers", "llama.cpp", "vllm")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
@@ -14,7 +16,7 @@ class BenchOptions:
 
     proposers: tuple[str, ...] = ("none", "ngram", "auto")
     batches: tuple[int, ...] = (1, 8)
-    repeats: int = 3
+    repeats: int = 5
     max_tokens: int = 96
     verified: float = 1.0  # share of requests
     workload: Path | None = None
@@ -22,7 +24,9 @@ class BenchOptions:
     limit: int | None = 2  # questions per task
     synthetic: int | None = None  # length of random prompts instead
     rate: float | None = None  # requests per second; None: all at once
-    peers: bool = True
+    peers: tuple[str, ...] | None = None  # names of PEERS; None: those that are installed
+    ignore_eos: bool = False  # answers go on past their end: as many tokens from every contender
+    first_token: int = 512  # length of the prompt whose first token is timed; 0: none is
     inject: tuple[float, ...] = ()  # mismatch rates
     timeline: bool = False
     search_share: float = DEFAULTS.search.share  # of the time, that the proposer skip may search
@@ -34,4 +38,4 @@ class BenchOptions:
         return Tuning(search=SearchTuning(share=self.search_share))
 
 
-__all__ = ["BenchOptions"]
+__all__ = ["PEERS", "BenchOptions"]

@@ -1,25 +1,79 @@
-"""Other systems on the same weights: transformers' generate, and vLLM and llama.cpp where installed."""
+"""Other systems on the same weights: transformers' generate, vLLM and llama.cpp, where they are installed."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from samewise.bench.measurement import Measurement, Prompts
+from samewise.errors import BadParameter
+
+PACKAGES = {
+    "transformers": ("transformers",),
+    "llama.cpp": ("xllamacpp", "llama_cpp"),  # the first one that is installed
+    "vllm": ("vllm",),
+}
+"""By peer, the packages that bring it."""
+REMEDIES = {
+    "transformers": "pip install transformers",
+    "llama.cpp": "pip install xllamacpp",
+    "vllm": "pip install vllm",
+}
+LLAMA_SERVER = "samewise.bench.llama_server"
+"""The module that runs in a process of its own."""
 
 
-class Transformers:
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What every peer is given: the model's files, and how many requests and tokens to expect."""
+
+    path: Path  # folder of safetensors
+    gguf: Path | None  # the file that the folder was converted from
+    dtype: torch.dtype
+    device: torch.device
+    eos_ids: frozenset[int]
+    num_live: int  # requests at once, at most
+    max_len: int  # tokens of a prompt with its answer, at most
+    ignore_eos: bool
+
+
+class Peer:
+    """A backend that is another system."""
+
+    name: str
+    about: str
+
+    def run(self, prompts: Prompts, max_tokens: int) -> Measurement:
+        """Answer and measure."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give back what the peer holds outside of this process."""
+
+
+class Transformers(Peer):
     """transformers' own generate, with its own attention, on the same weights."""
 
     name = "transformers"
 
-    def __init__(self, path: str, dtype: torch.dtype, device: torch.device, eos: set[int], pad: int) -> None:
+    def __init__(self, common: Common) -> None:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-        self._model, self._eos, self._pad = model.to(device).eval(), eos, pad
+        model = AutoModelForCausalLM.from_pretrained(common.path, dtype=common.dtype, local_files_only=True)
+        self._model, self._eos = model.to(common.device).eval(), common.eos_ids
+        self._pad, self._ignore_eos = min(self._eos, default=0), common.ignore_eos
+        self.about = f"transformers {version('transformers')}, {_short(common.dtype)}"
 
     @torch.inference_mode()
     def run(self, prompts: Prompts, max_tokens: int) -> Measurement:
@@ -32,7 +86,8 @@ class Transformers:
         began = time.perf_counter()
         output = self._model.generate(
             input_ids=ids, attention_mask=torch.tensor(mask, device=device), do_sample=False,
-            max_new_tokens=max_tokens, eos_token_id=sorted(self._eos) or None, pad_token_id=self._pad,
+            max_new_tokens=max_tokens, min_new_tokens=max_tokens if self._ignore_eos else None,
+            eos_token_id=sorted(self._eos) or None, pad_token_id=self._pad,
         )  # fmt: skip
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -45,37 +100,99 @@ class Transformers:
         return ends[0] + 1 if ends else len(row)
 
 
-class VLLM:
-    """vLLM, where it is installed."""
+class VLLM(Peer):
+    """vLLM."""
 
     name = "vllm"
 
-    def __init__(self, path: str, dtype: str) -> None:
+    def __init__(self, common: Common) -> None:
         from vllm import LLM
 
-        self._llm = LLM(path, dtype=dtype, enable_prefix_caching=False)
+        dtype = _short(common.dtype)
+        self._llm, self._ignore_eos = (
+            LLM(common.path, dtype=dtype, enable_prefix_caching=False),
+            common.ignore_eos,
+        )
+        self.about = f"vllm {version('vllm')}, {dtype}"
 
     def run(self, prompts: Prompts, max_tokens: int) -> Measurement:
         """All prompts in one call."""
         from vllm import SamplingParams as Params
 
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        params = Params(temperature=0, max_tokens=max_tokens, ignore_eos=self._ignore_eos)
         began = time.perf_counter()
-        outputs = self._llm.generate(inputs, Params(temperature=0, max_tokens=max_tokens), use_tqdm=False)
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
         seconds = time.perf_counter() - began
         return Measurement(sum(len(output.outputs[0].token_ids) for output in outputs), seconds)
 
 
-class LlamaCpp:
-    """llama.cpp through llama-cpp-python, where it is installed and the model is a GGUF file."""
+class LlamaServer(Peer):
+    """llama.cpp's own server (xllamacpp) in its own process, a slot per request, batched continuously."""
+
+    name = "llama.cpp"
+
+    def __init__(self, common: Common) -> None:
+        self._log, self._ignore_eos = tempfile.TemporaryFile(), common.ignore_eos  # noqa: SIM115 - closed by close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", LLAMA_SERVER],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",
+        )  # fmt: skip
+        settings = {
+            "gguf": str(common.gguf), "num_live": common.num_live, "max_len": common.max_len,
+            "num_threads": torch.get_num_threads(),
+        }  # fmt: skip
+        try:
+            self.about = str(self._ask(settings)["about"])
+        except RuntimeError:
+            self.close()
+            raise
+
+    def run(self, prompts: Prompts, max_tokens: int) -> Measurement:
+        """A request per prompt, all at once."""
+        ids = [list(prompt) for prompt in prompts]
+        return Measurement(
+            **self._ask({"prompts": ids, "max_tokens": max_tokens, "ignore_eos": self._ignore_eos})
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+        self._log.close()
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Send a line and read one; RuntimeError with the process's last words if it ended."""
+        process = self._process
+        assert process.stdin is not None  # both are pipes
+        assert process.stdout is not None
+        try:
+            print(json.dumps(question), file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            process.wait()
+            self._log.seek(0)
+            lines = self._log.read().decode(errors="replace").strip().splitlines()
+            raise RuntimeError(f"its process ended: {lines[-1] if lines else f'code {process.returncode}'}")
+        parsed: dict[str, Any] = json.loads(answer)
+        return parsed
+
+
+class LlamaOneByOne(Peer):
+    """llama.cpp through llama-cpp-python, which has no continuous batching: one prompt after the other."""
 
     name = "llama.cpp, one by one"
 
-    def __init__(self, path: str, max_model_len: int) -> None:
+    def __init__(self, common: Common) -> None:
         from llama_cpp import Llama
 
-        self._llama = Llama(path, n_ctx=max_model_len, n_threads=torch.get_num_threads(), verbose=False)
-        self._eos = {self._llama.token_eos()}
+        threads = torch.get_num_threads()
+        self._llama = Llama(
+            str(common.gguf), n_ctx=common.max_len, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
+        self._eos = frozenset() if common.ignore_eos else common.eos_ids
+        self.about = f"llama-cpp-python {version('llama-cpp-python')}"
 
     def run(self, prompts: Prompts, max_tokens: int) -> Measurement:
         """One prompt after the other."""
@@ -91,9 +208,63 @@ class LlamaCpp:
         return Measurement(tokens, time.perf_counter() - began)
 
 
-def installed(name: str) -> bool:
-    """Whether a package can be imported; it may still fail to start."""
-    return importlib.util.find_spec(name) is not None
+CLASSES: dict[str, Callable[[Common], Peer]] = {
+    "transformers": Transformers,
+    "vllm": VLLM,
+    "xllamacpp": LlamaServer,
+    "llama_cpp": LlamaOneByOne,
+}
+"""By package."""
 
 
-__all__ = ["VLLM", "LlamaCpp", "Transformers", "installed"]
+def start(name: str, common: Common) -> Peer:
+    """The peer of this name; BadParameter where it is not installed or cannot read the model."""
+    package = _package(name)
+    if package is None:
+        wanted = " nor ".join(PACKAGES[name])
+        raise BadParameter(
+            f"peers={name!r}: {wanted} is not installed; {REMEDIES[name]}, or leave it out", param="peers"
+        )
+    if name == "llama.cpp" and not _reads_gguf(common):
+        raise BadParameter(
+            f"peers={name!r}: it is compared on the CPU, on a model that is built in or a GGUF file; "
+            f"the engine runs on {common.device.type}, the model is {common.gguf or common.path}",
+            param="peers",
+        )
+    return CLASSES[package](common)
+
+
+def can_run(name: str, common: Common) -> bool:
+    """Whether a peer is installed and can read the model; it may still fail to start."""
+    return _package(name) is not None and (name != "llama.cpp" or _reads_gguf(common))
+
+
+def _package(name: str) -> str | None:
+    """The package that brings a peer, if one is installed."""
+    return next(filter(installed, PACKAGES[name]), None)
+
+
+def _reads_gguf(common: Common) -> bool:
+    return common.gguf is not None and common.device.type == "cpu"
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+__all__ = [
+    "VLLM",
+    "Common",
+    "LlamaOneByOne",
+    "LlamaServer",
+    "Peer",
+    "Transformers",
+    "can_run",
+    "installed",
+    "start",
+]

@@ -6,6 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -17,14 +18,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from samewise.bench import engines, peers, report, timeline, workload
+from samewise.bench import engines, first_token, peers, report, timeline, workload
 from samewise.bench.engines import UNVERIFIED, EngineBackend
 from samewise.bench.measurement import Backend, Measurement, joined
-from samewise.bench.options import BenchOptions
+from samewise.bench.options import PEERS, BenchOptions
 from samewise.bench.report import Cell
 from samewise.config import EngineConfig
 from samewise.engine import Engine
-from samewise.errors import MachineError
+from samewise.errors import CallerError, MachineError
 from samewise.execute.load import Loaded, load
 from samewise.llm.step_loop import StepLoop
 from samewise.model.linear import FrameLinear
@@ -45,17 +46,30 @@ def bench(console: Console, config: EngineConfig, options: BenchOptions) -> dict
         return _overhead(console, loaded, config, options)
     if options.timeline:
         return _timeline(console, loaded, config, options)
+    with ExitStack() as started:
+        return _compare(console, loaded, config, options, started)
+
+
+def _compare(
+    console: Console, loaded: Loaded, config: EngineConfig, options: BenchOptions, started: ExitStack
+) -> dict[str, Any]:
+    """Every proposer beside every peer. `started` closes the peers."""
     with console.status("starting engines and peers …"):
         ours = engines.engine_backends(
             loaded, config, options.proposers, verified=options.verified, rate=options.rate,
-            tuning=options.tuning,
+            tuning=options.tuning, ignore_eos=options.ignore_eos,
         )  # fmt: skip
         first = ours[0].engine
-        others = list(_peers(console, first, config)) if options.peers else []
-    prompts = _prompts(first, options)
+        prompts = _prompts(first, options)
+        others = []
+        for peer in _peers(console, first, config, options, prompts):
+            started.callback(peer.close)
+            others.append(peer)
     ceiling = _ceiling(console, config, first)
+    for peer in others:
+        console.print(f"{peer.name}: {peer.about}", highlight=False)
     cells = _measure(console, ours, others, prompts, options)
-    console.print(report.table(cells, "transformers" if options.peers else options.proposers[0]))
+    console.print(report.table(cells, (others or ours)[0].name))
     console.print(report.speculation_table(cells))
     if "auto" in options.proposers and len(options.proposers) > 1:
         console.print(report.auto_table(cells))
@@ -65,7 +79,11 @@ def bench(console: Console, config: EngineConfig, options: BenchOptions) -> dict
         {"batch": batch, "task": task, "best": best, "auto_over_best": ratio}
         for (batch, task), (best, ratio) in report.auto_ratios(cells).items()
     ]
-    results = {"results": [cell.as_json() for cell in cells], "auto": auto}
+    results = {
+        "results": [cell.as_json() for cell in cells], "auto": auto,
+        "first_token": _first_tokens(console, ours, others, prompts, options),
+        "peers": {peer.name: peer.about for peer in others},
+    }  # fmt: skip
     return _conditions(config, options, ceiling, first) | results
 
 
@@ -141,23 +159,51 @@ def _prompts(engine: Engine, options: BenchOptions) -> dict[str, list[list[int]]
     return prompts
 
 
-def _peers(console: Console, engine: Engine, config: EngineConfig) -> Iterator[Backend]:
-    """transformers, and the installed peers that start."""
+def _peers(
+    console: Console,
+    engine: Engine,
+    config: EngineConfig,
+    options: BenchOptions,
+    prompts: dict[str, list[list[int]]],
+) -> Iterator[peers.Peer]:
+    """The peers that were named; otherwise those that are installed, can read the model, and start."""
     source = resolve(config.model, revision=config.revision)
-    dtype = next(engine.runner.model.parameters()).dtype
-    eos = set(engine.loaded.eos_ids)
-    yield peers.Transformers(str(source.path), dtype, engine.device, eos, min(eos, default=0))
-    optional: list[tuple[str, Callable[[], Backend]]] = [
-        ("vllm", lambda: peers.VLLM(str(source.path), str(dtype).removeprefix("torch.")))
-    ]
-    if source.gguf is not None and engine.device.type == "cpu":
-        optional.append(("llama_cpp", lambda: peers.LlamaCpp(str(source.gguf), engine.max_model_len)))
-    for name, start in optional:
-        if peers.installed(name):
-            try:
-                yield start()
-            except Exception as error:
-                console.print(f"[yellow]{name} is installed but does not start ({error}); left out[/]")
+    longest = max(options.first_token, *(len(one) for questions in prompts.values() for one in questions))
+    common = peers.Common(
+        path=source.path, gguf=source.gguf, dtype=next(engine.runner.model.parameters()).dtype,
+        device=engine.device, eos_ids=frozenset(engine.loaded.eos_ids), num_live=max(options.batches),
+        max_len=longest + options.max_tokens, ignore_eos=options.ignore_eos,
+    )  # fmt: skip
+    for name in PEERS if options.peers is None else options.peers:
+        if options.peers is None and not peers.can_run(name, common):
+            continue
+        try:
+            yield peers.start(name, common)
+        except CallerError:
+            raise
+        except Exception as error:
+            console.print(f"[yellow]{name} is installed but does not start ({error}); left out[/]")
+
+
+def _first_tokens(
+    console: Console,
+    ours: Sequence[EngineBackend],
+    others: Sequence[Backend],
+    prompts: dict[str, list[list[int]]],
+    options: BenchOptions,
+) -> list[dict[str, Any]]:
+    """How long a long prompt takes; nothing where requests arrive at a rate or the context is too short."""
+    room = ours[0].engine.max_model_len
+    if options.first_token == 0 or options.rate is not None:
+        return []
+    if options.first_token >= room:
+        console.print(f"[yellow]a prompt of {options.first_token} tokens does not fit {room}; not timed[/]")
+        return []
+    questions = [prompt for of_task in prompts.values() for prompt in of_task]
+    backends: list[Backend] = [*others, *ours]  # times are told over the first one's
+    results = first_token.measure(backends, questions, options.first_token, options.repeats)
+    console.print(first_token.table(results))
+    return [one.as_json() for one in results]
 
 
 def _overhead(

@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-from samewise.bench.options import BenchOptions
+from samewise.bench.options import PEERS, BenchOptions
 from samewise.cli.options import MaxTokens, Settings, engine_options
 from samewise.config import PROPOSERS, EngineConfig
 
@@ -51,8 +51,16 @@ def bench(
         float, typer.Option(help="Share of the time that skip may search.")
     ] = DEFAULT_OPTIONS.search_share,
     peers: Annotated[
-        bool, typer.Option(help="Compare with transformers, and with vLLM and llama.cpp if installed.")
-    ] = DEFAULT_OPTIONS.peers,
+        Optional[str],
+        typer.Option(help=f"Comma-separated: {', '.join(PEERS)}; default: those that are installed."),
+    ] = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Compare with no peer.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past ends of answers: equally many tokens from all.")
+    ] = DEFAULT_OPTIONS.ignore_eos,
+    first_token: Annotated[
+        int, typer.Option(help="Also time the first token of a prompt of this length; 0: none.", min=0)
+    ] = DEFAULT_OPTIONS.first_token,
     out: Annotated[Path, typer.Option(help="Folder of the picture.")] = DEFAULT_OPTIONS.out,
     *,
     settings: Settings,
@@ -61,6 +69,7 @@ def bench(
 
     [dim]samewise bench[/]
     [dim]samewise bench --proposers auto --workload questions.jsonl --limit 5[/]
+    [dim]samewise bench --peers llama.cpp --proposers none[/]
     [dim]samewise bench --inject 0,0.01,0.05,0.2[/]
     """
     from samewise.bench.run import as_line
@@ -76,14 +85,20 @@ def bench(
         raise typer.BadParameter(f"--rate {rate}: give more than 0 requests a second")
     if rate is not None and (rates or timeline):
         raise typer.BadParameter(f"--rate {rate}: with --inject and --timeline all requests come at once")
-    if rate is not None and peers:
+    chosen = () if no_peers else None if peers is None else _names(peers)
+    for name in chosen or ():
+        if name not in PEERS:
+            raise typer.BadParameter(f"--peers {name!r}: choose from {', '.join(PEERS)}")
+    if no_peers and peers is not None:
+        raise typer.BadParameter(f"--peers {peers!r}: not with --no-peers; give one of the two")
+    if rate is not None and chosen != ():
         typer.echo("no peers: with --rate requests arrive one after the other, and peers take all at once")
-        peers = False
+        chosen = ()
     options = BenchOptions(
         proposers=_names(proposers), batches=tuple(int(size) for size in sizes), repeats=repeats,
         max_tokens=max_tokens, verified=verified, workload=workload, tasks=_names(tasks), limit=limit or None,
-        synthetic=synthetic, rate=rate, peers=peers, inject=rates, timeline=timeline,
-        search_share=search_share, out=out,
+        synthetic=synthetic, rate=rate, peers=chosen, inject=rates, timeline=timeline,
+        search_share=search_share, out=out, ignore_eos=ignore_eos, first_token=first_token,
     )  # fmt: skip
     typer.echo(as_line(measure(Console(), config, options)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +23,25 @@ def without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
+@contextmanager
+def _quick_start(model: str | None) -> Iterator[None]:
+    """Load a model meanwhile: its files are read from the disk while modules are imported.
+
+    The objects of all modules stay to the end of the process. They are not searched for cycles at exit, which
+    takes about a second.
+    """
+    from samewise.config import SETTINGS
+    from samewise.model.resolve import read_ahead
+
+    read_ahead(SETTINGS["model"].default if model is None else model)
+    with without_garbage_collection():
+        yield
+    atexit.register(gc.freeze)
+
+
 def load_llm(**settings: Any) -> LLM:
     """An LLM of these settings."""
-    with without_garbage_collection():
+    with _quick_start(settings.get("model")):
         from samewise.llm.llm import LLM
 
         return LLM(**settings)
@@ -32,7 +49,7 @@ def load_llm(**settings: Any) -> LLM:
 
 def load_engine(**settings: Any) -> Engine:
     """An engine of these settings."""
-    with without_garbage_collection():
+    with _quick_start(settings.get("model")):
         from samewise.config import EngineConfig
         from samewise.engine import build
 

@@ -1,8 +1,8 @@
 """Whether this machine gives the bits that every machine must give: stored digests, computed again.
 
-Kernels are tried on fixed inputs, then whole engines: three tiny models whose weights come from an integer
-hash answer fixed requests, and everything they return is digested. The digests below were made once and hold
-for every CPU, instruction set, number of threads, compiler and version of torch.
+Kernels are tried on fixed inputs, then whole engines: tiny models, one for each kind of layer, answer fixed
+requests, and everything they return is digested. Their weights come from an integer hash. The digests below
+were made once and hold for every CPU, instruction set, number of threads, compiler and version of torch.
 """
 
 from __future__ import annotations
@@ -47,16 +47,39 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
 }  # fmt: skip
 
+TOKENS = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # the families' own are beyond the vocabulary
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3 RoPE": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral, sliding window": ("mistral", {"sliding_window": 24}),
     "qwen3, norms over heads": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma3, norms around sublayers": (
+        "gemma3_text",
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "olmo2, norms after sublayers": ("olmo2", TOKENS),
+    "phi3, part of a head turns": ("phi3", TOKENS | {"rope_parameters": PARTIAL_ROPE}),
+    "granite, multipliers": (
+        "granite",
+        {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
+    ),
+    "smollm3, a layer without RoPE": ("smollm3", TOKENS | {"no_rope_layers": [1, 1, 0]}),
 }
 
 EXPECTED_MODELS = {
     "llama, llama3 RoPE": "7c8305ab9a97a43a",
     "mistral, sliding window": "7f33cfb45f5a262b",
     "qwen3, norms over heads": "cc9ad0cb09557c1a",
+    "gemma3, norms around sublayers": "4f0b3e72cd2c96f0",
+    "olmo2, norms after sublayers": "a8ed96a69f1cb51c",
+    "phi3, part of a head turns": "658ff7220600198a",
+    "granite, multipliers": "1cec60cc3368d9d4",
+    "smollm3, a layer without RoPE": "3441f33b48659f0e",
 }
 """By model: the digest of its answers. Changes only with the engine's arithmetic (`ENGINE_VERSION`)."""
 

@@ -25,7 +25,8 @@ from samewise.kernels.linear.triton import gate, linear
 from samewise.model.activation import FrameActivation
 from samewise.model.arch import AttentionFacts
 from samewise.model.attention_binding import AttentionBinding
-from samewise.model.fused_layer import FAMILIES, SILU, attention_of, changed_modules, mlp_of
+from samewise.model.fused_layer import FAMILIES, SILU, changed_modules
+from samewise.model.layer_parts import attention_of, mlp_of
 from samewise.model.linear import FrameLinear
 from samewise.model.surgery import with_forward
 

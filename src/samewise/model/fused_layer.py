@@ -1,15 +1,16 @@
 """A decoder layer as one call of the CPU's kernels (``kernels/native/layer.cpp``).
 
-On a CPU, calling the small operators between a layer's products costs more than computing them. A layer that
-is Llama's (RMS norms, rotary positions over complete heads, SiLU), in float32 over native linears and
-attention, is therefore run as one call; any other layer runs as its modules. Families are listed here, and
-each layer's result is compared with its modules' before the fused call is used.
+On a CPU, calling the small operators between a layer's products costs more than computing them. A layer in
+float32 over native linears and attention is therefore run as one call. Its parts are read from its modules
+(``layer_parts.py``), and its result is compared with its modules' before the call is used; any other layer
+runs as its modules. Families are listed here: the comparison is on a few rows only.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,12 +27,27 @@ from samewise.kernels.native import build as native_build
 from samewise.kernels.native.calls import Layer, Norm, Side, Visit
 from samewise.model.activation import FrameActivation
 from samewise.model.attention_binding import AttentionBinding
+from samewise.model.layer_parts import (
+    AttentionParts,
+    MLPParts,
+    activation_code,
+    added_share,
+    adds_one,
+    attention_of,
+    attention_parts,
+    has_known_norms,
+    mlp_of,
+    mlp_parts,
+    norm_epsilon,
+)
 from samewise.model.linear import FrameLinear
 from samewise.model.surgery import runs_class_forward, with_forward
 
 NAME = "native"  # in the contract
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""transformers' families whose layer is the kernel's."""
+"""transformers' families whose layer is Llama's, or its with norms over heads."""
+NATIVE_FAMILIES = FAMILIES | {"gemma3", "granite", "olmo2", "phi3", "smollm3"}
+"""Those whose layer the CPU's kernel computes."""
 MAX_HEAD_DIM = 512  # elements; the kernel's buffer for rotating one head
 SILU = (nn.SiLU, type(ACT2FN["silu"]))
 CHECK_ROWS = 5  # rows a layer is compared on with its modules
@@ -50,29 +66,30 @@ class FusedForward:
     """A layer's `forward` as one call. Keeps the tensors alive whose addresses it passes to the kernel."""
 
     def __init__(self, layer: Any) -> None:
-        attention, mlp = attention_of(layer), mlp_of(layer)
+        attention, mlp = attention_parts(layer), mlp_parts(layer)
         self._layer = layer
         self._attention, self._mlp, self.width = attention, mlp, _width(layer)
         self._held = [weight.detach() for weight in layer.parameters()]
         self._linears: list[FrameLinear] = []
         self._packed: list[PackedWeight | None] = []
         self._entry, self._parallel = _entry(), native_build.gomp_parallel()
-        self.head_dim = 0  # without attention
-        self._fields = fields = Layer(width=self.width)
+        self.head_dim = self.rotary = 0  # without attention
+        self._fields = fields = Layer(width=self.width, share=added_share(layer))
         if attention:
-            binding: AttentionBinding = attention.binding
+            binding: AttentionBinding = layer.self_attn.binding
             self._kv, facts = binding.kv, binding.facts  # kept: the module may be bound anew
             self.head_dim = facts.head_dim
-            fields.first = _norm(layer.input_layernorm)
-            fields.q_norm = _norm(getattr(attention, "q_norm", None))
-            fields.k_norm = _norm(getattr(attention, "k_norm", None))
+            fields.first, fields.after_attention = _norm(attention.before), _norm(attention.after)
+            fields.q_norm, fields.k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
+            fields.over_heads, fields.rotary = attention.over_heads, attention.rotary
+            self.rotary = attention.rotary
             fields.k_pages, fields.v_pages = binding.kv.k.data_ptr(), binding.kv.v.data_ptr()
             fields.num_pages, fields.window = binding.kv.k.shape[0], facts.window or 0
             fields.heads, fields.kv_heads = facts.num_heads, facts.num_kv_heads
-            fields.dim, fields.scale = facts.head_dim, attention.scaling
+            fields.dim, fields.scale = facts.head_dim, layer.self_attn.scaling
         if mlp:
-            fields.second = _norm(layer.post_attention_layernorm)
-            fields.inner = mlp.down_proj.in_features
+            fields.second, fields.after_mlp = _norm(mlp.before), _norm(mlp.after)
+            fields.inner, fields.activation = mlp.down.in_features, activation_code(mlp.activation)
         self._read_weights()
 
     def __call__(
@@ -122,25 +139,19 @@ class FusedForward:
     def _read_weights(self) -> None:
         """Take the addresses of the packed weights."""
         attention, mlp = self._attention, self._mlp
-        sublayers = [sublayer for sublayer in (attention, mlp) if sublayer is not None]
-        self._linears = [
-            module
-            for sublayer in sublayers
-            for module in sublayer.modules()
-            if isinstance(module, FrameLinear)
-        ]
+        self._linears = _linears_of(attention, mlp)
         self._packed = [linear.packed for linear in self._linears]
         if attention:
-            self._fields.qkv = _side([attention.q_proj, attention.k_proj, attention.v_proj])
-            self._fields.o = _side([attention.o_proj])
+            self._fields.qkv = _side(attention.qkv)
+            self._fields.o = _side([attention.o])
         if mlp:
-            self._fields.gate_up = _side([mlp.gate_proj, mlp.up_proj])
-            self._fields.down = _side([mlp.down_proj])
+            self._fields.gate_up = _side(mlp.gate_up)
+            self._fields.down = _side([mlp.down])
 
     def _check(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: Rows) -> None:
         """Raise unless shapes and dtypes are the kernel's. Page numbers and slots it checks itself."""
         num_rows = x.shape[1]
-        angles = (1, num_rows, self.head_dim) if self._attention else cos.shape
+        angles = (1, num_rows, self.rotary) if self.rotary else cos.shape
         if (
             x.shape != (1, num_rows, self.width)
             or x.dtype != torch.float32
@@ -156,10 +167,15 @@ class FusedForward:
 def _norm(module: Any) -> Norm:
     if module is None:
         return Norm(None, 0.0)
-    return Norm(module.weight.data_ptr(), module.variance_epsilon)
+    return Norm(module.weight.data_ptr(), norm_epsilon(module), adds_one(module))
 
 
-def _side(linears: list[FrameLinear]) -> Side:
+def _linears_of(attention: AttentionParts | None, mlp: MLPParts | None) -> list[FrameLinear]:
+    linears = [] if attention is None else [*attention.qkv, attention.o]
+    return linears if mlp is None else [*linears, *mlp.gate_up, mlp.down]
+
+
+def _side(linears: Sequence[FrameLinear]) -> Side:
     """Linears given the same input: one product where they are packed as one."""
     side = Side()
     products: list[tuple[PackedWeight, torch.Tensor | None]] = []
@@ -177,22 +193,9 @@ def _side(linears: list[FrameLinear]) -> Side:
     return side
 
 
-# Attributes of transformers' layers are not declared, hence Any.
-
-
-def attention_of(layer: Any) -> Any:
-    """The layer's attention; None in a view without it."""
-    return layer.self_attn if hasattr(layer.self_attn, "q_proj") else None
-
-
-def mlp_of(layer: Any) -> Any:
-    """The layer's MLP; None in a view without it."""
-    return layer.mlp if hasattr(layer.mlp, "gate_proj") else None
-
-
 def _width(layer: Any) -> int:
-    attention = attention_of(layer)
-    return int((attention.q_proj if attention else layer.mlp.gate_proj).in_features)
+    attention, mlp = attention_of(layer), mlp_of(layer)
+    return int((attention.o_proj if attention else mlp.down_proj).out_features)
 
 
 def fuse_layer(layer: nn.Module) -> nn.Module:
@@ -206,23 +209,30 @@ def unfusable_reason(layer: nn.Module) -> str | None:
     Writes to KV page 1, so call it before any page is in use.
     """
     package = type(layer).__module__.split(".")
-    if package[:2] != ["transformers", "models"] or package[2] not in FAMILIES:
-        return f"{type(layer).__name__} is not of {', '.join(sorted(FAMILIES))}"
-    attention, mlp = attention_of(layer), mlp_of(layer)
+    if package[:2] != ["transformers", "models"] or package[2] not in NATIVE_FAMILIES:
+        return f"{type(layer).__name__} is not of {', '.join(sorted(NATIVE_FAMILIES))}"
     changed = changed_modules(layer)
-    if attention is None or mlp is None or changed:
+    if attention_of(layer) is None or mlp_of(layer) is None or changed:
         return f"{', '.join(changed) or 'a sublayer'} was changed or has hooks"
+    if not has_known_norms(layer):
+        return "its norms are in other places"
+    return _other_parts_reason(layer)
+
+
+def _other_parts_reason(layer: Any) -> str | None:
+    attention, mlp = attention_parts(layer), mlp_parts(layer)
+    assert attention is not None  # the layer is whole
+    assert mlp is not None
     if any(weight.dtype != torch.float32 for weight in layer.parameters()):
         return "it is not in float32"
-    binding: AttentionBinding = attention.binding
+    binding: AttentionBinding = layer.self_attn.binding
     if not isinstance(binding.kernel, NativeKernel):
         return "attention is not native"
-    if binding.facts.head_dim > MAX_HEAD_DIM or binding.facts.head_dim % 2:
+    if binding.facts.head_dim > MAX_HEAD_DIM or binding.facts.head_dim % 2 or attention.rotary % 2:
         return f"heads of {binding.facts.head_dim}"
-    if type(mlp.act_fn) is not FrameActivation or type(mlp.act_fn.inner) not in SILU:
-        return "its MLP has another activation than SiLU"
-    linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    linears += [getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if activation_code(mlp.activation) is None:
+        return "its MLP has another activation than SiLU and GELU by tanh"
+    linears = _linears_of(attention, mlp)
     if any(type(linear) is not FrameLinear or linear.packed is None for linear in linears):
         return "a linear is not native"
     return None if _agrees(layer, fuse_layer(layer)) else "its modules give another result"
@@ -243,7 +253,8 @@ def _is_original(module: nn.Module) -> bool:
 @torch.inference_mode()
 def _agrees(layer: nn.Module, fused: nn.Module) -> bool:
     """Whether both add the same to the residual stream, up to the order of summation."""
-    dim = attention_of(layer).binding.facts.head_dim
+    parts = attention_parts(layer)
+    dim = 2 if parts is None else max(parts.rotary, 2)
     generator = torch.Generator("cpu").manual_seed(0)
     # dtype and device are explicit: the process may have other defaults.
     floats: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -263,11 +274,10 @@ def _agrees(layer: nn.Module, fused: nn.Module) -> bool:
 __all__ = [
     "FAMILIES",
     "NAME",
+    "NATIVE_FAMILIES",
     "SILU",
     "FusedForward",
-    "attention_of",
     "changed_modules",
     "fuse_layer",
-    "mlp_of",
     "unfusable_reason",
 ]

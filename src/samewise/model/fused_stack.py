@@ -17,11 +17,11 @@ from torch import nn
 from samewise.kernels.attention.base import Rows
 from samewise.kernels.native import build as native_build
 from samewise.kernels.native.calls import Layer, Visit
-from samewise.model.fused_layer import FusedForward
+from samewise.model.fused_layer import NATIVE_FAMILIES, FusedForward
 from samewise.model.linear import FrameLinear
 from samewise.model.surgery import with_forward
 
-STACKED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+STACKED_FAMILIES = NATIVE_FAMILIES - {"gemma3"}
 """transformers' families that give every layer the same rotary positions."""
 
 
@@ -83,7 +83,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...] | None:
     family = type(layer).__module__.split(".")[2:3]
     if type(forward) is not FusedForward or not STACKED_FAMILIES.issuperset(family):
         return None
-    return type(layer), forward.width, forward.head_dim
+    return type(layer), forward.width, forward.head_dim, forward.rotary
 
 
 __all__ = ["STACKED_FAMILIES", "StackedForward", "stack_layers"]

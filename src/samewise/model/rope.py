@@ -91,23 +91,31 @@ def use_exact_frequencies(model: "nn.Module") -> None:
 
     A module whose own frequencies lie elsewhere (a kind that is computed otherwise) keeps them.
     """
-    import torch
-
     modules: Iterator[Any] = iter(model.modules())
     for module in modules:
-        kind = getattr(module, "rope_type", None)
-        own = getattr(module, "inv_freq", None)
-        if not isinstance(kind, str) or not isinstance(own, torch.Tensor):
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None:
             continue
         parameters = getattr(module.config, "rope_parameters", None) or {}
-        exact = exact_frequencies(kind, parameters, len(own))
-        if exact is None:
-            continue
-        frequencies = torch.tensor(exact, dtype=torch.float64, device=own.device).to(torch.float32)
-        if torch.allclose(frequencies, own.to(torch.float32), rtol=TOLERANCE, atol=0.0):
-            module.inv_freq = frequencies
-            if hasattr(module, "original_inv_freq"):
-                module.original_inv_freq = frequencies
+        if isinstance(kinds, str):
+            _use_exact(module, "", kinds, parameters)
+        elif isinstance(kinds, dict):  # by layer type
+            for layer_type, kind in kinds.items():
+                _use_exact(module, f"{layer_type}_", kind, parameters.get(layer_type) or {})
+
+
+def _use_exact(module: Any, prefix: str, kind: str, parameters: Mapping[str, Any]) -> None:
+    import torch
+
+    own = getattr(module, f"{prefix}inv_freq", None)
+    exact = exact_frequencies(kind, parameters, len(own)) if isinstance(own, torch.Tensor) else None
+    if own is None or exact is None:
+        return
+    frequencies = torch.tensor(exact, dtype=torch.float64, device=own.device).to(torch.float32)
+    if torch.allclose(frequencies, own.to(torch.float32), rtol=TOLERANCE, atol=0.0):
+        for name in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):
+            if hasattr(module, name):
+                setattr(module, name, frequencies)
 
 
 def exact_frequencies(kind: str, parameters: Mapping[str, Any], count: int) -> list[float] | None:

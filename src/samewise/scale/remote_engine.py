@@ -253,8 +253,8 @@ class RemoteEngine:
     ) -> Contract:
         """Refused: replicas that replaced their weights at different moments would have two contracts."""
         raise MachineError(
-            "the weights of replicas cannot be replaced while they serve; serve a folder of the new weights, or "
-            "train with an engine in one process (no --replicas)"
+            "the weights of replicas cannot be replaced while they serve; serve a folder of the new weights, "
+            "or train with an engine in one process (no --replicas)"
         )
 
     def forget_prefixes(self) -> None:

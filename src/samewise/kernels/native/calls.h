@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+enum Activation { SILU = 0, GELU_TANH = 1 };
+
 enum Form { F32 = 0, BF16 = 1, F16 = 2, Q4 = 3, Q8 = 4 };  // of weights; the first three are dtypes, too
 
 extern "C" struct Weights {  // a matrix [N, K], row after row; on a grid in the panels of panels.h
@@ -35,6 +37,7 @@ extern "C" struct Call {  // mirrored by `AttentionCall`
 extern "C" struct Norm {  // mirrored by `Norm` in calls.py; no weight: no norm
     const float* weight;
     float eps;
+    int32_t plus_one;  // whether 1 is added to each weight
 };
 
 extern "C" struct Side {  // linears given the same input, results side by side; mirrored by `Side`
@@ -44,11 +47,12 @@ extern "C" struct Side {  // linears given the same input, results side by side;
 };
 
 extern "C" struct Layer {  // mirrored by `Layer`
-    Norm first, second, q_norm, k_norm;
+    Norm first, second, q_norm, k_norm, after_attention, after_mlp;  // the last two: of what is added to the stream
     Side qkv, o, gate_up, down;  // of no linears where the layer goes without its attention, or its MLP
     void *k_pages, *v_pages;
     int64_t num_pages, heads, kv_heads, dim, window, width, inner;
-    float scale;
+    int64_t rotary, over_heads, activation;  // elements of a head that turn; whether q_norm and k_norm are of all heads
+    float scale, share;  // of the product of queries and keys; of what a sublayer adds to the stream
 };
 
 extern "C" struct Visit {  // mirrored by `Visit`

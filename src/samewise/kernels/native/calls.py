@@ -7,6 +7,9 @@ import ctypes
 import torch
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Activations of an MLP.
+SILU = 0
+GELU_TANH = 1
 _ROW_TABLES = ("lengths", "slots", "page_start", "tail_start", "tail", "pages")
 
 
@@ -47,7 +50,7 @@ class Product(ctypes.Structure):
 class Norm(ctypes.Structure):
     """Mirrors ``Norm`` in calls.h, field by field."""
 
-    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float), ("plus_one", ctypes.c_int32))
 
 
 class Side(ctypes.Structure):
@@ -60,12 +63,12 @@ class Layer(ctypes.Structure):
     """Mirrors ``Layer`` in calls.h."""
 
     _fields_ = (
-        *((name, Norm) for name in ("first", "second", "q_norm", "k_norm")),
+        *((name, Norm) for name in ("first", "second", "q_norm", "k_norm", "after_attention", "after_mlp")),
         *((name, Side) for name in ("qkv", "o", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("k_pages", "v_pages")),
         *((name, ctypes.c_int64) for name in ("num_pages", "heads", "kv_heads", "dim", "window")),
-        *((name, ctypes.c_int64) for name in ("width", "inner")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("width", "inner", "rotary", "over_heads", "activation")),
+        *((name, ctypes.c_float) for name in ("scale", "share")),
     )
 
 
@@ -100,6 +103,8 @@ class Move(ctypes.Structure):
 
 __all__ = [
     "DTYPE_CODES",
+    "GELU_TANH",
+    "SILU",
     "AttentionCall",
     "Layer",
     "LayerPages",

@@ -13,6 +13,7 @@ EXPECTED = {
     "attention bfloat16": 0x65656C5335350A10,
     "attention float16": 0x488AD4D72D48D770,
     "layer": 0x591D47D705F15BBB,
+    "other layers": 0x3AF0120B3B418A00,
     "rotary": 0x05BBA6DDFE02F9A1,
     "sampling": 0x7F71008B17A1A69B,
     "long linears": 0x9290889739B8CEB6,

@@ -6,8 +6,12 @@
 //   norm(x)    = w * (x * (1 / sqrt(s / n + eps))), s = 16 lane sums of x * x, lane = k % 16, each an fma chain
 //                from +0 in the order of k, folded 16 -> 8 -> 4 -> 2 -> 1
 //   rotate(x)  = (x[d] * cos[d]) + (y * sin[d]), y = -x[d + half] for d < half, else x[d - half]
-//   gate(g, u) = (g * sigmoid(g)) * u, sigmoid by e = exp(-|g|) of `exp_below`: 1 / (1 + e), or e / (1 + e)
-//                for g < 0
+//   gate(g, u) = (g * sigmoid(s)) * u, sigmoid by e = exp(-|s|) of `exp_below`: 1 / (1 + e), or e / (1 + e)
+//                for s < 0; s = g for SiLU, and 1.5957691 * (g + 0.044715 * ((g * g) * g)) for GELU by tanh
+//   stream     = x + y * share
+//
+// A family may go without a norm, norm what it adds to the stream, norm queries and keys over all heads together,
+// add 1 to the weights of its norms first, or turn the first elements of a head alone, or none.
 //
 // so neither the number of rows nor their order nor the threads take part in it. The model's last norm is the
 // same function by itself (`samewise_norm`).
@@ -31,7 +35,7 @@ using samewise::whole_lanes;
 
 constexpr int64_t ALONE = 4;         // rows whose norms and gates every thread computes for itself
 constexpr int64_t SMALL = 100'000;   // multiply-adds of a pass not worth waking another thread for
-constexpr int64_t MAX_PHASES = 10;   // of a layer
+constexpr int64_t MAX_PHASES = 13;   // of a layer
 
 void norm(const Norm& by, const float* x, int64_t n, float* y) {
     Lanes sum = splat(0.0f);
@@ -43,7 +47,18 @@ void norm(const Norm& by, const float* x, int64_t n, float* y) {
         sum = fma(load(rest), load(rest), sum);
     }
     const float by_root = 1.0f / std::sqrt(fold(sum) / float(n) + by.eps);
-    for (k = 0; k < n; k++) y[k] = by.weight[k] * (x[k] * by_root);
+    if (by.plus_one) {
+        for (k = 0; k < n; k++) y[k] = (1.0f + by.weight[k]) * (x[k] * by_root);
+    } else {
+        for (k = 0; k < n; k++) y[k] = by.weight[k] * (x[k] * by_root);
+    }
+}
+
+void norm_or_copy(const Norm& by, const float* x, int64_t n, float* y) {
+    if (by.weight == nullptr)
+        std::copy(x, x + n, y);
+    else
+        norm(by, x, n, y);
 }
 
 void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
@@ -56,10 +71,19 @@ void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
     std::memcpy(x, turned, sizeof(float) * dim);
 }
 
-inline float gate(float g, float u) {
-    float e = exp_below(g < 0.0f ? g : -g);
-    float share = (g < 0.0f ? e : 1.0f) / (1.0f + e);
+inline float gate(float g, float s, float u) {
+    float e = exp_below(s < 0.0f ? s : -s);
+    float share = (s < 0.0f ? e : 1.0f) / (1.0f + e);
     return g * share * u;
+}
+
+void gate_row(const Layer& l, const float* g, const float* u, float* y) {
+    if (l.activation == GELU_TANH) {
+        for (int64_t k = 0; k < l.inner; k++)
+            y[k] = gate(g[k], 1.59576912f * (g[k] + 0.044715f * (g[k] * g[k] * g[k])), u[k]);
+    } else {
+        for (int64_t k = 0; k < l.inner; k++) y[k] = gate(g[k], g[k], u[k]);
+    }
 }
 
 // Rows of `len` floats, `stride` apart, of which those after the first `len` are zero.
@@ -119,14 +143,16 @@ class Pass {
         Call call = attention_call(l, v);
         call.q = qkv.data, call.k = qkv.data + of_q, call.v = qkv.data + of_q + of_k, call.out = seen.data;
 
-        own = linears(l.qkv, normed, own, [&](Rows to, int64_t r) { norm(l.first, x + r * l.width, l.width, to.row(r)); },
+        own = linears(l.qkv, normed, own,
+                      [&](Rows to, int64_t r) { norm_or_copy(l.first, x + r * l.width, l.width, to.row(r)); },
                       [&](int64_t r, int64_t n, float sum) { qkv.row(r)[n] = sum; });
+        if (l.over_heads) norm_all_heads(l, qkv);
         team.run(l.heads + l.kv_heads, v.rows * all < SMALL / 16, [&](int64_t h) {
             const Norm& by = h < l.heads ? l.q_norm : l.k_norm;
             for (int64_t r = 0; r < v.rows; r++) {
                 float* head = qkv.row(r) + h * l.dim;
-                if (by.weight != nullptr) norm(by, head, l.dim, head);
-                rotate(head, v.cos + r * l.dim, v.sin + r * l.dim, l.dim);
+                if (by.weight != nullptr && !l.over_heads) norm(by, head, l.dim, head);
+                rotate(head, v.cos + r * l.rotary, v.sin + r * l.rotary, l.rotary);
             }
             if (h >= l.heads) samewise::write_head(call, h - l.heads);
             if (h == 0) {
@@ -136,7 +162,9 @@ class Pass {
         });
         team.run(plan.num_tasks(call), plan.work < SMALL / 4,
                  [&](int64_t task) { samewise::attend_task(call, plan, task, own); });
-        add_to_stream(l.o, seen, x, l.width);
+        add_to_stream(l, l.after_attention, x, [&](auto take) {
+            products(l.o, seen, room.own(team.worker), [] {}, take);
+        });
     }
 
     void mlp(const Layer& l, const float* x) {
@@ -144,15 +172,12 @@ class Pass {
         Rows both{normed.data + v.rows * normed.stride, 2 * l.inner, 2 * l.inner};
         Rows gated{both.data + v.rows * both.stride, l.inner, whole_lanes(l.inner)};
         linears(l.gate_up, normed, room.own(team.worker),
-                [&](Rows to, int64_t r) { norm(l.second, x + r * l.width, l.width, to.row(r)); },
+                [&](Rows to, int64_t r) { norm_or_copy(l.second, x + r * l.width, l.width, to.row(r)); },
                 [&](int64_t r, int64_t n, float sum) { both.row(r)[n] = sum; });
-        linears(l.down, gated, room.own(team.worker),
-                [&](Rows to, int64_t r) {
-                    const float *g = both.row(r), *u = g + l.inner;
-                    float* y = to.row(r);
-                    for (int64_t k = 0; k < l.inner; k++) y[k] = gate(g[k], u[k]);
-                },
-                [&](int64_t r, int64_t n, float sum) { v.y[r * l.width + n] = x[r * l.width + n] + sum; });
+        add_to_stream(l, l.after_mlp, x, [&](auto take) {
+            linears(l.down, gated, room.own(team.worker),
+                    [&](Rows to, int64_t r) { gate_row(l, both.row(r), both.row(r) + l.inner, to.row(r)); }, take);
+        });
     }
 
   private:
@@ -176,9 +201,30 @@ class Pass {
         return own;
     }
 
-    void add_to_stream(const Side& side, Rows input, const float* x, int64_t width) {
-        products(side, input, room.own(team.worker), [] {},
-                 [&](int64_t r, int64_t n, float sum) { v.y[r * width + n] = x[r * width + n] + sum; });
+    // Queries and keys of a row, each over all their heads.
+    void norm_all_heads(const Layer& l, Rows qkv) {
+        const int64_t of_q = l.heads * l.dim, of_k = l.kv_heads * l.dim;
+        team.run(v.rows, v.rows * qkv.len < SMALL / 16, [&](int64_t r) {
+            norm(l.q_norm, qkv.row(r), of_q, qkv.row(r));
+            norm(l.k_norm, qkv.row(r) + of_q, of_k, qkv.row(r) + of_q);
+        });
+    }
+
+    // compute(take) gives take(r, n, sum) every element of what is added, which is normed first where `after` is.
+    template <class Compute>
+    void add_to_stream(const Layer& l, const Norm& after, const float* x, Compute compute) {
+        if (after.weight == nullptr) {
+            compute([&](int64_t r, int64_t n, float sum) {
+                v.y[r * l.width + n] = x[r * l.width + n] + sum * l.share;
+            });
+            return;
+        }
+        Rows added{room.shared(), l.width, whole_lanes(l.width)};  // where `normed` was, which is no longer needed
+        compute([&](int64_t r, int64_t n, float sum) { added.row(r)[n] = sum; });
+        team.run(v.rows, v.rows * l.width < SMALL / 16, [&](int64_t r) {
+            norm(after, added.row(r), l.width, added.row(r));
+            for (int64_t k = 0; k < l.width; k++) v.y[r * l.width + k] = x[r * l.width + k] + added.row(r)[k] * l.share;
+        });
     }
 
     template <class Before, class Take>

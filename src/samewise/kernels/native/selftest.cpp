@@ -138,12 +138,15 @@ void attention(Digest& digest, Threads threads, int64_t dtype, int64_t window) {
     digest.add(k_pages), digest.add(v_pages);
 }
 
-void layer(Digest& digest, Threads threads, bool with_norms) {
+enum class LayerKind { PLAIN, HEAD_NORMS, SANDWICH, AFTER };
+
+void layer(Digest& digest, Threads threads, LayerKind kind) {
+    const bool with_norms = kind != LayerKind::PLAIN;
     const int64_t width = 40, heads = 4, kv_heads = 2, dim = 24, inner = 72, num_pages = 7;
     auto first = numbers(width, 10), second = numbers(width, 11), of_q = numbers(dim, 12), of_k = numbers(dim, 13);
     Packed q(F32, heads * dim, width, 14), k(BF16, kv_heads * dim, width, 15), v(F16, kv_heads * dim, width, 16),
         o(Q8, width, heads * dim, 17), gate(F32, inner, width, 18), up(F32, inner, width, 19), down(F32, width, inner, 20);
-    auto bias = numbers(heads * dim, 21);
+    auto bias = numbers(heads * dim, 21), after = numbers(width, 26), of_all = numbers((heads + kv_heads) * dim, 27);
     auto k_pages = numbers(num_pages * kv_heads * 16 * dim, 22), v_pages = numbers(num_pages * kv_heads * 16 * dim, 23);
     Layer l{};
     l.first = {first.data(), 1e-5f}, l.second = {second.data(), 1e-6f};
@@ -152,7 +155,17 @@ void layer(Digest& digest, Threads threads, bool with_norms) {
     l.o = {{&o.weights}, {}, 1}, l.gate_up = {{&gate.weights, &up.weights}, {}, 2}, l.down = {{&down.weights}, {}, 1};
     l.k_pages = k_pages.data(), l.v_pages = v_pages.data();
     l.num_pages = num_pages, l.heads = heads, l.kv_heads = kv_heads, l.dim = dim, l.window = with_norms ? 24 : 0;
-    l.width = width, l.inner = inner, l.scale = 0.2f;
+    l.width = width, l.inner = inner, l.scale = 0.2f, l.rotary = dim, l.share = 1.0f;
+    const Norm last = l.first;
+    if (kind == LayerKind::SANDWICH) {  // as Gemma 3
+        l.after_attention = {after.data(), 1e-6f, 1}, l.after_mlp = {first.data(), 1e-6f, 1};
+        l.first.plus_one = l.q_norm.plus_one = 1, l.activation = GELU_TANH, l.rotary = 16;
+    }
+    if (kind == LayerKind::AFTER) {  // as OLMo 2, its share as Granite's
+        l.after_attention = l.first, l.after_mlp = l.second, l.first = l.second = {};
+        l.q_norm = {of_all.data(), 1e-6f}, l.k_norm = {of_all.data() + heads * dim, 1e-6f};
+        l.over_heads = 1, l.rotary = 0, l.share = 0.7f;
+    }
     for (int64_t rows : {1, 6}) {
         Context context(rows);
         auto x = numbers(rows * width, 24);
@@ -163,7 +176,7 @@ void layer(Digest& digest, Threads threads, bool with_norms) {
                     context.starts.data(), nullptr, nullptr, context.pages.data(), rows, int64_t(context.pages.size()),
                     threads.count, threads.parallel};
         samewise_layer(&l, &visit);
-        samewise_norm(&l.first, y.data(), rows, width, z.data());
+        samewise_norm(&last, y.data(), rows, width, z.data());
         digest.add(y), digest.add(z);
     }
     digest.add(k_pages), digest.add(v_pages);
@@ -237,7 +250,8 @@ const Case CASES[] = {
     {"attention float32", [](Digest& d, Threads t) { attention(d, t, F32, 0), attention(d, t, F32, 24); }},
     {"attention bfloat16", [](Digest& d, Threads t) { attention(d, t, BF16, 0); }},
     {"attention float16", [](Digest& d, Threads t) { attention(d, t, F16, 0); }},
-    {"layer", [](Digest& d, Threads t) { layer(d, t, false), layer(d, t, true); }},
+    {"layer", [](Digest& d, Threads t) { layer(d, t, LayerKind::PLAIN), layer(d, t, LayerKind::HEAD_NORMS); }},
+    {"other layers", [](Digest& d, Threads t) { layer(d, t, LayerKind::SANDWICH), layer(d, t, LayerKind::AFTER); }},
     {"rotary", rotary},
     {"sampling", sampling},
     {"long linears", [](Digest& d, Threads t) { for (int64_t form : {F32, BF16, F16, Q4, Q8}) linears(d, t, form, 1600); }},

@@ -1,0 +1,168 @@
+"""Peers: which are started, and llama.cpp's server in its own process (here with a module that plays it)."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from model_files import write_gguf
+from rich.console import Console
+
+from samewise.bench import engines, peers, run
+from samewise.bench.options import BenchOptions
+from samewise.config import EngineConfig
+from samewise.errors import BadParameter
+from samewise.model.source import Source
+from samewise.testing import byte_tokenizer, tiny_model
+
+SERVER = """
+import threading
+
+class Part:
+    pass
+
+class CommonParams:
+    def __init__(self):
+        self.model, self.cpuparams, self.cpuparams_batch = Part(), Part(), Part()
+
+def get_system_info():
+    return "a  |  b"
+
+class Server:
+    def __init__(self, params):
+        if "broken" in params.model.path:
+            raise ValueError("no such file: " + params.model.path)
+        print("chatter on stdout")
+        self.params, self.together = params, threading.Barrier(params.n_parallel)
+
+    def handle_completions(self, body):
+        self.together.wait(20)  # all requests of a run are there at once
+        tokens = body["max_tokens"] if body["ignore_eos"] else len(body["prompt"])
+        wrong = body["cache_prompt"] or self.params.cache_prompt or body["temperature"]
+        threads, n_ctx = self.params.cpuparams.n_threads, self.params.n_ctx
+        timings = {"prompt_ms": 1000 * threads, "predicted_per_token_ms": n_ctx}
+        return {"usage": {"completion_tokens": -1 if wrong else tokens}, "timings": timings}
+"""
+
+
+@pytest.fixture
+def common(tmp_path):
+    return peers.Common(
+        path=tmp_path, gguf=tmp_path / "own.gguf", dtype=torch.float32, device=torch.device("cpu"),
+        eos_ids=frozenset({2}), num_live=3, max_len=300, ignore_eos=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fake_xllamacpp(tmp_path, monkeypatch):
+    (tmp_path / "xllamacpp.py").write_text(SERVER)
+    (tmp_path / "xllamacpp-1.5.dist-info").mkdir()
+    (tmp_path / "xllamacpp-1.5.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: xllamacpp\nVersion: 1.5\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(peers, "installed", lambda package: package == "xllamacpp")
+
+
+@pytest.mark.usefixtures("fake_xllamacpp")
+def test_llama_cpp_answers_all_prompts_at_once_in_another_process(common):
+    server = peers.start("llama.cpp", common)
+    try:
+        assert (server.name, server.about) == ("llama.cpp", "xllamacpp 1.5: a | b")
+        measured = server.run([[5], [6, 7], [8]], 9)
+        assert (measured.tokens, measured.first_token) == (4, torch.get_num_threads())
+        assert measured.per_token == pytest.approx(1e-3 * 3 * 512)  # 300 tokens a slot, in whole steps of 256
+        assert "xllamacpp" not in sys.modules
+    finally:
+        server.close()
+    assert server._process.returncode == 0
+
+
+@pytest.mark.usefixtures("fake_xllamacpp")
+def test_llama_cpp_is_told_to_ignore_ends(common):
+    server = peers.start("llama.cpp", replace(common, ignore_eos=True))
+    try:
+        assert server.run([[5], [6, 7], [8]], 9).tokens == 27
+    finally:
+        server.close()
+
+
+@pytest.mark.usefixtures("fake_xllamacpp")
+def test_a_server_that_does_not_start_says_why(common, tmp_path):
+    with pytest.raises(RuntimeError, match=r"no such file: .*broken.gguf"):
+        peers.start("llama.cpp", replace(common, gguf=tmp_path / "broken.gguf"))
+
+
+def test_the_llama_cpp_that_is_installed_reads_the_gguf_file(common, tmp_path):
+    pytest.importorskip("xllamacpp")
+    file = write_gguf(tmp_path / "tiny.gguf", tied=False)
+    server = peers.start("llama.cpp", replace(common, gguf=file, num_live=2, ignore_eos=True))
+    try:
+        assert server.run([[5, 6], [7]], 4).tokens == 8
+    finally:
+        server.close()
+
+
+def test_a_peer_that_is_named_must_be_there(common, monkeypatch):
+    monkeypatch.setattr(peers, "installed", lambda _: False)
+    with pytest.raises(BadParameter, match="xllamacpp nor llama_cpp is not installed; pip install xllamacpp"):
+        peers.start("llama.cpp", common)
+    assert not peers.can_run("llama.cpp", common)
+
+
+@pytest.mark.parametrize("changed", [{"gguf": None}, {"device": torch.device("meta")}])
+def test_llama_cpp_needs_a_gguf_file_and_a_cpu(common, monkeypatch, changed):
+    monkeypatch.setattr(peers, "installed", lambda _: True)
+    assert peers.can_run("llama.cpp", common)
+    assert not peers.can_run("llama.cpp", replace(common, **changed))
+    with pytest.raises(BadParameter, match="a model that is built in or a GGUF file"):
+        peers.start("llama.cpp", replace(common, **changed))
+
+
+def test_xllamacpp_goes_before_llama_cpp_python(common, monkeypatch):
+    monkeypatch.setattr(
+        peers, "CLASSES", {"xllamacpp": lambda _: "server", "llama_cpp": lambda _: "one by one"}
+    )
+    for there, expected in (({"xllamacpp", "llama_cpp"}, "server"), ({"llama_cpp"}, "one by one")):
+        monkeypatch.setattr(peers, "installed", there.__contains__)
+        assert peers.start("llama.cpp", common) == expected
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model(num_hidden_layers=1).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    config = EngineConfig(model=str(path), device="cpu", kv_memory="8MiB", max_model_len=512, proposer="none")
+    return engines.engine_backends(run.load(config), config, ["none"])[0].engine, config
+
+
+def _started(engine, monkeypatch, **options):
+    """What `samewise bench` starts on a model whose GGUF file is known, and what it prints."""
+
+    def fails(_):
+        raise RuntimeError("no room")
+
+    made, config = engine
+    source = Source("own", "gguf", Path(config.model), gguf=Path(config.model) / "own.gguf")
+    monkeypatch.setattr(run, "resolve", lambda *_, **__: source)
+    monkeypatch.setattr(peers, "installed", lambda package: package != "xllamacpp")
+    monkeypatch.setattr(
+        peers, "CLASSES", {"transformers": lambda one: one, "llama_cpp": lambda one: one, "vllm": fails}
+    )
+    console = Console(width=200)
+    with console.capture() as captured:
+        made = list(run._peers(console, made, config, BenchOptions(**options), {"t": [[1, 2, 3]]}))
+    return source, made, captured.get()
+
+
+def test_peers_that_are_installed_are_started_and_those_that_fail_are_named(engine, monkeypatch):
+    source, made, text = _started(engine, monkeypatch, batches=(1, 4), max_tokens=10, first_token=20)
+    assert [(one.gguf, one.num_live, one.max_len) for one in made] == [(source.gguf, 4, 30)] * 2
+    assert "vllm is installed but does not start (no room); left out" in text
+
+
+@pytest.mark.parametrize(("names", "num"), [((), 0), (("llama.cpp",), 1)])
+def test_peers_are_those_that_were_named(engine, monkeypatch, names, num):
+    assert len(_started(engine, monkeypatch, peers=names)[1]) == num
