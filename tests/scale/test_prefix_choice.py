@@ -34,6 +34,13 @@ def test_unknown_prompts_go_to_the_least_busy_replica() -> None:
     assert choice.rank([], {"a": 2, "b": 1}) == ["b", "a"]
 
 
+def test_a_replica_that_was_lost_comes_last() -> None:
+    choice = PrefixChoice()
+    choice.sent("a", pages("abcd"))
+    assert choice.rank(pages("abcd"), {"a": 0, "b": 30, "c": 20}, ("a",)) == ["c", "b", "a"]
+    assert choice.rank(pages("abcd"), {"a": 0}, ("a",)) == ["a"]
+
+
 def test_the_oldest_pages_are_forgotten_tails_first() -> None:
     choice = PrefixChoice(ChoiceLimits(pages=4))
     choice.sent("a", pages("abc"))

@@ -12,7 +12,7 @@ from samewise.engine import Engine
 from samewise.errors import GuaranteeLost, QueueFull, RequestFailed
 from samewise.outputs import RequestOutput
 from samewise.scale.engine_host import facts_of
-from samewise.scale.records import Job, JobKey, Lost, News, Started, refuse_other
+from samewise.scale.records import Job, JobKey, Lost, News, ReplicaGone, Started, refuse_other
 from samewise.scale.remote_engine import LIMITS, RemoteEngine
 from samewise.testing import tiny_engine
 from samewise.types import Finish, Grammar, Request, Sampling
@@ -174,6 +174,15 @@ def test_contracts_that_differ_are_refused_by_the_facts_that_differ() -> None:
     refuse_other(first, make_engine().contract, "r1")
     with pytest.raises(GuaranteeLost, match=r"replica r1 .*dtype is .*bfloat16, not .*float32"):
         refuse_other(first, other, "r1")
+
+
+def test_a_replica_that_was_lost_is_avoided() -> None:
+    engine, replicas = remote()
+    engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+    replicas.inbox(Started(replicas.jobs[0].key, "r0", engine.contract.id))
+    replicas.inbox(ReplicaGone("r0", "it died"))
+    assert engine.step() == []
+    assert [job.avoid for job in replicas.jobs] == [(), ("r0",)]
 
 
 def test_more_requests_than_may_wait_are_refused() -> None:

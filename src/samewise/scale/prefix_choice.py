@@ -10,7 +10,7 @@ Host only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -36,13 +36,18 @@ class PrefixChoice:
         self._limits = limits
         self._pages: dict[str, OrderedDict[bytes, None]] = {}  # by replica, least recently sent first
 
-    def rank(self, pages: Sequence[bytes], loads: Mapping[str, int]) -> list[str]:
-        """The replicas, the one to try first in front. `loads`: requests under way, by replica."""
-        least = min(loads.values())
+    def rank(
+        self, pages: Sequence[bytes], loads: Mapping[str, int], avoid: Collection[str] = ()
+    ) -> list[str]:
+        """The replicas, the one to try first in front. `loads`: requests under way, by replica.
+
+        Those to `avoid` come last, however little they have to do.
+        """
+        least = min((load for name, load in loads.items() if name not in avoid), default=0)
         most = least + self._limits.slack + self._limits.share * least
 
-        def badness(name: str) -> tuple[bool, int, int, str]:
-            return loads[name] > most, -self.num_known(name, pages), loads[name], name
+        def badness(name: str) -> tuple[bool, bool, int, int, str]:
+            return name in avoid, loads[name] > most, -self.num_known(name, pages), loads[name], name
 
         return sorted(loads, key=badness)
 

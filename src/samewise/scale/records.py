@@ -29,6 +29,7 @@ class Job:
     key: JobKey
     request: Request
     pages: tuple[bytes, ...]  # digests of the prompt's full pages, for routing
+    avoid: tuple[str, ...] = ()  # replicas that were lost; Ray may take seconds to find out
 
 
 class Started(NamedTuple):

@@ -13,6 +13,7 @@ import logging
 import queue
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -38,6 +39,9 @@ class FailOverLimits:
 
 
 LIMITS = FailOverLimits()
+
+MAX_GONE = 16
+"""Replicas that were lost and are still avoided. Set by hand: Ray forgets them within seconds."""
 
 
 class Replicas(Protocol):
@@ -103,6 +107,7 @@ class RemoteEngine:
         self._facts, self._replicas, self._clock = facts, replicas, clock
         self._router = secrets.token_bytes(16)
         self._asked: dict[int, _Asked] = {}  # by request id
+        self._gone: deque[str] = deque(maxlen=MAX_GONE)  # replicas that were lost
         self._next_id = 0
         self._inbox: queue.SimpleQueue[News | None] = queue.SimpleQueue()
         self.num_failovers = 0
@@ -145,7 +150,7 @@ class RemoteEngine:
     def _start(self, asked: _Asked, delay: float = 0.0) -> None:
         request = replace(asked.request, output=tuple(asked.tokens), num_scores=asked.num_scores)
         asked.replica = None
-        self._replicas.start(Job(self._key(asked), request, asked.pages), delay)
+        self._replicas.start(Job(self._key(asked), request, asked.pages, tuple(self._gone)), delay)
 
     def _key(self, asked: _Asked) -> JobKey:
         return JobKey(self._router, asked.request.id, asked.attempt)
@@ -173,6 +178,7 @@ class RemoteEngine:
         if news is None:
             return []
         if isinstance(news, ReplicaGone):
+            self._gone.append(news.replica)
             lost = [asked for asked in self._asked.values() if asked.replica == news.replica]
             return [delta for asked in lost for delta in self._lost(asked, news.error, started=True)]
         asked = self._asked.get(news.key.number)
@@ -304,4 +310,4 @@ class RemoteEngine:
         self._replicas.close()
 
 
-__all__ = ["LIMITS", "FailOverLimits", "RemoteEngine", "Replicas"]
+__all__ = ["LIMITS", "MAX_GONE", "FailOverLimits", "RemoteEngine", "Replicas"]

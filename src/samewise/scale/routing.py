@@ -26,12 +26,17 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray is not checked
             return []
         queues = self.replica_queue_len_cache
         loads = {name: queues.get(replica.replica_id) or 0 for name, replica in replicas.items()}
-        return [[replicas[name]] for name in self._choice.rank(_pages(pending_request), loads)]
+        job = _job(pending_request)
+        if job is None:
+            return [candidate_replicas]
+        return [[replicas[name]] for name in self._choice.rank(job.pages, loads, job.avoid)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Remember which pages the replica has now."""
         super().on_request_routed(pending_request, replica_id, result)
-        self._choice.sent(replica_id.unique_id, _pages(pending_request))
+        job = _job(pending_request)
+        if job is not None:
+            self._choice.sent(replica_id.unique_id, job.pages)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Forget replicas that are gone."""
@@ -39,10 +44,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray is not checked
         super().update_replicas(replicas)
 
 
-def _pages(pending: PendingRequest | None) -> tuple[bytes, ...]:
-    """The pages of a job's prompt; none for a call that is no job."""
+def _job(pending: PendingRequest | None) -> Job | None:
+    """The job of a call; None for a call that is none."""
     arguments = () if pending is None else pending.args
-    return arguments[0].pages if arguments and isinstance(arguments[0], Job) else ()
+    return arguments[0] if arguments and isinstance(arguments[0], Job) else None
 
 
 __all__ = ["PrefixRouter"]
