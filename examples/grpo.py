@@ -26,7 +26,7 @@ machine.pin_environment()  # before torch is used
 
 import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback  # noqa: E402
 
 from samewise.model.resolve import resolve  # noqa: E402
 from samewise.rl.alias import set_attention  # noqa: E402
@@ -92,6 +92,7 @@ def train(kind: type[GRPOTrainer], options: argparse.Namespace) -> GRPOTrainer:
         processing_class=tokenizer, callbacks=[report], engine_settings={"kv_memory": "256MiB"},
     )  # fmt: skip
     report.trainer = trainer
+    trainer.remove_callback(PrinterCallback)  # Report says it shorter
     trainer.train(resume_from_checkpoint=True if options.resume else None)
     return trainer
 
