@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,18 +24,13 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _quick_start(model: str | None) -> Iterator[None]:
-    """Load a model meanwhile: its files are read from the disk while modules are imported.
-
-    The objects of all modules stay to the end of the process. They are not searched for cycles at exit, which
-    takes about a second.
-    """
+    """Load a model meanwhile: its files are read from the disk while modules are imported."""
     from samewise.config import SETTINGS
     from samewise.model.resolve import read_ahead
 
     read_ahead(SETTINGS["model"].default if model is None else model)
     with without_garbage_collection():
         yield
-    atexit.register(gc.freeze)
 
 
 def load_llm(**settings: Any) -> LLM:
