@@ -35,6 +35,7 @@ from samewise.draft import fast_passes  # noqa: E402
 from samewise.engine import Engine  # noqa: E402
 from samewise.errors import MachineError  # noqa: E402
 from samewise.model import fused_layer as layer  # noqa: E402
+from samewise.model import fused_stack as stack  # noqa: E402
 from samewise.model.linear import FrameLinear  # noqa: E402
 from samewise.verify import verifier as verify  # noqa: E402
 
@@ -156,6 +157,7 @@ def profile(engine: Engine, load: Load, steps: int) -> tuple[Figures, list[Piece
                 (FrameLinear, "forward", "samewise::linear"),
                 (type(engine.runner.kernel), "__call__", "samewise::attention"),
                 (layer.FusedForward, "__call__", "samewise::layer"),
+                (stack.StackedForward, "__call__", "samewise::layer"),
                 (type(engine.parts.sampler), "sample", "samewise::sampler"),
             ):
                 block.enter_context(replaced(owner, name, labelled(label)))
