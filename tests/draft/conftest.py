@@ -3,6 +3,7 @@
 import pytest
 
 from samewise.model import fused_layer, fused_stack
+from samewise.model.layer_parts import attention_of, mlp_of
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def fused_hooks(monkeypatch):
         def called(self, *args, **named):
             out = call(self, *args, **named)
             for layer in layers_of(self):
-                for part in (layer._attention, layer._mlp):
+                for part in (attention_of(layer._layer), mlp_of(layer._layer)):
                     for hook in part._forward_hooks.values() if part is not None else ():
                         hook(part, (), out)
             return out

@@ -191,7 +191,7 @@ def test_any_changed_parameter_is_altered(auditor: Auditor, receipts: list[Recei
         "n": 9, "stop": ["#"], "stop_token_ids": [0], "bad_words": ["#"], "logit_bias": {"0": 1.0},
         "allowed_token_ids": [1], "max_tokens": 999, "min_tokens": 1, "logprobs": 3, "prompt_logprobs": 3,
         "grammar": {"kind": "json_object", "text": ""}, "seed": 77, "truncate_prompt_tokens": 1, "top_k": 9,
-        "truncation_side": "right", "logprob_token_ids": [3],
+        "truncation_side": "right", "logprob_token_ids": [3], "logprobs_mode": "processed_logprobs",
     }  # fmt: skip
     old = receipt.body["params"].get(name)
     new = other.get(name, (not old) if isinstance(old, bool) else 0.5)

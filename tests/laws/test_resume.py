@@ -46,7 +46,9 @@ def joined(has, num_tokens, rest):
     whole.tokens = has.tokens[:num_tokens] + rest.tokens
     whole.logprobs = has.logprobs[:num_tokens] + rest.logprobs
     whole.tops = has.tops[:num_tokens] + rest.tops
+    whole.ranks = has.ranks[:num_tokens] + rest.ranks
     whole.scores, whole.score_tops = has.scores + rest.scores, has.score_tops + rest.score_tops
+    whole.score_ranks = has.score_ranks + rest.score_ranks
     whole.finish, whole.stop_id = rest.finish, rest.stop_id
     return whole
 
@@ -64,10 +66,10 @@ def test_an_answer_goes_on_in_another_engine(basic, num_tokens):
 
 
 def test_what_is_left_of_the_prompts_scores_is_scored(basic):
-    case = replace(CASES[-1], prompt_logprobs=2)
+    case = replace(CASES[-1], prompt_logprobs=2, max_tokens=5)
     (wanted,) = run_cases(basic.engine(), [case])
     engine = basic.engine()
-    submit(engine, case.prompt, case.sampling, max_tokens=5, prompt_logprobs=2, num_scores=20)
+    submit(engine, case.prompt, case.sampling, max_tokens=case.max_tokens, prompt_logprobs=2, num_scores=20)
     rest = FullTranscript()
     while not engine.idle:
         for delta in engine.step():

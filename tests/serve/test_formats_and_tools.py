@@ -178,8 +178,8 @@ def test_tools_exclude_skip_special_tokens():
 
 def test_an_aborted_answer_is_an_error():
     """No token fits its grammar, or the grammar exceeds its limits."""
-    finished = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="stop")])
-    aborted = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="abort")])
+    finished = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="stop", stop_reason=None)])
+    aborted = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="abort", stop_reason=None)])
     refuse_aborted([finished])
     with pytest.raises(ApiError, match="grammar") as caught:
         refuse_aborted([finished, aborted])

@@ -140,11 +140,13 @@ class Runner:
         self._compiler = LayerCompiler(device)
         self.portable = self.native and self.fused and self._use_native_modules()
         """Whether every float operation of a frame is a native kernel's: no bit depends on the machine."""
-        self._canonical = (
+        self._by_layer = (
             self._compiler.compile_model(self.model, arch)
             if self.compiled
             else self._with_fused_layers(self.model)
         )
+        """The model as frames run it, with a module for each layer."""
+        self._canonical = self._with_stacked_layers(self._by_layer)
         self._default_path: FastPath | None = None
         self._graphs: dict[tuple[int, bool], CapturedGraph[torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -282,7 +284,7 @@ class Runner:
         """The same logits without a graph; `record` is given each layer's number and its input [R, H],
         and after the last layer its output.
 
-        Captured or launched one by one, kernels give the same bits.
+        Captured or launched one by one, and layer by layer or stacked, kernels give the same bits.
         """
         self.store.flush_moves()
 
@@ -295,14 +297,14 @@ class Runner:
         def after(_: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
             record(len(layers), output[0])
 
-        layers = layer_list(self._canonical, self.arch)[1]
+        layers = layer_list(self._by_layer, self.arch)[1]
         hooks = [
             layer.register_forward_pre_hook(recorder(i), with_kwargs=True) for i, layer in enumerate(layers)
         ]
         hooks.append(layers[-1].register_forward_hook(after))
         try:
             with forbid_compiling() if self.compiled else nullcontext():
-                return self._pass(self._canonical, inputs)
+                return self._pass(self._by_layer, inputs)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -356,7 +358,7 @@ class Runner:
         """A path through a model of the same shape with other weights, over the same KV; for drafts only."""
         bind_attention(model, self.arch, self.kernel, self.store.layers)
         compiled = self._compiler.compile_model(model, self.arch) if self.compiled else None
-        return FastPath(self._with_fused_layers(model), compiled)
+        return FastPath(self._with_stacked_layers(self._with_fused_layers(model)), compiled)
 
     def skip_path(self, views: LayerViews, skipped: LayerSet) -> FastPath:
         """The path that leaves these sublayers out.
@@ -460,12 +462,11 @@ class Runner:
         if self.device.type == "cuda":
             for path, norm in self._outer_norms(model):
                 fused = with_module(fused, path, self._fusing.fuse_norm(norm))
-            return fused
-        return self._with_stacked_layers(fused)
+        return fused
 
     def _with_stacked_layers(self, model: nn.Module) -> nn.Module:
-        """A copy of a model of fused layers, in which those that follow one another are one call."""
-        if self.device.type == "cuda":
+        """A copy of the model in which fused layers that follow one another are one call; else the model."""
+        if not self.fused or self.device.type == "cuda":
             return model
         name = layer_list(self.model, self.arch)[0]
         layers: Any = model.get_submodule(name)

@@ -183,7 +183,7 @@ class Answer:
     def restart_prompt(self) -> None:
         """Drop the prompt's log-probabilities unless all are there: they are computed under other weights."""
         if len(self._prompt_scores) < len(self.checked.token_ids) - 1:
-            self._prompt_scores, self._prompt_tops = [], []
+            self._prompt_scores, self._prompt_tops, self._prompt_ranks = [], [], []
 
     def received(self, choice: Choice) -> Received | None:
         """How much of its sequence a choice has; None: it has ended."""
