@@ -17,7 +17,7 @@ the sum of its parts in order. Runs on CPU tensors under Triton's interpreter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -48,10 +48,22 @@ class LinearTile:
     swapped: bool = True  # the weight's columns are the rows of the matrix instruction
     described: bool = True  # tiles are copied by the device's tensor copy unit (Hopper on)
     group: int = 8  # row tiles that share the weight's columns in the cache
+    ahead: int = 0  # inputs of the weight that the cache reads before the program may start: a power of two
 
 
 PROCESSORS = 132
 """Processors of an H200: as many programs as this, and no more, leave none idle and none waiting."""
+AHEAD = 0
+"""`LinearTile.ahead` for up to 64 rows, where a product's time is that of reading its weight. 0: not used, as
+its gain was not measured; `bench/linear.py --ahead 0 512 1024` and `bench/h200.py --ahead 1024` do."""
+WIDE_TILES = (
+    LinearTile(rows=64, columns=32, step=128, stages=8, swapped=False),
+    LinearTile(rows=64, columns=64, step=128, stages=6),
+    LinearTile(rows=128, columns=64, step=64, stages=8),
+    LinearTile(rows=128, columns=128, step=64, stages=6, warps=8, swapped=False),
+)
+"""For more than 64 rows. Each fills the shared memory of a processor with steps in flight; with half the
+stages two programs run there at a time. Described, they take at most 114 registers a thread on an H200."""
 
 
 def pick_tile(num_rows: int, outputs: int, element_bytes: int, *, gated: bool) -> LinearTile:
@@ -61,22 +73,31 @@ def pick_tile(num_rows: int, outputs: int, element_bytes: int, *, gated: bool) -
     if num_rows > 64:
         return _wide_tile(num_rows, outputs, gated=gated)
     if outputs <= 2048:  # too few columns to give every processor 64
-        return LinearTile(rows=64, columns=16, step=256, stages=4, swapped=False, described=False)
+        stages = 4 if gated else 5
+        return LinearTile(64, 16, step=256, stages=stages, swapped=False, described=False, ahead=AHEAD)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     if gated:
-        return LinearTile(rows=rows, step=64)
+        return LinearTile(rows=rows, step=64, ahead=AHEAD)
     few_programs = outputs <= 64 * 2 * PROCESSORS
-    return LinearTile(rows=rows, stages=(8 if rows == 16 else 6) if few_programs else 4)
+    stages = (8 if rows == 16 else 6) if few_programs else 4
+    return LinearTile(rows=rows, stages=stages, ahead=AHEAD)
 
 
 def _wide_tile(num_rows: int, outputs: int, *, gated: bool) -> LinearTile:
-    """Large tiles reuse what they read; where they would be few, small ones keep more processors busy."""
+    """The tile whose busiest processor reads the fewest lines: large ones reuse more, small ones are more."""
     if gated and num_rows <= 128:
         return LinearTile(rows=128, columns=64, step=64, stages=3, warps=8)
-    programs = triton.cdiv(num_rows, 64) * triton.cdiv(outputs, 64)
-    if gated or programs > 2 * PROCESSORS:
+    if gated:
         return LinearTile(rows=128, columns=128, step=64, stages=3, warps=8, swapped=False)
-    return LinearTile(rows=64, columns=64, step=128, stages=6 if programs <= PROCESSORS else 3)
+
+    def num_programs(tile: LinearTile) -> int:
+        return -(-num_rows // tile.rows) * -(-outputs // tile.columns)
+
+    def busiest(tile: LinearTile) -> int:
+        return -(-num_programs(tile) // PROCESSORS) * (tile.rows + tile.columns)
+
+    tile = min(WIDE_TILES, key=busiest)
+    return tile if num_programs(tile) <= PROCESSORS else replace(tile, stages=tile.stages // 2)
 
 
 @torch.library.custom_op("samewise::ordered_linear", mutates_args=())
@@ -117,6 +138,7 @@ def linear(
         TensorDescriptor(weight, list(weight.shape), [inputs, 1], [tile.columns, step])
         if described
         else weight,
+        weight,
         out if bias is None else bias,
         out if residual is None else residual,
         out,
@@ -134,6 +156,7 @@ def linear(
         GATED=gated,
         SWAPPED=tile.swapped,
         DESCRIBED=described,
+        AHEAD=tile.ahead,
         EXPLICIT_SUM=INTERPRETED,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -164,4 +187,4 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-__all__ = ["NAME", "LinearTile", "gate", "linear", "ordered_linear", "pick_tile"]
+__all__ = ["NAME", "PROCESSORS", "WIDE_TILES", "LinearTile", "gate", "linear", "ordered_linear", "pick_tile"]
