@@ -30,7 +30,7 @@ BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 H200 = r"start-up|live: ceiling|arrive while|longest|bits: |left out"
 LINEAR = r"^linear  |^\w+ +\d+ +\d+\.\d "
-PROFILE = r"tokens a step|^  (host|device) "
+PROFILE = r"tokens a step|^  device "
 TESTS = r"^(FAILED|ERROR) |\d+ (passed|failed)"
 MIN_SECONDS = 20  # no step is begun with less time than this
 

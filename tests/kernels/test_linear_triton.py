@@ -16,6 +16,7 @@ from attention_cases import CUDA, bits
 
 from samewise.errors import InvariantBroken
 from samewise.kernels.linear.triton import (
+    HOPPER_SHARED_BYTES,
     PROCESSORS,
     WIDE_TILES,
     LinearTile,
@@ -23,6 +24,7 @@ from samewise.kernels.linear.triton import (
     linear,
     ordered_linear,
     pick_tile,
+    stages_that_fit,
 )
 
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"]
@@ -139,8 +141,9 @@ def test_the_rule_names_a_tile_that_fits(outputs: int, element_bytes: int) -> No
     """In the shared memory of a Hopper processor, and into one kind of its matrix instructions."""
     for num_rows, gated in itertools.product((1, 16, 17, 64, 65, 128, 129, 2048), (False, True)):
         tile = pick_tile(num_rows, outputs, element_bytes, gated=gated)
-        lines = tile.rows + tile.columns * (2 if gated else 1)
-        assert tile.stages * lines * tile.step * element_bytes <= 227 * 1024, (num_rows, tile)
+        fitting = stages_that_fit(tile, element_bytes, HOPPER_SHARED_BYTES, gated=gated)
+        assert fitting == tile.stages, (num_rows, tile)
+        assert stages_that_fit(tile, element_bytes, 99 * 1024, gated=gated) >= 2, (num_rows, tile)
         if element_bytes == 2:
             assert (tile.columns if tile.swapped else tile.rows) >= 64, (num_rows, tile)
 

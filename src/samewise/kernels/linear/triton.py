@@ -17,6 +17,7 @@ the sum of its parts in order. Runs on CPU tensors under Triton's interpreter.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +25,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samewise.errors import InvariantBroken
-from samewise.kernels.dependent import launch_options
+from samewise.kernels.dependent import MIN_CAPABILITY, launch_options
 from samewise.kernels.linear.triton_kernels import gate_rows, linear_tile
 
 NAME = "triton-1 step 16"
@@ -51,6 +52,10 @@ class LinearTile:
     ahead: int = 0  # inputs of the weight that the cache reads before the program may start: a power of two
 
 
+HOPPER_SHARED_BYTES = 227 * 1024
+"""Shared memory of a program on an H200, at most."""
+BARRIER_BYTES = 1024
+"""Room in shared memory beside the steps in flight: more than barriers take."""
 PROCESSORS = 132
 """Processors of an H200: as many programs as this, and no more, leave none idle and none waiting."""
 AHEAD = 0
@@ -100,6 +105,22 @@ def _wide_tile(num_rows: int, outputs: int, *, gated: bool) -> LinearTile:
     return tile if num_programs(tile) <= PROCESSORS else replace(tile, stages=tile.stages // 2)
 
 
+def stages_that_fit(tile: LinearTile, element_bytes: int, shared_bytes: int, *, gated: bool) -> int:
+    """The tile's stages, or as many of them as fit in a program's shared memory."""
+    lines = tile.rows + tile.columns * (2 if gated else 1)
+    return max(1, min(tile.stages, (shared_bytes - BARRIER_BYTES) // (lines * tile.step * element_bytes)))
+
+
+@functools.cache
+def _limits(device: torch.device) -> tuple[int, bool]:
+    """Bytes of shared memory of a program, and whether the device has a tensor copy unit (Hopper on)."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES, True
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return int(properties["max_shared_mem"]), torch.cuda.get_device_capability(index)[0] >= MIN_CAPABILITY
+
+
 @torch.library.custom_op("samewise::ordered_linear", mutates_args=())
 def ordered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., K] times W' plus b, in the stated order."""
@@ -132,7 +153,9 @@ def linear(
     if not num_rows:
         return out
     step = MATRIX_STEP if INTERPRETED else tile.step
-    described = tile.described and _describable(x, weight) and not (gated and outputs % tile.columns)
+    shared_bytes, has_copy_unit = _limits(x.device)
+    described = has_copy_unit and tile.described and _describable(x, weight)
+    described = described and not (gated and outputs % tile.columns)
     linear_tile[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(outputs, tile.columns),)](
         TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.rows, step]) if described else x,
         TensorDescriptor(weight, list(weight.shape), [inputs, 1], [tile.columns, step])
@@ -159,7 +182,7 @@ def linear(
         AHEAD=tile.ahead,
         EXPLICIT_SUM=INTERPRETED,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=stages_that_fit(tile, x.element_size(), shared_bytes, gated=gated),
         enable_fp_fusion=False,
         **launch_options(x.device),
     )
@@ -187,4 +210,15 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-__all__ = ["NAME", "PROCESSORS", "WIDE_TILES", "LinearTile", "gate", "linear", "ordered_linear", "pick_tile"]
+__all__ = [
+    "HOPPER_SHARED_BYTES",
+    "NAME",
+    "PROCESSORS",
+    "WIDE_TILES",
+    "LinearTile",
+    "gate",
+    "linear",
+    "ordered_linear",
+    "pick_tile",
+    "stages_that_fit",
+]
