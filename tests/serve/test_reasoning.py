@@ -19,7 +19,7 @@ def test_reasoning_is_apart_from_the_content_whole_and_streamed() -> None:
             template = served.llm.intake.tokenizer.chat_template
             plain = await served.post(CHAT, BODY | {"return_token_ids": True})
             text = plain["choices"][0]["message"]["content"]
-            assert plain["choices"][0]["message"]  # the template knows no marks.get("reasoning") is None
+            assert plain["choices"][0]["message"]["reasoning"] is None  # the template knows no marks
             served.llm.intake.tokenizer.chat_template = template + "{# </think> #}"
             whole = await served.post(CHAT, BODY | {"return_token_ids": True, "logprobs": True})
             message = whole["choices"][0]["message"]
@@ -82,6 +82,23 @@ def test_reasoning_of_a_message_reaches_the_template_under_either_name() -> None
                 prompts.append(served.llm.intake.decode(reply["tokens"]))
             assert prompts[0] == prompts[1]
             assert "<think>\nso\n</think>\n\nyes" in prompts[0]
+
+    run(work())
+
+
+def test_an_answer_of_reasoning_alone_can_be_sent_back() -> None:
+    """One that was cut off: its content is null."""
+
+    async def work() -> None:
+        async with served_app() as served:
+            served.llm.intake.tokenizer.chat_template = THINKING
+            cut = await served.post(CHAT, {"messages": HELLO, "response_format": THOUGHT, "max_tokens": 12})
+            message = cut["choices"][0]["message"]
+            assert (message["content"], len(message["reasoning"])) == (None, 4)
+            messages = [*HELLO, message, *HELLO]
+            reply = await served.post(CHAT, {"messages": messages, "max_tokens": 1, "return_token_ids": True})
+            prompt = served.llm.intake.decode(reply["prompt_token_ids"])
+            assert f"<think>\n{message['reasoning']}\n</think>" in prompt
 
     run(work())
 
