@@ -93,6 +93,10 @@ def test_a_response_is_stored_continued_and_deleted() -> None:
             one = await served.post(RESPONSES, BODY)
             stored = await served.client.get(f"{RESPONSES}/{one['id']}")
             assert stored.json() == one
+            stored = await served.client.get(f"{RESPONSES}/{one['id']}?stream=false&include[]=x")
+            assert stored.json() == one
+            streamed = await served.client.get(f"{RESPONSES}/{one['id']}?stream=true")
+            assert (streamed.status_code, error_of(streamed)["param"]) == (400, "stream")
             two = await served.post(
                 RESPONSES,
                 BODY | {"input": "and now?", "previous_response_id": one["id"], "return_token_ids": True},
