@@ -82,6 +82,13 @@ def test_a_response_has_the_bits_of_the_chat_whole_and_streamed() -> None:
             assert "".join(delta["delta"] for delta in deltas) == part["text"]
             rows = [row for delta in deltas for row in delta["logprobs"]]
             assert rows == part["logprobs"][: len(rows)]
+            fields = {"temperature": 0.8, "seed": 5, "max_tokens": 24, "receipt": True}
+            chat = await served.post(CHAT, {"messages": messages} | fields)
+            for response in (
+                await served.post(RESPONSES, BODY | {"instructions": "Be brief.", "receipt": True}),
+                (await stream(served, BODY | {"instructions": "Be brief.", "receipt": True}))[-1]["response"],
+            ):
+                assert response["receipt"] == chat["receipt"]
             await served.check_idle()
 
     run(work())
