@@ -102,6 +102,22 @@ def test_malformed_blocks_are_refused_as_messages(content, role):
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
+def test_system_messages_at_the_start_are_one_with_the_system_prompt():
+    """Coding agents send parts of it as messages; many templates take one system message, at the start."""
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+    later = {"role": "system", "content": [billing, {"type": "text", "text": "Be quick."}]}
+    given = [{"role": "system", "content": [billing, {"type": "text", "text": "Be kind."}]}, *HELLO, later]
+    chat = chat_messages([billing, {"type": "text", "text": "Be brief."}], given)
+    assert [one["content"] for one in chat] == ["Be brief.\n\nBe kind.", "hi", "Be quick."]
+    assert [one["role"] for one in chat] == ["system", "user", "system"]
+    assert chat_messages(None, given[:2]) == [{"role": "system", "content": "Be kind."}, *HELLO]
+    assert chat_messages([billing], [{"role": "system", "content": [billing]}, *HELLO]) == HELLO
+    assert chat_messages("", HELLO) == [{"role": "system", "content": ""}, *HELLO]
+    with pytest.raises(ApiError) as refused:
+        read(messages=[{"role": "system", "content": [billing]}])
+    assert refused.value.param == "messages"
+
+
 def test_a_document_of_text_is_text():
     source = {"type": "text", "media_type": "text/plain", "data": "page"}
     (message,) = chat_messages(None, [{"role": "user", "content": [{"type": "document", "source": source}]}])
