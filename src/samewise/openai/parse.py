@@ -41,7 +41,7 @@ from samewise.openai.reasoning import (
     thinking_kwargs,
 )
 from samewise.openai.tool_calls import ToolCallParser, call_ids
-from samewise.openai.tools import RequestTools, checked_tools, request_tools, special_tokens
+from samewise.openai.tools import RequestTools, checked_tools, request_tools, special_names, special_tokens
 from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
 from samewise.types import Grammar
@@ -142,7 +142,7 @@ class ParseOptions:
             receipts=True,
             template=intake.template,
             special_tokens=special_tokens(intake.tokenizer),
-            special_names=frozenset(getattr(intake.tokenizer, "all_special_tokens", ())),
+            special_names=special_names(intake.tokenizer),
             decode=intake.decode,
             contract_id=contract_id,
             special_tokens_in_content=special_tokens_in_content,
