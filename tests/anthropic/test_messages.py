@@ -263,6 +263,16 @@ def test_events_have_their_published_names_order_and_fields():
     json.dumps(events)
 
 
+@pytest.mark.parametrize("arguments", ['{"x": NaN}', '{"x": -Infinity}', '{"x": 1e999}', "[1]", '{"x"'])
+def test_arguments_that_are_no_json_object_are_an_empty_input(arguments):
+    """A model may write them; a reply can hold none of these numbers."""
+    made = MessageBuilder({"id": "msg_0"}, contract="c")
+    function = {"name": "f", "arguments": arguments}
+    made.add([{"tool_calls": [{"index": 0, "id": "t1", "function": function}]}])
+    made.end({"stop_reason": "tool_use"}, {"output_tokens": 5})
+    assert made.blocks[0]["input"] == {}
+
+
 def test_omitted_thinking_has_a_signature_alone():
     made = MessageBuilder({"id": "msg_0"}, contract="c", show_thinking=False)
     shown = MessageBuilder({"id": "msg_0"}, contract="c")

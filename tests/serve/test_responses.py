@@ -337,6 +337,22 @@ def test_errors_name_the_fields_of_responses() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_a_number_that_no_reply_can_hold_is_refused(stream: bytes) -> None:
+    """Metadata and tools are repeated in the response."""
+
+    async def work() -> None:
+        async with served_app() as served:
+            raw = b'{"input": "a", "metadata": {"b": 1e400}, "stream": ' + stream + b"}"
+            reply = await served.client.post(
+                RESPONSES, content=raw, headers={"Content-Type": "application/json"}
+            )
+            assert (reply.status_code, error_of(reply)["code"]) == (400, "invalid_json")
+            assert "1e400 is too large" in error_of(reply)["message"]
+
+    run(work())
+
+
 def test_a_stream_that_fails_ends_with_an_event() -> None:
     async def work() -> None:
         async with served_app() as served:

@@ -7,6 +7,7 @@ functions.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
@@ -214,15 +215,30 @@ class ParsedRequest:
 
 
 def read_json(raw: bytes) -> Any:
-    """A body as JSON. NaN and Infinity, which Python's reader accepts, are refused."""
+    """A body as JSON. Raises ApiError."""
     try:
-        return json.loads(raw, parse_constant=_refuse_constant)
+        return load_json(raw)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
 
 
+def load_json(text: str | bytes) -> Any:
+    """JSON that can be written again: without NaN, Infinity and numbers beyond floats, which Python reads.
+
+    Raises ValueError or RecursionError.
+    """
+    return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+
+
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
 
 
 def validate(kind: type[B], body: object) -> B:
@@ -591,6 +607,7 @@ __all__ = [
     "ParsedRequest",
     "Prompt",
     "RequestChecker",
+    "load_json",
     "parse",
     "read_json",
     "refuse_unsupported",
