@@ -139,6 +139,7 @@ def test_malformed_items_are_refused_as_input(items):
     with pytest.raises(ApiError) as refused:
         messages(items)
     assert (refused.value.status, refused.value.param) == (400, "input")
+    assert refused.value.message.startswith(("input[0]", "input: is text, or a list"))
 
 
 # ---- translation
