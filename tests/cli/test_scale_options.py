@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from samewise.jobs.batch import BatchSummary
-
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +51,8 @@ def test_workers_need_ray(run, tmp_path, no_ray):
 )
 def test_each_worker_on_cuda_claims_a_device(run, tmp_path, monkeypatch, options, num_cpus, num_gpus):
     """Without a claim Ray would put all workers on one device, or on a machine that has none."""
+    from samewise.jobs.batch import BatchSummary  # needs the extra `serve`, which the collection does not
+
     asked: dict[str, Any] = {}
 
     def note(*_: object, **given: Any) -> BatchSummary:

@@ -19,7 +19,9 @@ from samewise.testing import tiny_engine
 CHAT = {
     "messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 60, "temperature": 1,
     "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["~"], "ignore_eos": True,
+    "proposer": "none",
 }  # fmt: skip
+"""Without drafts each delta has one token, so that replicas die in the middle of answers."""
 
 
 def make_engine() -> Engine:
@@ -86,11 +88,12 @@ def test_streams_receipts_and_metrics_over_replicas_that_die() -> None:
 AGENTS: dict[str, dict[str, Any]] = {
     "/v1/messages": {
         "messages": CHAT["messages"], "max_tokens": 60, "temperature": 1, "seed": 3, "ignore_eos": True,
-        "logprobs": True, "top_logprobs": 2, "return_token_ids": True,
+        "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "proposer": "none",
     },
     "/v1/responses": {
         "input": "hello", "max_output_tokens": 60, "temperature": 1, "seed": 3, "ignore_eos": True,
         "include": ["message.output_text.logprobs"], "top_logprobs": 2, "return_token_ids": True,
+        "proposer": "none",
     },
 }  # fmt: skip
 
