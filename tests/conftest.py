@@ -31,11 +31,13 @@ def _missing(*packages: str) -> list[str]:
 
 
 FOLDER_NEEDS = {  # folder: packages that its tests import and torch, transformers and pytest do not bring
+    "anthropic": _missing("pydantic"),
     "clients": _missing("httpx", "pydantic"),
     "jobs": _missing("pydantic"),
     "kv": _missing("hypothesis"),
     "openai": _missing("pydantic"),
     "page": _missing("starlette", "uvicorn"),
+    "scale": _missing("httpx", "prometheus_client", "pydantic", "starlette"),
     "schedule": _missing("hypothesis"),
     "serve": _missing("httpx", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }

@@ -102,6 +102,22 @@ def test_malformed_blocks_are_refused_as_messages(content, role):
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
+def test_system_messages_at_the_start_are_one_with_the_system_prompt():
+    """Coding agents send parts of it as messages; many templates take one system message, at the start."""
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+    later = {"role": "system", "content": [billing, {"type": "text", "text": "Be quick."}]}
+    given = [{"role": "system", "content": [billing, {"type": "text", "text": "Be kind."}]}, *HELLO, later]
+    chat = chat_messages([billing, {"type": "text", "text": "Be brief."}], given)
+    assert [one["content"] for one in chat] == ["Be brief.\n\nBe kind.", "hi", "Be quick."]
+    assert [one["role"] for one in chat] == ["system", "user", "system"]
+    assert chat_messages(None, given[:2]) == [{"role": "system", "content": "Be kind."}, *HELLO]
+    assert chat_messages([billing], [{"role": "system", "content": [billing]}, *HELLO]) == HELLO
+    assert chat_messages("", HELLO) == [{"role": "system", "content": ""}, *HELLO]
+    with pytest.raises(ApiError) as refused:
+        read(messages=[{"role": "system", "content": [billing]}])
+    assert refused.value.param == "messages"
+
+
 def test_a_document_of_text_is_text():
     source = {"type": "text", "media_type": "text/plain", "data": "page"}
     (message,) = chat_messages(None, [{"role": "user", "content": [{"type": "document", "source": source}]}])
@@ -245,6 +261,16 @@ def test_events_have_their_published_names_order_and_fields():
     assert len(thinking["signature"]) == 64
     assert (one["input"], two["input"]) == ({"x": 1}, {})
     json.dumps(events)
+
+
+@pytest.mark.parametrize("arguments", ['{"x": NaN}', '{"x": -Infinity}', '{"x": 1e999}', "[1]", '{"x"'])
+def test_arguments_that_are_no_json_object_are_an_empty_input(arguments):
+    """A model may write them; a reply can hold none of these numbers."""
+    made = MessageBuilder({"id": "msg_0"}, contract="c")
+    function = {"name": "f", "arguments": arguments}
+    made.add([{"tool_calls": [{"index": 0, "id": "t1", "function": function}]}])
+    made.end({"stop_reason": "tool_use"}, {"output_tokens": 5})
+    assert made.blocks[0]["input"] == {}
 
 
 def test_omitted_thinking_has_a_signature_alone():

@@ -224,7 +224,7 @@ def test_sigterm_under_load_completes_active_requests(folder: Path, tmp_path: Pa
 
         def ask(i: int) -> tuple[str, str]:
             with OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120) as client:
-                request: Any = LONG | {"prompt": f"question {i}", "max_tokens": 150, "seed": i}
+                request: Any = LONG | {"prompt": f"question {i}", "max_tokens": 600, "seed": i}
                 if i % 2:
                     one = client.completions.create(**request).choices[0]
                     return one.text, one.finish_reason

@@ -38,17 +38,30 @@ def replicas(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         assert running.wait(60) == 0
 
 
-def replica_pids(server: ServerProcess) -> dict[str, int]:
-    """Process ids of the replicas by name, as they log them: those that still run."""
-    found: dict[str, int] = {}
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
+def replica_pids(server: ServerProcess) -> list[int]:
+    """Process ids of the server's replicas that still run."""
+    return [pid for pid, command in below(server.process.pid) if ":Engines" in command]
+
+
+def below(ancestor: int) -> list[tuple[int, str]]:
+    """(process id, command line) of the processes that a process has started, and those that they have."""
+    parents: dict[int, int] = {}
+    commands: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            command = line.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            commands[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # it has ended
             continue
-        if "ServeReplica" in command and ":Engines" in command:
-            found[line.parent.name] = int(line.parent.name)
-    return found
+
+    def is_below(pid: int) -> bool:
+        while pid in parents:
+            pid = parents[pid]
+            if pid == ancestor:
+                return True
+        return False
+
+    return [(pid, command) for pid, command in sorted(commands.items()) if is_below(pid)]
 
 
 async def ask_all(url: str, bodies: list[dict[str, Any]], at_once: int) -> list[list[Any]]:
@@ -110,10 +123,10 @@ def test_streams_survive_the_death_of_replicas(server: ServerProcess, replicas: 
             async def killer() -> None:
                 while len(killed) < 3:
                     await asyncio.sleep(0.3)
-                    if fresh := [pid for pid in replica_pids(replicas).values() if pid not in killed]:
+                    if fresh := [pid for pid in replica_pids(replicas) if pid not in killed]:
                         killed.append(fresh[0])
                         os.kill(fresh[0], signal.SIGKILL)
-                    while len([p for p in replica_pids(replicas).values() if p not in killed]) < 2 and left:
+                    while len([pid for pid in replica_pids(replicas) if pid not in killed]) < 2 and left:
                         await asyncio.sleep(0.1)
 
             killing = asyncio.ensure_future(killer())
@@ -199,7 +212,7 @@ def test_a_batch_over_two_workers_of_which_one_dies(folder: Path, tmp_path: Path
         command(on_ray, "--ray", "--workers", "2"), env=ENV, stderr=subprocess.PIPE, text=True
     )
     wait_for_lines(on_ray, kept.count(b"\n") + 100, second)
-    (worker, *_) = [pid for pid in batch_workers() if pid]
+    (worker, *_) = batch_workers(second)
     os.kill(worker, signal.SIGKILL)
     _, errors = second.communicate(timeout=300)
     assert second.returncode == 0, errors
@@ -216,17 +229,9 @@ def wait_for_lines(path: Path, num: int, process: subprocess.Popen[Any]) -> None
         time.sleep(0.05)
 
 
-def batch_workers() -> list[int]:
-    """Process ids of Ray Data's actors."""
-    found = []
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = line.read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if "MapWorker" in command or "LineAnswerer" in command:
-            found.append(int(line.parent.name))
-    return found
+def batch_workers(command: subprocess.Popen[Any]) -> list[int]:
+    """Process ids of Ray Data's actors that a command has started."""
+    return [pid for pid, words in below(command.pid) if "MapWorker" in words or "LineAnswerer" in words]
 
 
 def answers_of(path: Path) -> dict[str, Any]:

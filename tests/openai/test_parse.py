@@ -189,6 +189,22 @@ def test_messages_are_converted_for_the_chat_template() -> None:
 
 
 @pytest.mark.parametrize(
+    ("beside", "text"),
+    [
+        ({"reasoning": "so", "reasoning_content": "so", "refusal": None}, ""),
+        ({"reasoning_content": "so"}, ""),
+        ({"refusal": "no"}, "no"),
+        ({"refusal": None, "tool_calls": [{"function": {"name": "f"}}]}, ""),
+    ],
+)
+def test_an_assistants_message_may_have_null_as_content(beside: dict[str, Any], text: str) -> None:
+    """Where it says something beside it, as replies do that are sent back in a conversation."""
+    (message,) = parse(CHAT, {"messages": [{"role": "assistant", "content": None} | beside]}).messages
+    assert message["content"] == text
+    assert message.get("reasoning_content") == beside.get("reasoning_content")
+
+
+@pytest.mark.parametrize(
     "message",
     [
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
@@ -200,6 +216,9 @@ def test_messages_are_converted_for_the_chat_template() -> None:
         {"role": "user", "content": [{"type": "text"}]},
         {"role": "user", "content": ["a"]},
         {"role": "user", "content": 1},
+        {"role": "user", "content": None, "reasoning": "so"},
+        {"role": "assistant", "content": None, "reasoning": None, "refusal": None},
+        {"role": "assistant", "content": None, "refusal": 1},
         {"role": "user", "content": "a", "name": 1},
         {"role": ["user"], "content": "a"},
     ],

@@ -84,6 +84,21 @@ def test_a_conversation_of_a_coding_agent_becomes_a_chat():
     assert four["content"] == "files"
 
 
+def test_reasoning_of_a_turn_that_was_cut_off_stays_in_that_turn():
+    """A response may have reached its limit while the model was thinking."""
+
+    def thought(text):
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    items = [
+        {"role": "user", "content": "a"}, thought("cut"), {"role": "user", "content": "b"}, thought("so"),
+        {"role": "assistant", "content": "yes"},
+    ]  # fmt: skip
+    _, cut, _, answer = messages(items)
+    assert cut == {"role": "assistant", "content": "", "reasoning_content": "cut"}
+    assert (answer["content"], answer["reasoning_content"]) == ("yes", "so")
+
+
 def test_reasoning_comes_back_as_text_or_sealed():
     content = [{"type": "reasoning_text", "text": "so"}]
     for reasoning in (
@@ -124,6 +139,7 @@ def test_malformed_items_are_refused_as_input(items):
     with pytest.raises(ApiError) as refused:
         messages(items)
     assert (refused.value.status, refused.value.param) == (400, "input")
+    assert refused.value.message.startswith(("input[0]", "input: is text, or a list"))
 
 
 # ---- translation

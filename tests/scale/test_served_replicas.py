@@ -19,7 +19,9 @@ from samewise.testing import tiny_engine
 CHAT = {
     "messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 60, "temperature": 1,
     "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["~"], "ignore_eos": True,
+    "proposer": "none",
 }  # fmt: skip
+"""Without drafts each delta has one token, so that replicas die in the middle of answers."""
 
 
 def make_engine() -> Engine:
@@ -79,5 +81,48 @@ def test_streams_receipts_and_metrics_over_replicas_that_die() -> None:
             ]
             assert float(failed_over.split()[-1]) > 0
             assert replicas.num_killed > 0
+
+    asyncio.run(main())
+
+
+AGENTS: dict[str, dict[str, Any]] = {
+    "/v1/messages": {
+        "messages": CHAT["messages"], "max_tokens": 60, "temperature": 1, "seed": 3, "ignore_eos": True,
+        "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "proposer": "none",
+    },
+    "/v1/responses": {
+        "input": "hello", "max_output_tokens": 60, "temperature": 1, "seed": 3, "ignore_eos": True,
+        "include": ["message.output_text.logprobs"], "top_logprobs": 2, "return_token_ids": True,
+        "proposer": "none",
+    },
+}  # fmt: skip
+
+
+async def agents_stream(client: httpx.AsyncClient, path: str) -> tuple[str, Any]:
+    """The text of a stream, and what its end says of the answer."""
+    reply = await client.post(path, json=AGENTS[path] | {"stream": True})
+    assert reply.status_code == 200, reply.text
+    lines = [line for line in reply.content.split(b"\n") if line.startswith(b"data: ")]
+    found = [json.loads(line[6:]) for line in lines]
+    deltas = [event["delta"] for event in found if event["type"].endswith(("_block_delta", "_text.delta"))]
+    text = "".join(delta if isinstance(delta, str) else delta["text"] for delta in deltas)
+    if path == "/v1/messages":
+        delta, stop = found[-2:]
+        assert stop["type"] == "message_stop"
+        return text, [delta[name] for name in ("delta", "logprobs", "seed", "token_ids")]
+    response = found[-1]["response"]
+    return text, [response["output"][0]["content"], response["status"], response["token_ids"]]
+
+
+def test_agents_streams_go_on_when_replicas_die() -> None:
+    async def main() -> None:
+        async with client_of(AsyncLLM.over(make_engine())) as client:
+            wanted = [await agents_stream(client, path) for path in AGENTS]
+        replicas = LocalReplicas([make_engine(), make_engine()], kill_after=23)
+        llm = AsyncLLM.over(RemoteEngine(facts_of(make_engine()), replicas, num_replicas=2))
+        async with client_of(llm) as client:
+            asked = [agents_stream(client, path) for path in (*AGENTS, *AGENTS)]
+            assert await asyncio.gather(*asked) == [*wanted, *wanted]
+            assert (await llm.stats())["failovers"] > 0
 
     asyncio.run(main())

@@ -97,6 +97,24 @@ def test_a_message_has_the_bits_of_the_chat_whole_and_streamed() -> None:
     run(work())
 
 
+def test_a_receipt_is_that_of_the_chat_and_answers_are_counted() -> None:
+    """Whole and streamed: the receipt is the chat's, and metrics count a message as they count a chat."""
+
+    async def work() -> None:
+        async with served_app() as served:
+            chat = await served.post(CHAT, BODY | {"receipt": True})
+            whole = await served.post(MESSAGES, BODY | {"receipt": True})
+            message, _ = await stream(served, BODY | {"receipt": True})
+            assert whole["receipt"] == message["receipt"] == chat["receipt"]
+            text = (await served.client.get("/metrics")).text
+            (line,) = [
+                line for line in text.splitlines() if line.startswith("samewise:request_success_total{")
+            ]
+            assert float(line.split()[-1]) == 3
+
+    run(work())
+
+
 def test_zero_tokens_read_the_prompt() -> None:
     async def work() -> None:
         async with served_app() as served:

@@ -139,8 +139,10 @@ def server() -> Any:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[1]", b"null", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": NaN}', b"1" * 5000]
-)
+    "raw",
+    [b"", b"{", b"[1]", b"null", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": NaN}', b"1" * 5000,
+     b'{"prompt": "a", "user": "b", "metadata": {"c": -1e400}}'],
+)  # fmt: skip
 def test_a_body_that_is_not_a_json_object_is_refused(server: Any, raw: bytes) -> None:
     response = server.post_raw(COMPLETIONS, raw)
     assert response.status_code == 400

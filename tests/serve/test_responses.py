@@ -82,6 +82,13 @@ def test_a_response_has_the_bits_of_the_chat_whole_and_streamed() -> None:
             assert "".join(delta["delta"] for delta in deltas) == part["text"]
             rows = [row for delta in deltas for row in delta["logprobs"]]
             assert rows == part["logprobs"][: len(rows)]
+            fields = {"temperature": 0.8, "seed": 5, "max_tokens": 24, "receipt": True}
+            chat = await served.post(CHAT, {"messages": messages} | fields)
+            for response in (
+                await served.post(RESPONSES, BODY | {"instructions": "Be brief.", "receipt": True}),
+                (await stream(served, BODY | {"instructions": "Be brief.", "receipt": True}))[-1]["response"],
+            ):
+                assert response["receipt"] == chat["receipt"]
             await served.check_idle()
 
     run(work())
@@ -93,6 +100,10 @@ def test_a_response_is_stored_continued_and_deleted() -> None:
             one = await served.post(RESPONSES, BODY)
             stored = await served.client.get(f"{RESPONSES}/{one['id']}")
             assert stored.json() == one
+            stored = await served.client.get(f"{RESPONSES}/{one['id']}?stream=false&include[]=x")
+            assert stored.json() == one
+            streamed = await served.client.get(f"{RESPONSES}/{one['id']}?stream=true")
+            assert (streamed.status_code, error_of(streamed)["param"]) == (400, "stream")
             two = await served.post(
                 RESPONSES,
                 BODY | {"input": "and now?", "previous_response_id": one["id"], "return_token_ids": True},
@@ -322,6 +333,22 @@ def test_errors_name_the_fields_of_responses() -> None:
             status, error = await served.refusal(RESPONSES, BODY | {"model": "other"})
             assert (status, error["code"]) == (404, "model_not_found")
             await served.check_idle()
+
+    run(work())
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_a_number_that_no_reply_can_hold_is_refused(stream: bytes) -> None:
+    """Metadata and tools are repeated in the response."""
+
+    async def work() -> None:
+        async with served_app() as served:
+            raw = b'{"input": "a", "metadata": {"b": 1e400}, "stream": ' + stream + b"}"
+            reply = await served.client.post(
+                RESPONSES, content=raw, headers={"Content-Type": "application/json"}
+            )
+            assert (reply.status_code, error_of(reply)["code"]) == (400, "invalid_json")
+            assert "1e400 is too large" in error_of(reply)["message"]
 
     run(work())
 

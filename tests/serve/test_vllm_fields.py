@@ -51,6 +51,14 @@ def test_a_body_that_is_not_json_gets_415() -> None:
         ("logprob_token_ids", [1], "needs logprobs"),
         ("priority", 2**63, "64 bits"),
         ("structured_outputs", {"structural_tag": "{}"}, "is not supported"),
+        ("top_n_sigma", 1.5, "use top_p"),
+        ("lora", [{"id": 0, "scale": 0.5}], "merged weights"),
+        ("stop_regex", "a+", "use stop"),
+        ("no_stop_trim", True, "use include_stop_str_in_output"),
+        ("num_beams", 4, "ask for n"),
+        ("separate_reasoning", False, "use include_reasoning"),
+        ("reasoning_format", "none", "use include_reasoning"),
+        ("thinking_budget_tokens", 100, "use max_tokens"),
     ],
 )
 def test_fields_are_refused_by_name(field: str, value: Any, remedy: str) -> None:
@@ -69,6 +77,8 @@ def test_values_that_change_nothing_are_taken() -> None:
         async with served_app() as served:
             plain = await served.complete()
             same = await served.complete(min_new_tokens=0, do_sample=None, truncation_side="left", priority=0)
+            assert same["choices"] == plain["choices"]
+            same = await served.complete(top_n_sigma=-1.0, lora=[], reasoning_format="auto", num_beams=1)
             assert same["choices"] == plain["choices"]
 
     run(work())

@@ -21,36 +21,48 @@ _PASSED = frozenset(("container_upload", "redacted_thinking", "server_tool_use",
 
 
 def chat_messages(system: Any, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat."""
-    chat: list[dict[str, Any]] = []
-    if system is not None:
-        texts = [text for text in _texts("system", system) if not text.startswith(BILLING)]
-        chat += [{"role": "system", "content": "\n".join(texts)}] if texts else []
-    for i, message in enumerate(messages):
+    """The messages of a chat. The system prompt and system messages at the start become one message."""
+    leading = 0
+    while leading < len(messages) and messages[leading].get("role") == "system":
+        leading += 1
+    prompts = [] if system is None else _system_texts("system", system)
+    for i, message in enumerate(messages[:leading]):
+        prompts += _system_texts(f"messages[{i}].content", message.get("content"))
+    chat: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(prompts)}] if prompts else []
+    for i, message in enumerate(messages[leading:], leading):
         role, where = message.get("role"), f"messages[{i}].content"
         if role == "assistant":
             chat += _assistant(where, message.get("content"))
-        elif role in ("user", "system"):
-            chat += _user(where, message.get("content"), role)
+        elif role == "user":
+            chat += _user(where, message.get("content"))
+        elif role == "system":
+            texts = _system_texts(where, message.get("content"))
+            chat += [{"role": role, "content": text} for text in texts]
         else:
             raise invalid("messages", f"messages[{i}].role is {str(role)[:40]!r}; it is user or assistant")
     return chat
 
 
-def _user(where: str, content: Any, role: str) -> list[dict[str, Any]]:
-    """Text as messages of the role, results of tools as messages of their own, in their order."""
+def _system_texts(where: str, content: Any) -> list[str]:
+    """The text of a system prompt or message as the one entry; none where no block is an instruction."""
+    texts = [text for text in _texts(where, content) if not text.startswith(BILLING)]
+    return ["\n".join(texts)] if texts else []
+
+
+def _user(where: str, content: Any) -> list[dict[str, Any]]:
+    """Text as messages of the user, results of tools as messages of their own, in their order."""
     messages: list[dict[str, Any]] = []
     texts: list[str] = []
     for block in _blocks(where, content):
         if block.get("type") == "tool_result":
             if texts:
-                messages.append({"role": role, "content": "\n".join(texts)})
+                messages.append({"role": "user", "content": "\n".join(texts)})
                 texts = []
             messages.append(_result(where, block))
         elif (text := _text(where, block)) is not None:
             texts.append(text)
     if texts or not messages:
-        messages.append({"role": role, "content": "\n".join(texts)})
+        messages.append({"role": "user", "content": "\n".join(texts)})
     return messages
 
 

@@ -5,9 +5,10 @@ A whole message is what the events of a stream add up to: both come from here.
 
 from __future__ import annotations
 
-import json
 from hashlib import sha256
 from typing import Any
+
+from samewise.openai.parse import load_json
 
 Event = dict[str, Any]
 
@@ -115,9 +116,9 @@ def _signature(contract: str, thinking: str) -> str:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's input. Arguments that were cut off, or are no object, are an empty one."""
+    """A call's input. Arguments that were cut off, or are no JSON object, are an empty one."""
     try:
-        value = json.loads(arguments or "{}")
+        value = load_json(arguments or "{}")
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {}

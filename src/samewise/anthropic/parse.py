@@ -76,9 +76,7 @@ def _parse(body: CountTokensBody, options: ParseOptions, own: dict[str, Any]) ->
             raise unsupported(name, message)
         extra.pop(name, None)
     messages = chat_messages(body.system, body.messages)
-    prefilled = (
-        bool(body.messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
-    )
+    prefilled = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     thinking = body.thinking or {"type": "disabled"}
     config = body.output_config or {}
     tools = [_function(i, tool) for i, tool in enumerate(body.tools or ()) if _is_function(tool)]

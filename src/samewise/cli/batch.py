@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from samewise.cli.loading import load_engine
+from samewise.cli.loading import load_engine, runs_on_cuda
 from samewise.cli.options import Settings, engine_options
+from samewise.config import EngineConfig
 from samewise.errors import BadParameter, MachineError
 
 if TYPE_CHECKING:
@@ -44,6 +45,17 @@ def batch(
             help="The cluster: HOST:PORT or auto; by default one on this machine.", rich_help_panel="Ray"
         ),
     ] = None,
+    worker_cpus: Annotated[
+        Optional[float],
+        typer.Option(help="Cores of a worker, on CPU also its threads; by default 1.", rich_help_panel="Ray"),
+    ] = None,
+    worker_gpus: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Devices of a worker, 0 or 1; by default 1 where the engine runs on CUDA.",
+            rich_help_panel="Ray",
+        ),
+    ] = None,
     *,
     settings: Settings,
 ) -> None:
@@ -52,7 +64,11 @@ def batch(
     [dim]samewise batch requests.jsonl answers.jsonl[/]
     [dim]samewise batch requests.jsonl answers.jsonl --ray --workers 8 --ray-address auto[/]
     """
-    for name, value in {"workers": workers, "ray_address": ray_address}.items():
+    of_ray = {
+        "workers": workers, "ray_address": ray_address, "worker_cpus": worker_cpus,
+        "worker_gpus": worker_gpus,
+    }  # fmt: skip
+    for name, value in of_ray.items():
         if value is not None and not ray:
             raise BadParameter(f"{name}={value!r} is for Ray; give --ray too", param=name)
     try:
@@ -79,9 +95,12 @@ def batch(
             if ray:
                 from samewise.scale.batch import run_on_ray
 
+                if worker_gpus is None:
+                    worker_gpus = int(runs_on_cuda(EngineConfig.of(**settings).device))
                 summary = run_on_ray(
-                    source, target, settings, workers=workers or 1, address=ray_address, names=names,
-                    key=key, retry=retry_errors, force=force, **shown,
+                    source, target, settings, workers=1 if workers is None else workers, address=ray_address,
+                    num_cpus=worker_cpus, num_gpus=worker_gpus, names=names, key=key, retry=retry_errors,
+                    force=force, **shown,
                 )  # fmt: skip
             else:
                 summary = run(

@@ -50,4 +50,13 @@ def load_engine(**settings: Any) -> Engine:
         return build(EngineConfig.of(**settings))
 
 
-__all__ = ["load_engine", "load_llm", "without_garbage_collection"]
+def runs_on_cuda(device: str) -> bool:
+    """Whether an engine with this setting of `device` runs on CUDA; `auto` is what this machine has."""
+    if device != "auto":
+        return device.startswith("cuda")
+    import torch
+
+    return torch.cuda.is_available()
+
+
+__all__ = ["load_engine", "load_llm", "runs_on_cuda", "without_garbage_collection"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 import samewise
-from samewise.cli.loading import without_garbage_collection
+from samewise.cli.loading import runs_on_cuda, without_garbage_collection
 from samewise.cli.options import Settings, engine_options
 from samewise.config import SETTINGS, EngineConfig
 from samewise.errors import BadParameter, MachineError
@@ -231,16 +231,8 @@ def _scale(
         num_cpus = 1 if ray_address else max(1, num_cores() // max(1, max_replicas or replicas))
     return ScaleSettings(
         replicas=replicas, max_replicas=max_replicas, num_cpus=num_cpus, drain_seconds=drain_seconds,
-        num_gpus=_on_cuda(config) if num_gpus is None else num_gpus,
+        num_gpus=runs_on_cuda(config.device) if num_gpus is None else num_gpus,
     )  # fmt: skip
-
-
-def _on_cuda(config: EngineConfig) -> bool:
-    if config.device != "auto":
-        return config.device.startswith("cuda")
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _load(config: EngineConfig) -> AsyncLLM:

@@ -101,17 +101,23 @@ class ApiError(SamewiseError):
 
 def unsupported(param: str, message: str) -> ApiError:
     """A field that would change the output and cannot be honoured."""
-    return ApiError(f"{param} {message}", param=param, code="unsupported_parameter")
+    return ApiError(_about(param, message, " "), param=param, code="unsupported_parameter")
 
 
 def invalid(param: str, message: str) -> ApiError:
     """A field with an unacceptable value."""
-    return ApiError(f"{param}: {message}", param=param, code="invalid_value")
+    return ApiError(_about(param, message, ": "), param=param, code="invalid_value")
 
 
 def unavailable(message: str, code: str) -> ApiError:
     """The server takes no requests now."""
     return ApiError(message, status=503, kind="server_error", code=code, retry_after=RETRY_AFTER)
+
+
+def _about(param: str, message: str, separator: str) -> str:
+    """The message after the field's name, unless it begins with the place in the field: `input[0] …`."""
+    named = message.startswith((f"{param} ", f"{param}[", f"{param}."))
+    return message if named else param + separator + message
 
 
 def _shorten(message: str) -> str:

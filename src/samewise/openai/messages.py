@@ -63,7 +63,11 @@ def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
             raise unsupported("messages", f"messages[{i}].{name} is not supported")
     result: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = message.get("tool_calls")
-    result["content"] = _text(i, message.get("content"), required=not (role == "assistant" and calls))
+    content, required = message.get("content"), True
+    if role == "assistant" and content is None:  # so are replies of calls or reasoning alone, and refusals
+        content = message.get("refusal")
+        required = not (calls or message.get("reasoning") or message.get("reasoning_content"))
+    result["content"] = _text(i, content, required=required)
     for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if message.get(name) is not None:
             if not isinstance(message[name], str):

@@ -7,6 +7,7 @@ functions.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
@@ -41,7 +42,7 @@ from samewise.openai.reasoning import (
     thinking_kwargs,
 )
 from samewise.openai.tool_calls import ToolCallParser, call_ids
-from samewise.openai.tools import RequestTools, checked_tools, request_tools, special_tokens
+from samewise.openai.tools import RequestTools, checked_tools, request_tools, special_names, special_tokens
 from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
 from samewise.types import Grammar
@@ -142,7 +143,7 @@ class ParseOptions:
             receipts=True,
             template=intake.template,
             special_tokens=special_tokens(intake.tokenizer),
-            special_names=frozenset(getattr(intake.tokenizer, "all_special_tokens", ())),
+            special_names=special_names(intake.tokenizer),
             decode=intake.decode,
             contract_id=contract_id,
             special_tokens_in_content=special_tokens_in_content,
@@ -214,15 +215,30 @@ class ParsedRequest:
 
 
 def read_json(raw: bytes) -> Any:
-    """A body as JSON. NaN and Infinity, which Python's reader accepts, are refused."""
+    """A body as JSON. Raises ApiError."""
     try:
-        return json.loads(raw, parse_constant=_refuse_constant)
+        return load_json(raw)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
 
 
+def load_json(text: str | bytes) -> Any:
+    """JSON that can be written again: without NaN, Infinity and numbers beyond floats, which Python reads.
+
+    Raises ValueError or RecursionError.
+    """
+    return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+
+
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
 
 
 def validate(kind: type[B], body: object) -> B:
@@ -591,6 +607,7 @@ __all__ = [
     "ParsedRequest",
     "Prompt",
     "RequestChecker",
+    "load_json",
     "parse",
     "read_json",
     "refuse_unsupported",

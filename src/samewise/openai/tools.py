@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,13 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
         for number, token in added
         if token.special or (token.content.startswith("<") and token.content.endswith(">"))
     }
+
+
+def special_names(tokenizer: Any) -> frozenset[str]:
+    """Tokens that an answer's text leaves out. Most tokenizers list only some of them by their roles."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    listed: Sequence[str] = getattr(tokenizer, "all_special_tokens", ())
+    return frozenset(listed) | {token.content for token in added if token.special}
 
 
 # ---- checking
@@ -278,4 +285,11 @@ def _schema(function: dict[str, Any]) -> str:
     return _json({"type": "object"} | schema)
 
 
-__all__ = ["MAX_TOOLS", "RequestTools", "checked_tools", "request_tools", "special_tokens"]
+__all__ = [
+    "MAX_TOOLS",
+    "RequestTools",
+    "checked_tools",
+    "request_tools",
+    "special_names",
+    "special_tokens",
+]

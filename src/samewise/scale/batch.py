@@ -99,6 +99,13 @@ def run_on_ray(
     """
     if workers < 1:
         raise BadParameter(f"workers={workers}: give 1 or more", param="workers")
+    if num_cpus is not None and num_cpus <= 0:
+        raise BadParameter(f"worker_cpus={num_cpus}: give more than 0 cores", param="worker_cpus")
+    if num_gpus not in (0, 1):
+        raise BadParameter(
+            f"worker_gpus={num_gpus}: an engine has one device; give 0 or 1, and more workers",
+            param="worker_gpus",
+        )
     ray = import_ray_data("samewise batch --ray")
     from samewise.jobs.batch import answer_file, invalid_line
 

@@ -51,7 +51,7 @@ from samewise.openai.bodies import (
     TokenizerInfo,
     VersionReply,
 )
-from samewise.openai.errors import ApiError, invalid, unavailable
+from samewise.openai.errors import ApiError, invalid, unavailable, unsupported
 from samewise.openai.exchange import AnswerFacts, EventWriter, Exchange, OpenAIExchange, Reader
 from samewise.openai.messages import conversation, template_kwargs
 from samewise.openai.parse import (
@@ -192,7 +192,9 @@ class Service:
         )
 
     async def stored_response(self, request: Request) -> Response:
-        """A stored response."""
+        """A stored response, whole."""
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            raise unsupported("stream", "is not supported here; a stored response is returned whole")
         record = self.stored.get(
             request.state.key_digest, request.path_params["response_id"], param="response_id"
         )

@@ -117,6 +117,7 @@ class _Reader:
         if role == "assistant":
             message["content"] = "".join(texts)
             message |= self._take_reasoning()
+        self._end_reasoning()
         self.messages.append(message)
 
     def _call(self, where: str, item: Item, arguments: dict[str, Any]) -> None:
@@ -138,7 +139,13 @@ class _Reader:
         call_id = item.get("call_id") or item.get("id")
         if not isinstance(call_id, str):
             raise invalid("input", f"{where}.call_id is text")
+        self._end_reasoning()
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    def _end_reasoning(self) -> None:
+        """Reasoning without text or calls, because its turn was cut off, is a message of its own."""
+        if reasoning := self._take_reasoning():
+            self.messages.append({"role": "assistant", "content": ""} | reasoning)
 
     def _take_reasoning(self) -> dict[str, str]:
         taken, self._reasoning = self._reasoning, ""
