@@ -99,6 +99,36 @@ def test_aborted_requests_return_what_they_have() -> None:
     run(scenario())
 
 
+def test_an_empty_list_of_requests_ends_none() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            running = asyncio.create_task(app.complete(TOKENS, max_tokens=40, ignore_eos=True))
+            while not (await app.llm.stats())["output_tokens"]:
+                await asyncio.sleep(0.01)
+            assert (await app.post("/abort_requests", {"request_ids": []}))["aborted"] == 0
+            assert (await running)["choices"][0]["finish_reason"] == "length"
+            assert (await app.refusal("/abort_requests", {"request_ids": ["a"]}))[1]["param"] == "request_ids"
+
+    run(scenario())
+
+
+def test_requests_without_a_body_are_taken() -> None:
+    """TRL's asynchronous client sends none to `/finish_weight_update`, and then no Content-Type."""
+
+    async def scenario() -> None:
+        async with training() as app:
+            paths = (
+                "/start_weight_update", "/finish_weight_update", "/abort_requests", "/pause", "/resume",
+                "/pause_generation", "/continue_generation", "/reset_prefix_cache",
+            )  # fmt: skip
+            for path in paths:
+                assert (await app.client.post(path)).status_code == 200, path
+            text = await app.client.post("/abort_requests", content="{}")
+            assert text.status_code == 415
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
