@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
@@ -31,11 +32,13 @@ def _missing(*packages: str) -> list[str]:
 
 
 FOLDER_NEEDS = {  # folder: packages that its tests import and torch, transformers and pytest do not bring
+    "anthropic": _missing("pydantic"),
     "clients": _missing("httpx", "pydantic"),
     "jobs": _missing("pydantic"),
     "kv": _missing("hypothesis"),
     "openai": _missing("pydantic"),
     "page": _missing("starlette", "uvicorn"),
+    "scale": _missing("httpx", "pydantic", "starlette", "uvicorn"),
     "schedule": _missing("hypothesis"),
     "serve": _missing("httpx", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }
@@ -50,7 +53,7 @@ def pytest_report_header() -> list[str]:
 
 
 if _missing("hypothesis"):  # skip property tests, and keep the other tests of their modules
-    stand_in: ModuleType = MagicMock(__spec__=None, __path__=[])
+    stand_in: ModuleType = MagicMock(__spec__=ModuleSpec("hypothesis", None), __path__=[])
     stand_in.given = lambda *_, **__: pytest.mark.skip("hypothesis is not installed")
     stand_in.settings = lambda *_, **__: lambda function: function
     sys.modules |= {"hypothesis": stand_in, "hypothesis.strategies": stand_in.strategies}
