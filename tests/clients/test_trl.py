@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     trl = pytest.importorskip("trl")
     from datasets import Dataset
+    from transformers import TrainerCallback
     from trl.generation import vllm_client
 
     from samewise.rl.trl import GRPOTrainer
@@ -36,13 +37,15 @@ def trainer(folder: Path, *, resume: bool = False, max_steps: int = 3, **options
     config = {
         "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "use_cpu": True,
         "bf16": False, "learning_rate": 1e-3, "report_to": "none", "logging_steps": 1, "seed": 3,
-        "save_strategy": "steps", "save_steps": 1, "max_steps": max_steps, "disable_tqdm": True,
+        "save_strategy": "steps", "save_steps": 1, "per_device_eval_batch_size": 4,
+        "max_steps": max_steps, "disable_tqdm": True,
     }  # fmt: skip
     return GRPOTrainer(
         model,
         reward_funcs=reward,
         args=trl.GRPOConfig(str(folder), **config | options),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
+        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:1]}),
         processing_class=byte_tokenizer(),
         engine_settings={"kv_memory": 2**24},
     )
@@ -58,6 +61,20 @@ def test_rollout_and_trainer_agree_exactly_for_three_steps(tmp_path: Path) -> No
     assert run.llm.weights_version >= 2
     losses = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
     assert all(value > 0 for value in losses)
+
+
+def test_a_forward_pass_of_a_callback_does_not_keep_weights_from_the_engine(tmp_path: Path) -> None:
+    """It follows the trainer's weights; the next rollout has to notice them all the same."""
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            run.forward_of(run.model).logprobs(torch.tensor([[1, 2, 3]]))
+
+    run = trainer(tmp_path, save_strategy="no")
+    run.add_callback(Look())
+    run.train()
+    assert [one.max_difference for one in run.agreements] == [0.0] * 3
+    assert len({one.contract for one in run.agreements}) == 3
 
 
 def test_micro_batches_and_inner_steps_agree_while_the_weights_are_the_same(tmp_path: Path) -> None:
@@ -86,10 +103,25 @@ def test_a_resumed_run_has_the_same_curve_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(parameter, again.model.get_parameter(name)), name
 
 
+def test_a_resumed_run_need_not_repeat_evaluations(tmp_path: Path) -> None:
+    """Those before its checkpoint change no seed of the steps after it."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "num_iterations": 2, "max_steps": 4}
+    whole, again = (trainer(tmp_path, **evaluated) for _ in range(2))
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(parameter, again.model.get_parameter(name)), name
+    assert all((one.max_difference == 0.0) == one.same_weights for one in whole.agreements)
+    assert again.agreements == whole.agreements[-len(again.agreements) :]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"top_p": 0.9}, "top_p=0.9"), ({"top_k": 5}, "top_k=5"), ({"min_p": 0.1}, "min_p")],
-)
+    [
+        ({"top_p": 0.9}, "top_p=0.9"), ({"top_k": 5}, "top_k=5"), ({"min_p": 0.1}, "min_p"),
+        ({"generation_kwargs": {"typical_p": 0.9}}, "generation_kwargs"),
+    ],
+)  # fmt: skip
 def test_filters_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         trainer(tmp_path, **options)
