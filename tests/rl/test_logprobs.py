@@ -61,7 +61,7 @@ def test_values_are_those_of_generation_in_any_batch_and_gradients_are_right(fam
 
 def test_packed_sequences_have_the_values_of_separate_ones(llama: Any) -> None:
     model, _, _, forward = llama
-    sequences = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]
+    sequences = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16], [17, 18], [19, 20, 21]]
     packed = torch.tensor([[token for one in sequences for token in one]])
     positions = torch.tensor([[i for one in sequences for i in range(len(one))]])
     together = forward.logprobs(packed, position_ids=positions)
@@ -352,12 +352,13 @@ def test_values_on_a_gpu_are_those_of_generation(family: str, dtype: torch.dtype
         for i in range(0, 200, 37)
     ]
     assert torch.equal(torch.cat(parts).detach(), answers.logprobs)
-    tolerance = 0.1 if dtype is torch.bfloat16 else 1e-2
+    # bfloat16 rounds away a tenth of a gradient, of granite's more: the measure is transformers' own error.
+    exact = copy.deepcopy(model).float().eval()
+    expected = gradients(exact, ordinary_logprobs(exact, answers, TEMPERATURE))
     own = gradients(model, got)
-    assert (
-        largest_error(own, gradients(model, ordinary_logprobs(model.eval(), answers, TEMPERATURE)))
-        < tolerance
-    )
+    ordinary = gradients(model, ordinary_logprobs(model.eval(), answers, TEMPERATURE))
+    floor = 0.05 if dtype is torch.bfloat16 else 1e-2
+    assert largest_error(own, expected) < 3 * largest_error(ordinary, expected) + floor
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)
