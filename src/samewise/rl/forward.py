@@ -28,7 +28,7 @@ from samewise.model.arch import Arch
 from samewise.model.linear import pack_linears
 from samewise.params import GREEDY_BELOW, SamplingParams
 from samewise.rl.alias import alias_model, architecture, refuse_other_models, weights_of
-from samewise.rl.batch import Run, TokenBatch
+from samewise.rl.batch import Block, Run, TokenBatch
 from samewise.rl.gradients import GradientModel
 from samewise.types import Sampling, Span
 from samewise.verify.frame_sizes import recheck_frame_sizes
@@ -51,7 +51,7 @@ class Scores(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """Spans of a frame, and the row of the padded batch that each of its rows is."""
+    """Spans of a frame, and where each of its rows lies among those of the batch's blocks."""
 
     spans: list[Span]
     places: list[int]
@@ -165,12 +165,18 @@ class TrainingForward:
     def _with_gradients(
         self, batch: TokenBatch, inside: list[tuple[int, int]], read: _Read, temperature: float
     ) -> torch.Tensor:
-        ids = batch.padded(self.device)
-        activations = [x.view(*ids.shape, self._width) for x in read.activations]
-        hidden = self._gradients.hidden(ids, activations)
-        rows, columns = torch.tensor(inside, device=self.device).T
-        targets = ids[rows, columns]
-        return self._gradients.logprobs(read.logprobs, hidden[rows, columns - 1], targets, temperature)
+        hidden: list[torch.Tensor] = []
+        tokens: list[torch.Tensor] = []
+        blocks = batch.blocks()
+        for block in blocks:
+            ids = batch.padded(block, self.device)
+            activations = [x[block.first : block.end].view(*ids.shape, self._width) for x in read.activations]
+            hidden.append(self._gradients.hidden(ids, activations).flatten(0, 1))
+            tokens.append(ids.flatten())
+        begins = _begins(blocks)
+        at = torch.tensor([begins[number] + index for number, index in inside], device=self.device)
+        rows, targets = _joined(hidden)[at - 1], _joined(tokens)[at]
+        return self._gradients.logprobs(read.logprobs, rows, targets, temperature)
 
     def _refuse_misfit(self, batch: TokenBatch) -> None:
         limits = self._parts.limits
@@ -202,9 +208,8 @@ class TrainingForward:
         keep: bool,
     ) -> _Read:
         """Read every sequence in frames; `keep`: also the inputs of layers, for the backward pass."""
-        runs = batch.runs
-        longest = max(len(run.tokens) for run in runs)
-        size = (len(runs) * longest, self._width)
+        runs, blocks = batch.runs, batch.blocks()
+        size = (blocks[-1].end, self._width)
         activations = [
             torch.zeros(size, dtype=self.dtype, device=self.device)
             for _ in range(self._num_layers + 1 if keep else 0)
@@ -215,14 +220,16 @@ class TrainingForward:
         logprobs: list[torch.Tensor] = []
         entropies: list[torch.Tensor] = []
         with self._parts.process.pinned():
-            for frame in self._frames(runs, first_target, longest):
+            for frame in self._frames(runs, first_target, _begins(blocks)):
                 found = self._run(frame, activations, temperature, entropy=entropy)
                 logprobs.append(found[0])
                 entropies.append(found[1])
         order = torch.empty(0) if not entropy else torch.cat(entropies)
         return _Read(torch.cat(logprobs), order if entropy else None, activations)
 
-    def _frames(self, runs: tuple[Run, ...], first_target: list[int], longest: int) -> Iterator[_Frame]:
+    def _frames(
+        self, runs: tuple[Run, ...], first_target: list[int], begins: dict[int, int]
+    ) -> Iterator[_Frame]:
         """All sequences in frames as wide as there are; sequences of one frame never share a page."""
         limits, widest = self._parts.limits, self._parts.runner.widest
         spans: list[Span] = []
@@ -240,7 +247,7 @@ class TrainingForward:
             while start < len(run.tokens):
                 rows = min(len(run.tokens) - start, widest - len(places))
                 spans.append(_span(number, run.tokens, pages, start, rows, first_target[number]))
-                places += range(number * longest + start, number * longest + start + rows)
+                places += range(begins[number] + start, begins[number] + start + rows)
                 start += rows
                 if len(places) == widest:
                     yield _Frame(spans, places)
@@ -284,7 +291,20 @@ class _Read(NamedTuple):
 
     logprobs: torch.Tensor  # [M], of all targets in order
     entropy: torch.Tensor | None  # [M]
-    activations: list[torch.Tensor]  # of each layer the input, then the last one's output: [runs × T, H]
+    activations: list[
+        torch.Tensor
+    ]  # of each layer the input, then the last one's output: [rows of blocks, H]
+
+
+def _begins(blocks: list[Block]) -> dict[int, int]:
+    """Where each sequence begins among the rows of all blocks, by number."""
+    return {
+        number: block.first + row * block.width for block in blocks for row, number in enumerate(block.runs)
+    }
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _span(
