@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from rl_cases import TEMPERATURE, Answers, gradients, largest_error, ordinary_logprobs, sampled, trained_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from samewise import LLM, SamplingParams
 from samewise.errors import BadParameter, GuaranteeLost, PromptTooLong
@@ -165,6 +166,24 @@ def test_values_are_never_those_of_old_weights(write: str) -> None:
     assert torch.equal(
         after, torch.tensor([[0.0, *engine_over(model).score([[3]], [[44, 5, 101, 17, 9]])[0].logprobs]])
     )
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that the host reads from a tensor: on CUDA it waits for each."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_compared_without_waiting_for_every_tensor(llama: Any) -> None:
+    *_, forward = llama
+    forward.refresh()
+    with Reads() as reads:
+        assert not forward.refresh()
+    assert reads.num == 0
 
 
 def test_weights_changed_between_the_passes_are_refused() -> None:

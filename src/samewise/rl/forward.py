@@ -98,7 +98,7 @@ class TrainingForward:
 
     def refresh(self) -> bool:
         """Follow the trainer's weights, if they have changed since the last call. Done by every forward."""
-        state = [_state_of(tensor) for tensor in self._own.values()]
+        state = _state_of(list(self._own.values()))
         if state == self._state:
             return False
         runner = self._parts.runner
@@ -340,15 +340,18 @@ def _config(
     return EngineConfig.of(**settings | fixed)
 
 
-def _state_of(tensor: torch.Tensor) -> tuple[int, int, int, float]:
-    """What tells a tensor from its earlier content: where it lies, how often it was written, a hash, a sum.
+def _state_of(tensors: list[torch.Tensor]) -> list[tuple[int, int, int, float]]:
+    """What tells tensors from earlier content: where each lies, how often it was written, a hash and a sum.
 
     Writes through `.data` are not counted, so the content is looked at, at the speed of reading it twice. The
-    hash is an exclusive or, to which pairs of equal changes are invisible; the sum sees those.
+    hash is an exclusive or, to which pairs of equal changes are invisible; the sum sees those. The host waits
+    for the device twice, not for every tensor.
     """
-    content = tensor.detach()
-    hashed, total = int(torch.hash_tensor(content).item()), float(content.sum().item())
-    return tensor.data_ptr(), tensor._version, hashed, total  # noqa: SLF001 - torch has no public name for it
+    contents = [tensor.detach() for tensor in tensors]
+    hashes = torch.stack([torch.hash_tensor(content).view(torch.int64) for content in contents]).tolist()
+    sums = torch.stack([content.sum(dtype=torch.float32) for content in contents]).tolist()
+    places = [(tensor.data_ptr(), tensor._version) for tensor in tensors]  # noqa: SLF001 - it has no public name
+    return [(*place, hashed, total) for place, hashed, total in zip(places, hashes, sums, strict=True)]
 
 
 def _refuse_unlike(llm: LLM, dtype: torch.dtype, device: torch.device) -> None:
