@@ -269,6 +269,33 @@ def test_slimes_routes() -> None:
     run(scenario())
 
 
+def test_slimes_teacher_scores_a_prompt() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            text = [*TOKENS, 80, 81, 82]
+            body = {
+                "input_ids": text, "return_logprob": True, "logprob_start_len": 0,
+                "sampling_params": {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False},
+            }  # fmt: skip
+            reply = await app.post("/generate", body)
+            values = reply["meta_info"]["input_token_logprobs"]
+            assert [token for _, token, _ in values] == text
+            (score,) = await scores(app, text[:1], text[1:])
+            assert [value for value, _, _ in values] == [None, *score]
+            assert reply["output_ids"] == []
+            last = (await app.post("/generate", body | {"logprob_start_len": 4}))["meta_info"]
+            assert last["input_token_logprobs"] == [[None, 81, None], values[5]]
+            none = (await app.post("/generate", body | {"logprob_start_len": -1}))["meta_info"]
+            assert "input_token_logprobs" not in none
+            for wrong, param in (
+                ({"logprob_start_len": [0]}, "logprob_start_len"),
+                ({"lora_path": "x"}, "lora_path"),
+            ):
+                assert (await app.refusal("/generate", body | wrong))[1]["param"] == param
+
+    run(scenario())
+
+
 async def scores(app: Any, prompt: list[int], answer: list[int]) -> list[list[float]]:
     reply = await app.post(
         "/get_sequence_logprobs/",

@@ -254,10 +254,11 @@ class TrainingRoutes:
 
     async def generate_sglang(self, request: Request) -> Response:
         """SGLang's route, which slime sends to."""
-        completion, many = wire.sglang_request(await self._body(request))
+        body = await self._body(request)
+        completion, many = wire.sglang_request(body)
         outputs = await self._service.complete(request, COMPLETIONS, completion)
         replies = [
-            wire.sglang_reply(output, choice, self._label(output.weights_version))
+            wire.sglang_reply(output, choice, self._label(output.weights_version), wire.sglang_start(body))
             for output in outputs
             for choice in output.outputs
         ]
