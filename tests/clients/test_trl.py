@@ -1,13 +1,15 @@
 """GRPO with TRL: rollout and trainer agree to the last bit; TRL's own client against a server."""
 
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from server_process import make_folder, running_server
+from server_process import CLIENT_ENV, make_folder, running_server
 
 from samewise.rl.alias import set_attention
 from samewise.testing import byte_tokenizer, tiny_model
@@ -24,6 +26,7 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SEED: Any = {"generation_kwargs": {"seed": 5}}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 PROMPTS = ["hello", "the quick brown fox", "x", "one two"]
 
 
@@ -125,6 +128,24 @@ def test_a_resumed_run_need_not_repeat_evaluations(tmp_path: Path) -> None:
 def test_filters_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         trainer(tmp_path, **options)
+
+
+def test_the_example_agrees_draws_a_picture_and_repeats_its_curve(tmp_path: Path) -> None:
+    def run(*options: str) -> list[str]:
+        command = [sys.executable, str(EXAMPLE), "--steps", "4", "--out", str(tmp_path), *options]
+        return subprocess.run(
+            command, env=os.environ | CLIENT_ENV, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+
+    lines = [line.split() for line in run() if line.startswith("step")]
+    assert [line[1] for line in lines] == ["1", "2", "3", "4"] * 2
+    differences = [float(line[3]) for line in lines]
+    assert differences[:4] == [0.0] * 4
+    assert all(differences[4:])
+    assert all(line[4:8] == ["ratio", "1.0", "to", "1.0"] for line in lines[:4])
+    assert (tmp_path / "grpo.png").stat().st_size > 1000
+    again = [line for line in run("--resume") if "bit for bit" in line]
+    assert again == ["from checkpoint-2: the same curve, bit for bit: True"] * 2
 
 
 # -- TRL's own client ---------------------------------------------------------------------------------
