@@ -186,6 +186,54 @@ def test_weights_in_pieces() -> None:
     run(scenario())
 
 
+def test_answers_under_two_weights_say_which_token_is_whose(tmp_path: Path) -> None:
+    """Frozen, given new weights and gone on with: whole answers of three routes, and a stream."""
+    where = folder(tmp_path, 1)
+    num = 200
+    plain = {"max_tokens": num, "temperature": 0, "ignore_eos": True}
+    native = {"max_new_tokens": num, "temperature": 0, "ignore_eos": True}
+    whole = {"prompt": TOKENS, "return_token_ids": True} | plain
+
+    async def scenario() -> None:
+        async with training(proposer="none") as app:
+            requests = [
+                app.post("/v1/completions", whole),
+                app.post("/inference/v1/generate", {"token_ids": TOKENS, "sampling_params": plain}),
+                app.post("/generate", {"input_ids": TOKENS, "sampling_params": native}),
+                app.events("/v1/completions", whole),
+            ]
+            tasks = [asyncio.create_task(request) for request in requests]
+            while (await app.llm.stats())["running"] < len(tasks):
+                await asyncio.sleep(0.005)
+            num_before = (await app.llm.stats())["output_tokens"]
+            while (await app.llm.stats())["output_tokens"] < num_before + 40:
+                await asyncio.sleep(0.005)
+            await app.client.post("/pause?mode=keep")
+            await app.post("/update_weights", {"weight_dir": where})
+            await app.client.post("/resume")
+            completion, generated, native_reply, events = [await task for task in tasks]
+            (choice,), (same,) = completion["choices"], generated["choices"]
+            meta = native_reply["meta_info"]
+            for weights, ids in (
+                (choice["weights"], choice["token_ids"]), (same["weights"], same["token_ids"]),
+                (meta["weights"], native_reply["output_ids"]),
+            ):  # fmt: skip
+                first, second = weights
+                assert (first["start"], first["version"], first["contract"]) == (0, 0, contract_of(0))
+                assert (second["version"], second["contract"]) == (1, contract_of(1))
+                start = second["start"]
+                body = whole | {"prompt": [*TOKENS, *ids[:start]], "max_tokens": num - start}
+                rest = await app.post("/v1/completions", body)
+                assert rest["choices"][0]["token_ids"] == ids[start:]
+            assert (completion["weights_version"], meta["weight_version"]) == (1, "1")
+            versions = [event.get("weights_version", 0) for event in events if event["choices"]]
+            assert versions == sorted(versions)
+            assert set(versions) == {0, 1}
+            await app.check_idle()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
