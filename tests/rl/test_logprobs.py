@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samewise import LLM, SamplingParams
 from samewise.errors import BadParameter, GuaranteeLost, PromptTooLong
 from samewise.rl import TrainingForward, llm_over, logprobs
-from samewise.rl.alias import set_attention
+from samewise.rl.alias import refuse_other_card, set_attention
 from samewise.testing import FAMILIES
 
 GRADIENT_TOLERANCE = 1e-4  # of a parameter's largest gradient, in float32: rounding of two ways to sum
@@ -324,6 +324,18 @@ def test_models_that_the_engine_would_not_run_so_are_refused() -> None:
     mixed.lm_head.to(torch.bfloat16)
     with pytest.raises(BadParameter, match=r"lm_head.weight is not in float32"):
         TrainingForward(mixed)
+
+
+def test_models_on_other_devices_than_the_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = trained_model()
+    split.lm_head.to("meta")
+    for make in (TrainingForward, llm_over):
+        with pytest.raises(BadParameter, match=r"lm_head.weight is not on cpu"):
+            make(split)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    refuse_other_card(torch.device("cuda:0"))
+    with pytest.raises(BadParameter, match=r"call torch.cuda.set_device\(1\) first"):
+        refuse_other_card(torch.device("cuda:1"))
 
 
 def test_an_engine_with_other_arithmetic_is_refused() -> None:
