@@ -80,6 +80,13 @@ def test_a_forward_pass_of_a_callback_does_not_keep_weights_from_the_engine(tmp_
     assert len({one.contract for one in run.agreements}) == 3
 
 
+def test_a_batch_of_masked_answers_is_a_step_like_others(tmp_path: Path) -> None:
+    """Without an end every answer is cut off, and masked."""
+    run = trainer(tmp_path, mask_truncated_completions=True, max_completion_length=1, save_strategy="no")
+    run.train()
+    assert [(one.max_difference, one.max_ratio) for one in run.agreements] == [(0.0, 1.0)] * 3
+
+
 def test_micro_batches_and_inner_steps_agree_while_the_weights_are_the_same(tmp_path: Path) -> None:
     run = trainer(tmp_path, gradient_accumulation_steps=2, num_iterations=2, max_steps=4, save_strategy="no")
     run.train()

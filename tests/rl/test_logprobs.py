@@ -278,6 +278,18 @@ def test_a_batch_without_targets_is_all_zero(llama: Any) -> None:
     assert not forward.logprobs(torch.zeros(2, 3, dtype=torch.int64), attention_mask=torch.zeros(2, 3)).any()
 
 
+def test_a_batch_without_targets_has_gradients_of_zero() -> None:
+    """A trainer may mask every answer of a batch, and calls backward all the same."""
+    model = trained_model()
+    model.model.embed_tokens.requires_grad_(False)
+    TrainingForward(model).logprobs(torch.tensor([[3, 4]]), logits_to_keep=0).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == name.startswith("model.embed_tokens"), name
+        assert parameter.grad is None or not parameter.grad.any(), name
+    with torch.no_grad():
+        assert TrainingForward(model).logprobs(torch.tensor([[3]])).grad_fn is None
+
+
 def test_more_sequences_than_pages_are_read_in_turns() -> None:
     model = trained_model()
     small, large = TrainingForward(model, kv_tokens=64), TrainingForward(model)

@@ -147,10 +147,11 @@ class TrainingForward:
         inside, places = batch.targets(first)
         shape = (input_ids.shape[0], num_columns - first)
         zeros = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        if not inside:
-            return Scores(zeros, zeros.clone() if entropy else None)
-        self.refresh()
         graph = torch.is_grad_enabled() and self._gradients.trains
+        if not inside:
+            values = self._gradients.without_targets(zeros) if graph else zeros
+            return Scores(values, zeros.clone() if entropy else None)
+        self.refresh()
         read = self._read(batch, inside, temperature, entropy=entropy, keep=graph)
         values = read.logprobs
         if graph:
