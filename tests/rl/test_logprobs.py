@@ -168,6 +168,17 @@ def test_values_are_never_those_of_old_weights(write: str) -> None:
     )
 
 
+def test_parameters_that_became_other_objects_are_noticed() -> None:
+    model, ids = trained_model(), torch.tensor([[3, 44, 5, 101]])
+    forward, before = TrainingForward(model), logprobs(model, ids)
+    model.load_state_dict(trained_model(seed=1).state_dict(), assign=True)
+    with pytest.raises(GuaranteeLost, match=r"embed_tokens.weight is another tensor .* make a new one"):
+        forward.logprobs(ids)
+    after = logprobs(model, ids)  # makes one itself
+    assert not torch.equal(after, before)
+    assert torch.equal(after, TrainingForward(model).logprobs(ids))
+
+
 class Reads(TorchDispatchMode):
     """Counts numbers that the host reads from a tensor: on CUDA it waits for each."""
 

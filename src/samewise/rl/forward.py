@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from samewise import machine
 from samewise.config import EngineConfig
 from samewise.draft.tuning import Tuning
 from samewise.engine.assemble import Assembly, assemble
-from samewise.errors import BadParameter, PromptTooLong
+from samewise.errors import BadParameter, GuaranteeLost, PromptTooLong
 from samewise.execute.load import Loaded
 from samewise.execute.runner import kv_page_bytes
 from samewise.execute.sampling import divided
@@ -76,6 +76,7 @@ class TrainingForward:
         machine.pin_environment()
         refuse_other_models(model)
         self._own = dict(weights_of(model))
+        self._model = ref(model)
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         arch = architecture(model)
@@ -98,6 +99,11 @@ class TrainingForward:
 
     def refresh(self) -> bool:
         """Follow the trainer's weights, if they have changed since the last call. Done by every forward."""
+        if (replaced := self.replaced()) is not None:
+            raise GuaranteeLost(
+                f"the model's {replaced} is another tensor than when this TrainingForward was made; "
+                "make a new one"
+            )
         state = _state_of(list(self._own.values()))
         if state == self._state:
             return False
@@ -114,6 +120,15 @@ class TrainingForward:
         self._state = state
         self.num_refreshes += 1
         return True
+
+    def replaced(self) -> str | None:
+        """The name of a parameter that the model has as another object by now, if there is one.
+
+        Where a parameter's content is written, or its `.data` is replaced, it stays the same object.
+        """
+        model = self._model()
+        named = () if model is None else model.named_parameters()
+        return next((name for name, parameter in named if self._own.get(name) is not parameter), None)
 
     # ---- values and gradients
 
@@ -375,7 +390,8 @@ def logprobs(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) ->
     """
     forward = _FORWARDS.get(model)
     first = next(model.parameters())
-    if forward is None or (forward.device, forward.dtype) != (first.device, first.dtype):
+    kind = first.device, first.dtype
+    if forward is None or (forward.device, forward.dtype) != kind or forward.replaced() is not None:
         forward = _FORWARDS[model] = TrainingForward(model)
     return forward.logprobs(input_ids, **options)
 
