@@ -308,6 +308,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--newcomers", type=int, help="prompts that arrive meanwhile; 8")
     parser.add_argument("--layers", type=int, help="fewer layers, to try things out")
     parser.add_argument("--kv-memory", type=_memory, default=None, help="bytes or share, as in EngineConfig")
+    parser.add_argument(
+        "--ahead", type=int, help="inputs of a weight that the cache reads before a linear starts: try 1024"
+    )
     parser.add_argument("--budget", type=float, help="seconds after which no further case is begun")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     parser.add_argument("--draw", type=Path, metavar="JSON", help="only draw the figures of an earlier run")
@@ -322,6 +325,10 @@ def arguments() -> argparse.Namespace:
     args.stream_live = args.stream_live or (32 if cuda else 4)
     args.newcomers = args.newcomers or (8 if cuda else 2)
     args.kv_memory = args.kv_memory or (0.8 if cuda else "256MiB")
+    if args.ahead is not None:
+        from samewise.kernels.linear import triton as linears  # imports Triton
+
+        linears.AHEAD = args.ahead
     return args
 
 

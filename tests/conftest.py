@@ -38,7 +38,7 @@ FOLDER_NEEDS = {  # folder: packages that its tests import and torch, transforme
     "kv": _missing("hypothesis"),
     "openai": _missing("pydantic"),
     "page": _missing("starlette", "uvicorn"),
-    "scale": _missing("httpx", "pydantic", "starlette", "uvicorn"),
+    "scale": _missing("httpx", "prometheus_client", "pydantic", "starlette"),
     "schedule": _missing("hypothesis"),
     "serve": _missing("httpx", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }

@@ -359,3 +359,37 @@ def test_rl_compares_rollouts_with_the_trainer(monkeypatch, capsys, tmp_path):
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["largest_difference"] == 0.0
     assert all(figures[name] > 0 for name in ("ordinary", "ours", "checkpointed", "refresh", "update"))
+
+
+def test_card_goes_on_after_a_step_that_fails_or_takes_too_long(tmp_path, monkeypatch):
+    import card
+
+    def step(name, code, seconds=60):
+        return card.Step(name, seconds, "^ms ", (sys.executable, "-c", code), name)
+
+    monkeypatch.setattr(card, "MIN_SECONDS", 0)
+    steps = [
+        step("slow", "import time; time.sleep(60)", seconds=1),
+        step("wrong", "print('about to'); raise SystemExit(3)"),
+        step("right", "print('ms 4.5'); print('not shown'); print('{\"ms\": 4.5}')"),
+    ]
+    table = card.measure(steps, 100, tmp_path)
+    assert [line.split(" after")[0] for line in table if "after" in line] == [
+        "slow (slow): stopped", "wrong (wrong): exit 3", "right (right): done"
+    ]  # fmt: skip
+    assert "  | about to" in table
+    assert table[-1] == "  ms 4.5"
+    assert json.loads((tmp_path / "card.json").read_text())["right"] == {"ms": 4.5}
+    assert "not shown" in (tmp_path / "card.log").read_text()
+    assert card.measure(steps[2:], -1, tmp_path) == ["right: not begun, the budget is spent"]
+
+
+def test_card_lists_scripts_that_exist(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["card.py", "--list", "--model", "m", "--questions", "q"])
+    import card
+
+    card.main()
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == len(card.STEPS) + 1
+    named = [part for line in listed for part in line.split() if part.endswith(".py")]
+    assert all((BENCH / part).exists() or (BENCH.parent / part).exists() for part in named)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,17 @@ import torch.nn.functional as F
 from attention_cases import CUDA, bits
 
 from samewise.errors import InvariantBroken
-from samewise.kernels.linear.triton import LinearTile, gate, linear, ordered_linear, pick_tile
+from samewise.kernels.linear.triton import (
+    HOPPER_SHARED_BYTES,
+    PROCESSORS,
+    WIDE_TILES,
+    LinearTile,
+    gate,
+    linear,
+    ordered_linear,
+    pick_tile,
+    stages_that_fit,
+)
 
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,6 +40,7 @@ def all_tiles(dtype: torch.dtype) -> Iterator[LinearTile]:
     if not CUDA:
         for rows, columns, swapped in itertools.product((16, 64), (16, 32), (False, True)):
             yield LinearTile(rows=rows, columns=columns, swapped=swapped, described=False, group=2)
+        yield LinearTile(rows=128, columns=64, described=False)
         return
     if dtype == torch.float32:
         for rows, columns, step in itertools.product((16, 32), (16, 32), (16, 32)):
@@ -41,6 +53,8 @@ def all_tiles(dtype: torch.dtype) -> Iterator[LinearTile]:
         yield LinearTile(16, columns, step, stages, swapped=False, described=False)
     for warps, described in itertools.product((4, 8), (False, True)):
         yield LinearTile(128, 128, 64, 3, warps, swapped=False, described=described)
+    yield from (replace(tile, stages=tile.stages // 2) for tile in WIDE_TILES)
+    yield LinearTile(16, 64, 64, 3, ahead=512)
 
 
 def cancelling(
@@ -121,11 +135,22 @@ def test_rows_may_be_strided_or_absent(device: str) -> None:
         linear(x[:, 1:], weight)
 
 
-@pytest.mark.parametrize("outputs", [160, 4096, 152064])
+@pytest.mark.parametrize("outputs", [160, 1536, 4096, 6144, 152064])
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_the_rule_names_a_tile_that_fits(outputs: int, element_bytes: int) -> None:
-    """In the shared memory of a Hopper processor, for every number of rows."""
+    """In the shared memory of a Hopper processor, and into one kind of its matrix instructions."""
     for num_rows, gated in itertools.product((1, 16, 17, 64, 65, 128, 129, 2048), (False, True)):
         tile = pick_tile(num_rows, outputs, element_bytes, gated=gated)
-        lines = tile.rows + tile.columns * (2 if gated else 1)
-        assert tile.stages * lines * tile.step * element_bytes <= 227 * 1024, (num_rows, tile)
+        fitting = stages_that_fit(tile, element_bytes, HOPPER_SHARED_BYTES, gated=gated)
+        assert fitting == tile.stages, (num_rows, tile)
+        assert stages_that_fit(tile, element_bytes, 99 * 1024, gated=gated) >= 2, (num_rows, tile)
+        if element_bytes == 2:
+            assert (tile.columns if tile.swapped else tile.rows) >= 64, (num_rows, tile)
+
+
+@pytest.mark.parametrize("outputs", [1536, 2048, 4096, 6144, 152064])
+def test_a_wide_pass_keeps_processors_busy(outputs: int) -> None:
+    tile = pick_tile(128, outputs, 2, gated=False)
+    programs = -(-128 // tile.rows) * -(-outputs // tile.columns)
+    assert programs > 0.7 * PROCESSORS
+    assert tile in WIDE_TILES if programs <= PROCESSORS else tile not in WIDE_TILES

@@ -23,4 +23,4 @@ def launch_options(device: torch.device) -> dict[str, bool]:
     return {"DEPENDENT": dependent, "launch_pdl": dependent}
 
 
-__all__ = ["launch_options"]
+__all__ = ["MIN_CAPABILITY", "launch_options"]

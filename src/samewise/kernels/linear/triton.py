@@ -17,14 +17,15 @@ the sum of its parts in order. Runs on CPU tensors under Triton's interpreter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samewise.errors import InvariantBroken
-from samewise.kernels.dependent import launch_options
+from samewise.kernels.dependent import MIN_CAPABILITY, launch_options
 from samewise.kernels.linear.triton_kernels import gate_rows, linear_tile
 
 NAME = "triton-1 step 16"
@@ -48,10 +49,26 @@ class LinearTile:
     swapped: bool = True  # the weight's columns are the rows of the matrix instruction
     described: bool = True  # tiles are copied by the device's tensor copy unit (Hopper on)
     group: int = 8  # row tiles that share the weight's columns in the cache
+    ahead: int = 0  # inputs of the weight that the cache reads before the program may start: a power of two
 
 
+HOPPER_SHARED_BYTES = 227 * 1024
+"""Shared memory of a program on an H200, at most."""
+BARRIER_BYTES = 1024
+"""Room in shared memory beside the steps in flight: more than barriers take."""
 PROCESSORS = 132
 """Processors of an H200: as many programs as this, and no more, leave none idle and none waiting."""
+AHEAD = 0
+"""`LinearTile.ahead` for up to 64 rows, where a product's time is that of reading its weight. 0: not used, as
+its gain was not measured; `bench/linear.py --ahead 0 512 1024` and `bench/h200.py --ahead 1024` do."""
+WIDE_TILES = (
+    LinearTile(rows=64, columns=32, step=128, stages=8, swapped=False),
+    LinearTile(rows=64, columns=64, step=128, stages=6),
+    LinearTile(rows=128, columns=64, step=64, stages=8),
+    LinearTile(rows=128, columns=128, step=64, stages=6, warps=8, swapped=False),
+)
+"""For more than 64 rows. Each fills the shared memory of a processor with steps in flight; with half the
+stages two programs run there at a time. Described, they take at most 114 registers a thread on an H200."""
 
 
 def pick_tile(num_rows: int, outputs: int, element_bytes: int, *, gated: bool) -> LinearTile:
@@ -61,22 +78,47 @@ def pick_tile(num_rows: int, outputs: int, element_bytes: int, *, gated: bool) -
     if num_rows > 64:
         return _wide_tile(num_rows, outputs, gated=gated)
     if outputs <= 2048:  # too few columns to give every processor 64
-        return LinearTile(rows=64, columns=16, step=256, stages=4, swapped=False, described=False)
+        stages = 4 if gated else 5
+        return LinearTile(64, 16, step=256, stages=stages, swapped=False, described=False, ahead=AHEAD)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     if gated:
-        return LinearTile(rows=rows, step=64)
+        return LinearTile(rows=rows, step=64, ahead=AHEAD)
     few_programs = outputs <= 64 * 2 * PROCESSORS
-    return LinearTile(rows=rows, stages=(8 if rows == 16 else 6) if few_programs else 4)
+    stages = (8 if rows == 16 else 6) if few_programs else 4
+    return LinearTile(rows=rows, stages=stages, ahead=AHEAD)
 
 
 def _wide_tile(num_rows: int, outputs: int, *, gated: bool) -> LinearTile:
-    """Large tiles reuse what they read; where they would be few, small ones keep more processors busy."""
+    """The tile whose busiest processor reads the fewest lines: large ones reuse more, small ones are more."""
     if gated and num_rows <= 128:
         return LinearTile(rows=128, columns=64, step=64, stages=3, warps=8)
-    programs = triton.cdiv(num_rows, 64) * triton.cdiv(outputs, 64)
-    if gated or programs > 2 * PROCESSORS:
+    if gated:
         return LinearTile(rows=128, columns=128, step=64, stages=3, warps=8, swapped=False)
-    return LinearTile(rows=64, columns=64, step=128, stages=6 if programs <= PROCESSORS else 3)
+
+    def num_programs(tile: LinearTile) -> int:
+        return -(-num_rows // tile.rows) * -(-outputs // tile.columns)
+
+    def busiest(tile: LinearTile) -> int:
+        return -(-num_programs(tile) // PROCESSORS) * (tile.rows + tile.columns)
+
+    tile = min(WIDE_TILES, key=busiest)
+    return tile if num_programs(tile) <= PROCESSORS else replace(tile, stages=tile.stages // 2)
+
+
+def stages_that_fit(tile: LinearTile, element_bytes: int, shared_bytes: int, *, gated: bool) -> int:
+    """The tile's stages, or as many of them as fit in a program's shared memory."""
+    lines = tile.rows + tile.columns * (2 if gated else 1)
+    return max(1, min(tile.stages, (shared_bytes - BARRIER_BYTES) // (lines * tile.step * element_bytes)))
+
+
+@functools.cache
+def _limits(device: torch.device) -> tuple[int, bool]:
+    """Bytes of shared memory of a program, and whether the device has a tensor copy unit (Hopper on)."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES, True
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return int(properties["max_shared_mem"]), torch.cuda.get_device_capability(index)[0] >= MIN_CAPABILITY
 
 
 @torch.library.custom_op("samewise::ordered_linear", mutates_args=())
@@ -111,12 +153,15 @@ def linear(
     if not num_rows:
         return out
     step = MATRIX_STEP if INTERPRETED else tile.step
-    described = tile.described and _describable(x, weight) and not (gated and outputs % tile.columns)
+    shared_bytes, has_copy_unit = _limits(x.device)
+    described = has_copy_unit and tile.described and _describable(x, weight)
+    described = described and not (gated and outputs % tile.columns)
     linear_tile[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(outputs, tile.columns),)](
         TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.rows, step]) if described else x,
         TensorDescriptor(weight, list(weight.shape), [inputs, 1], [tile.columns, step])
         if described
         else weight,
+        weight,
         out if bias is None else bias,
         out if residual is None else residual,
         out,
@@ -134,9 +179,10 @@ def linear(
         GATED=gated,
         SWAPPED=tile.swapped,
         DESCRIBED=described,
+        AHEAD=tile.ahead,
         EXPLICIT_SUM=INTERPRETED,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=stages_that_fit(tile, x.element_size(), shared_bytes, gated=gated),
         enable_fp_fusion=False,
         **launch_options(x.device),
     )
@@ -164,4 +210,15 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-__all__ = ["NAME", "LinearTile", "gate", "linear", "ordered_linear", "pick_tile"]
+__all__ = [
+    "HOPPER_SHARED_BYTES",
+    "NAME",
+    "PROCESSORS",
+    "WIDE_TILES",
+    "LinearTile",
+    "gate",
+    "linear",
+    "ordered_linear",
+    "pick_tile",
+    "stages_that_fit",
+]

@@ -58,6 +58,22 @@ def _load_tile(
 
 
 @triton.jit
+def _fetch_ahead(
+    weight: tl.tensor,
+    start: tl.tensor,  # [COLUMNS] where the tile's lines begin, in elements from the pointer
+    inputs: tl.tensor,
+    AHEAD: tl.constexpr,
+) -> None:
+    """Have the cache read the first AHEAD inputs of these lines. Nothing waits for it."""
+    line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
+    offset = tl.minimum(tl.arange(0, AHEAD // line) * line, inputs - 1)
+    address = (weight + (start[:, None] + offset[None, :])).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _rounded(value: tl.tensor, like: tl.tensor) -> tl.tensor:
     """A float32 value as an element of `like` would hold it."""
     return value.to(like.dtype.element_ty).to(tl.float32)
@@ -70,9 +86,10 @@ def gated_product(gate: tl.tensor, up: tl.tensor, like: tl.tensor) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def linear_tile(  # noqa: PLR0917 - Triton functions take plain values only
+def linear_tile(  # noqa: C901, PLR0917 - straight, but for constants; Triton functions take plain values only
     x: tl.tensor,  # [R, inputs], strided by row; a descriptor where DESCRIBED
     weight: tl.tensor,  # [outputs, inputs], or [2 * outputs, inputs] where GATED; likewise
+    weight_data: tl.tensor,  # the weight as a pointer; read if AHEAD
     bias: tl.tensor,  # [outputs], or [2 * outputs]; read if BIASED
     residual: tl.tensor,  # [R, outputs]; read if RESIDUAL
     out: tl.tensor,  # [R, outputs]
@@ -90,6 +107,7 @@ def linear_tile(  # noqa: PLR0917 - Triton functions take plain values only
     GATED: tl.constexpr,
     SWAPPED: tl.constexpr,  # the weight's columns are the rows of the matrix instruction
     DESCRIBED: tl.constexpr,
+    AHEAD: tl.constexpr,  # inputs of the weight that the cache reads while the kernel before still runs
     DEPENDENT: tl.constexpr,  # launched while the kernel before it may still run
     EXPLICIT_SUM: tl.constexpr,
 ) -> None:
@@ -106,6 +124,10 @@ def linear_tile(  # noqa: PLR0917 - Triton functions take plain values only
     row_start = row.to(tl.int64) * x_row
     column_start = tl.minimum(column, outputs - 1).to(tl.int64) * inputs
     if DEPENDENT:
+        if AHEAD:
+            _fetch_ahead(weight_data, column_start, inputs, AHEAD)
+            if GATED:
+                _fetch_ahead(weight_data + outputs.to(tl.int64) * inputs, column_start, inputs, AHEAD)
         gdc_wait()
     total = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.float32)
     up_total = total
