@@ -31,6 +31,7 @@ ROOT = BENCH.parent
 H200 = r"start-up|live: ceiling|arrive while|longest|bits: |left out"
 LINEAR = r"^linear  |^\w+ +\d+ +\d+\.\d "
 PROFILE = r"tokens a step|^  device "
+RL = r"limit: |samewise.rl|GB, |new weights|update_weights|apart at most"
 TESTS = r"^(FAILED|ERROR) |\d+ (passed|failed)"
 MIN_SECONDS = 20  # no step is begun with less time than this
 
@@ -54,6 +55,7 @@ def script(line: str) -> tuple[str, ...]:
 DECODE = "h200.py --quick --out TMP --modes verified"
 LONG = "--lengths 1K/256,4K/256,8K/32 --live 8,32,256 --steps 16 --repeats 1"
 LINEAR_LAWS = "-m pytest -q -m gpu -p no:cacheprovider tests/kernels/test_linear_triton.py"
+RL_LAWS = "-m pytest -q -m gpu -p no:cacheprovider tests/rl tests/llm/test_update_modes.py"
 STEPS = (
     Step("decode", 300, H200, script("h200.py --quick --live 1,8,32,64,128 --out OUT"), "8B shape"),
     Step("profile", 90, PROFILE, script("step.py --profile --live 64 --out OUT"), "64 live"),
@@ -67,6 +69,9 @@ STEPS = (
     Step("long", 240, H200, script(f"h200.py {LONG} --modes verified --out TMP"), "other lengths, 256 live"),
     Step("profile-1", 90, PROFILE, script("step.py --profile --live 1 --out TMP"), "1 live"),
     Step("profile-8", 90, PROFILE, script("step.py --profile --live 8 --out TMP"), "8 live"),
+    Step("rl-1.5b", 180, RL, script("rl.py --model 1.5b"), "rollout and trainer, gradients, new weights"),
+    Step("rl-8b", 240, RL, script("rl.py --model 8b"), "rollout and trainer, gradients, new weights"),
+    Step("rl-laws", 480, TESTS, (sys.executable, *RL_LAWS.split()), "rollout and trainer, all families"),
     Step("laws", 560, TESTS, ("make", "test-gpu", f"PYTHON={sys.executable}"), "all tests that need a card"),
 )
 

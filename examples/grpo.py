@@ -3,16 +3,18 @@
     pip install 'samewise[rl]'
     python examples/grpo.py                      # a tiny random model, a minute
     python examples/grpo.py --model smollm2      # the embedded model, some minutes
-    python examples/grpo.py --resume             # from the last checkpoint: the same curve, bit for bit
+    python examples/grpo.py --resume             # from the first checkpoint: the same curve, bit for bit
 
 Prints for every step the largest difference between the log-probabilities of the rollout and of the trainer,
 the importance ratio and the reward, and then the same run with transformers' own forward pass in the loss.
-Writes both as a picture where matplotlib is installed.
+Writes both as a picture where matplotlib is installed. Resumed, it says whether the curves are those of the
+run before.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import warnings
 from pathlib import Path
@@ -27,6 +29,7 @@ machine.pin_environment()  # before torch is used
 import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback  # noqa: E402
+from transformers.utils import logging  # noqa: E402
 
 from samewise.model.resolve import resolve  # noqa: E402
 from samewise.rl.alias import set_attention  # noqa: E402
@@ -93,8 +96,23 @@ def train(kind: type[GRPOTrainer], options: argparse.Namespace) -> GRPOTrainer:
     )  # fmt: skip
     report.trainer = trainer
     trainer.remove_callback(PrinterCallback)  # Report says it shorter
-    trainer.train(resume_from_checkpoint=True if options.resume else None)
+    checkpoints = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    if not options.resume:
+        trainer.train()
+        return trainer
+    if not checkpoints:
+        raise SystemExit(f"{out} holds no checkpoint; run this without --resume first")
+    before = curve(json.loads((checkpoints[-1] / "trainer_state.json").read_text())["log_history"])
+    trainer.train(resume_from_checkpoint=str(checkpoints[0]))
+    after = curve(trainer.state.log_history)
+    print(f"from {checkpoints[0].name}: the same curve, bit for bit: {after[: len(before)] == before}")
     return trainer
+
+
+def curve(entries: list[dict[str, Any]]) -> list[tuple[float, ...]]:
+    """Step, reward, loss and length of the gradient of every step."""
+    names = ("step", "reward", "loss", "grad_norm")
+    return [tuple(entry[name] for name in names) for entry in entries if "reward" in entry]
 
 
 def picture(ours: GRPOTrainer, ordinary: GRPOTrainer, path: Path) -> bool:
@@ -107,14 +125,16 @@ def picture(ours: GRPOTrainer, ordinary: GRPOTrainer, path: Path) -> bool:
     from matplotlib import pyplot as plt
 
     figure, (top, bottom) = plt.subplots(2, 1, sharex=True)
-    for trainer, name in ((ours, "samewise.rl"), (ordinary, "transformers' forward")):
+    runs = ((ours, "samewise.rl", "-"), (ordinary, "transformers' forward", "--"))
+    for trainer, name, line in runs:
         top.plot(
-            [one.step for one in trainer.agreements],
+            [one.step + 1 for one in trainer.agreements],  # counted from 1, as rewards are
             [one.max_difference for one in trainer.agreements],
+            line,
             label=name,
         )
-        entries = [entry for entry in trainer.state.log_history if "reward" in entry]
-        bottom.plot([entry["step"] for entry in entries], [entry["reward"] for entry in entries], label=name)
+        steps, rewards, *_ = zip(*curve(trainer.state.log_history), strict=True)
+        bottom.plot(steps, rewards, line, label=name)
     top.set_ylabel("largest difference")
     bottom.set_ylabel("reward")
     bottom.set_xlabel("step")
@@ -135,6 +155,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    logging.disable_progress_bar()
     print("log-probabilities by samewise.rl")
     ours = train(GRPOTrainer, options)
     print("log-probabilities by transformers' own forward pass")

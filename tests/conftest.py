@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
@@ -52,7 +53,7 @@ def pytest_report_header() -> list[str]:
 
 
 if _missing("hypothesis"):  # skip property tests, and keep the other tests of their modules
-    stand_in: ModuleType = MagicMock(__spec__=None, __path__=[])
+    stand_in: ModuleType = MagicMock(__spec__=ModuleSpec("hypothesis", None), __path__=[])
     stand_in.given = lambda *_, **__: pytest.mark.skip("hypothesis is not installed")
     stand_in.settings = lambda *_, **__: lambda function: function
     sys.modules |= {"hypothesis": stand_in, "hypothesis.strategies": stand_in.strategies}

@@ -349,6 +349,18 @@ def test_the_bits_of_two_interpreters_are_compared(script, tmp_path, capsys):
     assert not json.loads(last)["same"]
 
 
+def test_rl_compares_rollouts_with_the_trainer(monkeypatch, capsys, tmp_path):
+    from samewise.testing import tiny_model
+
+    tiny_model().save_pretrained(tmp_path)
+    options = ("--model", str(tmp_path), "--tokens", "24", "--repeat", "1", "--answers", "40")
+    monkeypatch.setattr(sys, "argv", ["rl.py", *options])
+    runpy.run_path(str(BENCH / "rl.py"), run_name="__main__")
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["largest_difference"] == 0.0
+    assert all(figures[name] > 0 for name in ("ordinary", "ours", "checkpointed", "refresh", "update"))
+
+
 def test_card_goes_on_after_a_step_that_fails_or_takes_too_long(tmp_path, monkeypatch):
     import card
 

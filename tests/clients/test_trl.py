@@ -1,13 +1,15 @@
 """GRPO with TRL: rollout and trainer agree to the last bit; TRL's own client against a server."""
 
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from server_process import make_folder, running_server
+from server_process import CLIENT_ENV, make_folder, running_server
 
 from samewise.rl.alias import set_attention
 from samewise.testing import byte_tokenizer, tiny_model
@@ -17,12 +19,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     trl = pytest.importorskip("trl")
     from datasets import Dataset
+    from transformers import TrainerCallback
     from trl.generation import vllm_client
 
     from samewise.rl.trl import GRPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SEED: Any = {"generation_kwargs": {"seed": 5}}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 PROMPTS = ["hello", "the quick brown fox", "x", "one two"]
 
 
@@ -36,13 +40,15 @@ def trainer(folder: Path, *, resume: bool = False, max_steps: int = 3, **options
     config = {
         "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "use_cpu": True,
         "bf16": False, "learning_rate": 1e-3, "report_to": "none", "logging_steps": 1, "seed": 3,
-        "save_strategy": "steps", "save_steps": 1, "max_steps": max_steps, "disable_tqdm": True,
+        "save_strategy": "steps", "save_steps": 1, "per_device_eval_batch_size": 4,
+        "max_steps": max_steps, "disable_tqdm": True,
     }  # fmt: skip
     return GRPOTrainer(
         model,
         reward_funcs=reward,
         args=trl.GRPOConfig(str(folder), **config | options),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
+        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:1]}),
         processing_class=byte_tokenizer(),
         engine_settings={"kv_memory": 2**24},
     )
@@ -58,6 +64,27 @@ def test_rollout_and_trainer_agree_exactly_for_three_steps(tmp_path: Path) -> No
     assert run.llm.weights_version >= 2
     losses = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
     assert all(value > 0 for value in losses)
+
+
+def test_a_forward_pass_of_a_callback_does_not_keep_weights_from_the_engine(tmp_path: Path) -> None:
+    """It follows the trainer's weights; the next rollout has to notice them all the same."""
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            run.forward_of(run.model).logprobs(torch.tensor([[1, 2, 3]]))
+
+    run = trainer(tmp_path, save_strategy="no")
+    run.add_callback(Look())
+    run.train()
+    assert [one.max_difference for one in run.agreements] == [0.0] * 3
+    assert len({one.contract for one in run.agreements}) == 3
+
+
+def test_a_batch_of_masked_answers_is_a_step_like_others(tmp_path: Path) -> None:
+    """Without an end every answer is cut off, and masked."""
+    run = trainer(tmp_path, mask_truncated_completions=True, max_completion_length=1, save_strategy="no")
+    run.train()
+    assert [(one.max_difference, one.max_ratio) for one in run.agreements] == [(0.0, 1.0)] * 3
 
 
 def test_micro_batches_and_inner_steps_agree_while_the_weights_are_the_same(tmp_path: Path) -> None:
@@ -86,13 +113,46 @@ def test_a_resumed_run_has_the_same_curve_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(parameter, again.model.get_parameter(name)), name
 
 
+def test_a_resumed_run_need_not_repeat_evaluations(tmp_path: Path) -> None:
+    """Those before its checkpoint change no seed of the steps after it."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "num_iterations": 2, "max_steps": 4}
+    whole, again = (trainer(tmp_path, **evaluated) for _ in range(2))
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(parameter, again.model.get_parameter(name)), name
+    assert all((one.max_difference == 0.0) == one.same_weights for one in whole.agreements)
+    assert again.agreements == whole.agreements[-len(again.agreements) :]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"top_p": 0.9}, "top_p=0.9"), ({"top_k": 5}, "top_k=5"), ({"min_p": 0.1}, "min_p")],
-)
+    [
+        ({"top_p": 0.9}, "top_p=0.9"), ({"top_k": 5}, "top_k=5"), ({"min_p": 0.1}, "min_p"),
+        ({"generation_kwargs": {"typical_p": 0.9}}, "generation_kwargs"),
+    ],
+)  # fmt: skip
 def test_filters_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         trainer(tmp_path, **options)
+
+
+def test_the_example_agrees_draws_a_picture_and_repeats_its_curve(tmp_path: Path) -> None:
+    def run(*options: str) -> list[str]:
+        command = [sys.executable, str(EXAMPLE), "--steps", "4", "--out", str(tmp_path), *options]
+        return subprocess.run(
+            command, env=os.environ | CLIENT_ENV, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+
+    lines = [line.split() for line in run() if line.startswith("step")]
+    assert [line[1] for line in lines] == ["1", "2", "3", "4"] * 2
+    differences = [float(line[3]) for line in lines]
+    assert differences[:4] == [0.0] * 4
+    assert all(differences[4:])
+    assert all(line[4:8] == ["ratio", "1.0", "to", "1.0"] for line in lines[:4])
+    assert (tmp_path / "grpo.png").stat().st_size > 1000
+    again = [line for line in run("--resume") if "bit for bit" in line]
+    assert again == ["from checkpoint-2: the same curve, bit for bit: True"] * 2
 
 
 # -- TRL's own client ---------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def ordinary_logprobs(model: Any, answers: Answers, temperature: float) -> torch
     ids, mask, num = answers.input_ids, answers.attention_mask, answers.num_columns
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -num - 1 : -1]
-    logprobs = (logits / temperature).log_softmax(-1).gather(-1, ids[:, -num:, None])[..., 0]
+    logprobs = (logits.float() / temperature).log_softmax(-1).gather(-1, ids[:, -num:, None])[..., 0]
     return logprobs * mask[:, -num:]
 
 
@@ -73,7 +73,7 @@ def gradients(model: Any, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(logprobs.shape, generator=generator).to(logprobs.device)
     (logprobs * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone().float() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def largest_error(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

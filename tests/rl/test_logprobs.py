@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from rl_cases import TEMPERATURE, Answers, gradients, largest_error, ordinary_logprobs, sampled, trained_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from samewise import LLM, SamplingParams
 from samewise.errors import BadParameter, GuaranteeLost, PromptTooLong
 from samewise.rl import TrainingForward, llm_over, logprobs
-from samewise.rl.alias import set_attention
+from samewise.rl.alias import refuse_other_card, set_attention
 from samewise.testing import FAMILIES
 
 GRADIENT_TOLERANCE = 1e-4  # of a parameter's largest gradient, in float32: rounding of two ways to sum
@@ -61,7 +62,7 @@ def test_values_are_those_of_generation_in_any_batch_and_gradients_are_right(fam
 
 def test_packed_sequences_have_the_values_of_separate_ones(llama: Any) -> None:
     model, _, _, forward = llama
-    sequences = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]
+    sequences = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16], [17, 18], [19, 20, 21]]
     packed = torch.tensor([[token for one in sequences for token in one]])
     positions = torch.tensor([[i for one in sequences for i in range(len(one))]])
     together = forward.logprobs(packed, position_ids=positions)
@@ -167,6 +168,35 @@ def test_values_are_never_those_of_old_weights(write: str) -> None:
     )
 
 
+def test_parameters_that_became_other_objects_are_noticed() -> None:
+    model, ids = trained_model(), torch.tensor([[3, 44, 5, 101]])
+    forward, before = TrainingForward(model), logprobs(model, ids)
+    model.load_state_dict(trained_model(seed=1).state_dict(), assign=True)
+    with pytest.raises(GuaranteeLost, match=r"embed_tokens.weight is another tensor .* make a new one"):
+        forward.logprobs(ids)
+    after = logprobs(model, ids)  # makes one itself
+    assert not torch.equal(after, before)
+    assert torch.equal(after, TrainingForward(model).logprobs(ids))
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that the host reads from a tensor: on CUDA it waits for each."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_compared_without_waiting_for_every_tensor(llama: Any) -> None:
+    *_, forward = llama
+    forward.refresh()
+    with Reads() as reads:
+        assert not forward.refresh()
+    assert reads.num == 0
+
+
 def test_weights_changed_between_the_passes_are_refused() -> None:
     model = trained_model()
     loss = TrainingForward(model).logprobs(torch.tensor([[3, 44, 5]])).sum()
@@ -259,6 +289,18 @@ def test_a_batch_without_targets_is_all_zero(llama: Any) -> None:
     assert not forward.logprobs(torch.zeros(2, 3, dtype=torch.int64), attention_mask=torch.zeros(2, 3)).any()
 
 
+def test_a_batch_without_targets_has_gradients_of_zero() -> None:
+    """A trainer may mask every answer of a batch, and calls backward all the same."""
+    model = trained_model()
+    model.model.embed_tokens.requires_grad_(False)
+    TrainingForward(model).logprobs(torch.tensor([[3, 4]]), logits_to_keep=0).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == name.startswith("model.embed_tokens"), name
+        assert parameter.grad is None or not parameter.grad.any(), name
+    with torch.no_grad():
+        assert TrainingForward(model).logprobs(torch.tensor([[3]])).grad_fn is None
+
+
 def test_more_sequences_than_pages_are_read_in_turns() -> None:
     model = trained_model()
     small, large = TrainingForward(model, kv_tokens=64), TrainingForward(model)
@@ -307,6 +349,18 @@ def test_models_that_the_engine_would_not_run_so_are_refused() -> None:
         TrainingForward(mixed)
 
 
+def test_models_on_other_devices_than_the_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = trained_model()
+    split.lm_head.to("meta")
+    for make in (TrainingForward, llm_over):
+        with pytest.raises(BadParameter, match=r"lm_head.weight is not on cpu"):
+            make(split)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    refuse_other_card(torch.device("cuda:0"))
+    with pytest.raises(BadParameter, match=r"call torch.cuda.set_device\(1\) first"):
+        refuse_other_card(torch.device("cuda:1"))
+
+
 def test_an_engine_with_other_arithmetic_is_refused() -> None:
     model = trained_model()
     llm = engine_over(model)
@@ -352,12 +406,13 @@ def test_values_on_a_gpu_are_those_of_generation(family: str, dtype: torch.dtype
         for i in range(0, 200, 37)
     ]
     assert torch.equal(torch.cat(parts).detach(), answers.logprobs)
-    tolerance = 0.1 if dtype is torch.bfloat16 else 1e-2
+    # bfloat16 rounds away a tenth of a gradient, of granite's more: the measure is transformers' own error.
+    exact = copy.deepcopy(model).float().eval()
+    expected = gradients(exact, ordinary_logprobs(exact, answers, TEMPERATURE))
     own = gradients(model, got)
-    assert (
-        largest_error(own, gradients(model, ordinary_logprobs(model.eval(), answers, TEMPERATURE)))
-        < tolerance
-    )
+    ordinary = gradients(model, ordinary_logprobs(model.eval(), answers, TEMPERATURE))
+    floor = 0.05 if dtype is torch.bfloat16 else 1e-2
+    assert largest_error(own, expected) < 3 * largest_error(ordinary, expected) + floor
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)

@@ -99,6 +99,36 @@ def test_aborted_requests_return_what_they_have() -> None:
     run(scenario())
 
 
+def test_an_empty_list_of_requests_ends_none() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            running = asyncio.create_task(app.complete(TOKENS, max_tokens=40, ignore_eos=True))
+            while not (await app.llm.stats())["output_tokens"]:
+                await asyncio.sleep(0.01)
+            assert (await app.post("/abort_requests", {"request_ids": []}))["aborted"] == 0
+            assert (await running)["choices"][0]["finish_reason"] == "length"
+            assert (await app.refusal("/abort_requests", {"request_ids": ["a"]}))[1]["param"] == "request_ids"
+
+    run(scenario())
+
+
+def test_requests_without_a_body_are_taken() -> None:
+    """TRL's asynchronous client sends none to `/finish_weight_update`, and then no Content-Type."""
+
+    async def scenario() -> None:
+        async with training() as app:
+            paths = (
+                "/start_weight_update", "/finish_weight_update", "/abort_requests", "/pause", "/resume",
+                "/pause_generation", "/continue_generation", "/reset_prefix_cache",
+            )  # fmt: skip
+            for path in paths:
+                assert (await app.client.post(path)).status_code == 200, path
+            text = await app.client.post("/abort_requests", content="{}")
+            assert text.status_code == 415
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -152,6 +182,54 @@ def test_weights_in_pieces() -> None:
             assert (await app.refusal("/finish_weight_update", {}))[0] == 400
             await app.post("/update_named_param/", piece(names[0], state[names[0]]))  # at once
             assert app.llm.weights_version == 2
+
+    run(scenario())
+
+
+def test_answers_under_two_weights_say_which_token_is_whose(tmp_path: Path) -> None:
+    """Frozen, given new weights and gone on with: whole answers of three routes, and a stream."""
+    where = folder(tmp_path, 1)
+    num = 200
+    plain = {"max_tokens": num, "temperature": 0, "ignore_eos": True}
+    native = {"max_new_tokens": num, "temperature": 0, "ignore_eos": True}
+    whole = {"prompt": TOKENS, "return_token_ids": True} | plain
+
+    async def scenario() -> None:
+        async with training(proposer="none") as app:
+            requests = [
+                app.post("/v1/completions", whole),
+                app.post("/inference/v1/generate", {"token_ids": TOKENS, "sampling_params": plain}),
+                app.post("/generate", {"input_ids": TOKENS, "sampling_params": native}),
+                app.events("/v1/completions", whole),
+            ]
+            tasks = [asyncio.create_task(request) for request in requests]
+            while (await app.llm.stats())["running"] < len(tasks):
+                await asyncio.sleep(0.005)
+            num_before = (await app.llm.stats())["output_tokens"]
+            while (await app.llm.stats())["output_tokens"] < num_before + 40:
+                await asyncio.sleep(0.005)
+            await app.client.post("/pause?mode=keep")
+            await app.post("/update_weights", {"weight_dir": where})
+            await app.client.post("/resume")
+            completion, generated, native_reply, events = [await task for task in tasks]
+            (choice,), (same,) = completion["choices"], generated["choices"]
+            meta = native_reply["meta_info"]
+            for weights, ids in (
+                (choice["weights"], choice["token_ids"]), (same["weights"], same["token_ids"]),
+                (meta["weights"], native_reply["output_ids"]),
+            ):  # fmt: skip
+                first, second = weights
+                assert (first["start"], first["version"], first["contract"]) == (0, 0, contract_of(0))
+                assert (second["version"], second["contract"]) == (1, contract_of(1))
+                start = second["start"]
+                body = whole | {"prompt": [*TOKENS, *ids[:start]], "max_tokens": num - start}
+                rest = await app.post("/v1/completions", body)
+                assert rest["choices"][0]["token_ids"] == ids[start:]
+            assert (completion["weights_version"], meta["weight_version"]) == (1, "1")
+            versions = [event.get("weights_version", 0) for event in events if event["choices"]]
+            assert versions == sorted(versions)
+            assert set(versions) == {0, 1}
+            await app.check_idle()
 
     run(scenario())
 
@@ -235,6 +313,33 @@ def test_slimes_routes() -> None:
             assert (await app.post("/pause_generation", {}))["status"] == "ok"
             assert (await app.post("/continue_generation", {}))["status"] == "ok"
             assert (await app.client.get("/server_info")).json()["tp_size"] == 1
+
+    run(scenario())
+
+
+def test_slimes_teacher_scores_a_prompt() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            text = [*TOKENS, 80, 81, 82]
+            body = {
+                "input_ids": text, "return_logprob": True, "logprob_start_len": 0,
+                "sampling_params": {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False},
+            }  # fmt: skip
+            reply = await app.post("/generate", body)
+            values = reply["meta_info"]["input_token_logprobs"]
+            assert [token for _, token, _ in values] == text
+            (score,) = await scores(app, text[:1], text[1:])
+            assert [value for value, _, _ in values] == [None, *score]
+            assert reply["output_ids"] == []
+            last = (await app.post("/generate", body | {"logprob_start_len": 4}))["meta_info"]
+            assert last["input_token_logprobs"] == [[None, 81, None], values[5]]
+            none = (await app.post("/generate", body | {"logprob_start_len": -1}))["meta_info"]
+            assert "input_token_logprobs" not in none
+            for wrong, param in (
+                ({"logprob_start_len": [0]}, "logprob_start_len"),
+                ({"lora_path": "x"}, "lora_path"),
+            ):
+                assert (await app.refusal("/generate", body | wrong))[1]["param"] == param
 
     run(scenario())
 

@@ -131,10 +131,16 @@ def finite(logprob: float) -> float:
 # ---- SGLang's /generate, which slime sends
 
 
+SGLANG_UNSUPPORTED = (
+    "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path", "return_hidden_states",
+    "return_routed_experts", "video_data",
+)  # fmt: skip
+
+
 def sglang_request(body: Json) -> tuple[Json, bool]:
     """The body of a completion, and whether the reply is a list."""
     _refuse_stream(body)
-    for name in ("image_data", "audio_data", "video_data", "return_routed_experts", "return_hidden_states"):
+    for name in SGLANG_UNSUPPORTED:
         if body.get(name):
             raise unsupported(name, "is not supported")
     text, input_ids = body.get("text"), body.get("input_ids")
@@ -148,13 +154,27 @@ def sglang_request(body: Json) -> tuple[Json, bool]:
             fields[SGLANG_NAMES.get(name, name)] = value
     if body.get("return_logprob"):
         fields["logprobs"] = body.get("top_logprobs_num") or 0
+        if sglang_start(body) is not None:
+            fields["prompt_logprobs"] = 0
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], list | str)
     many = several or fields.get("n", 1) != 1
     return fields | {"prompt": prompt}, many
 
 
-def sglang_reply(output: RequestOutput, choice: CompletionOutput, version: str) -> Json:
-    """One answer."""
+def sglang_start(body: Json) -> int | None:
+    """The prompt's first token whose log-probability is asked for; None: of no prompt token."""
+    start = body.get("logprob_start_len")
+    if start is None or start == -1:
+        return None
+    if type(start) is not int or start < 0:
+        raise invalid("logprob_start_len", "give the number of a token of the prompt, or -1: none")
+    return start
+
+
+def sglang_reply(
+    output: RequestOutput, choice: CompletionOutput, version: str, start: int | None = None
+) -> Json:
+    """One answer. `start`: the first prompt token that is listed; SGLang gives no log-probability of it."""
     reason: Json = {"type": choice.finish_reason}
     if choice.finish_reason == "length":
         reason["length"] = len(choice.token_ids)
@@ -177,6 +197,11 @@ def sglang_reply(output: RequestOutput, choice: CompletionOutput, version: str) 
         meta["output_top_logprobs"] = [
             [[finite(one.logprob), token, None] for token, one in entry.items() if one.rank is not None]
             for _, entry in pairs
+        ]
+    if start is not None and output.prompt_logprobs is not None:
+        listed = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[start:]
+        meta["input_token_logprobs"] = [
+            [None if i == 0 else finite((e or {})[t].logprob), t, None] for i, (t, e) in enumerate(listed)
         ]
     return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
 
@@ -343,6 +368,7 @@ __all__ = [
     "sequence_request",
     "sglang_reply",
     "sglang_request",
+    "sglang_start",
     "token_reply",
     "token_request",
     "trl_reply",

@@ -18,7 +18,7 @@ from samewise.model.surgery import alias_tensors, inner_forwards
 
 
 def refuse_other_models(model: object) -> None:
-    """Raise BadParameter for anything but a transformers model in one dtype."""
+    """Raise BadParameter for anything but a transformers model in one dtype on one device."""
     if not isinstance(model, PreTrainedModel):
         raise BadParameter(
             f"model is a {type(model).__name__}; give the transformers model itself, with adapters merged "
@@ -31,12 +31,29 @@ def refuse_other_models(model: object) -> None:
             "transformers loads it",
             param="model",
         )
-    first = next(model.parameters()).dtype
-    odd = [name for name, parameter in model.named_parameters() if parameter.dtype != first]
+    first = next(model.parameters())
+    odd = [name for name, parameter in model.named_parameters() if parameter.dtype != first.dtype]
     if odd:
         raise BadParameter(
-            f"model: {odd[0]} is not in {str(first).removeprefix('torch.')} as its first parameter; give all "
-            "parameters one dtype, the engine's",
+            f"model: {odd[0]} is not in {str(first.dtype).removeprefix('torch.')} as its first parameter; "
+            "give all parameters one dtype, the engine's",
+            param="model",
+        )
+    odd = [name for name, parameter in model.named_parameters() if parameter.device != first.device]
+    if odd:
+        raise BadParameter(
+            f"model: {odd[0]} is not on {first.device} as its first parameter; an engine runs on one device",
+            param="model",
+        )
+    refuse_other_card(first.device)
+
+
+def refuse_other_card(device: torch.device) -> None:
+    """Raise BadParameter for a CUDA device that is not torch's current one: an engine would run there."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise BadParameter(
+            f"the model is on {device} and the engine would run on torch's current device, "
+            f"cuda:{torch.cuda.current_device()}; call torch.cuda.set_device({device.index}) first",
             param="model",
         )
 
@@ -78,4 +95,11 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-__all__ = ["alias_model", "architecture", "refuse_other_models", "set_attention", "weights_of"]
+__all__ = [
+    "alias_model",
+    "architecture",
+    "refuse_other_card",
+    "refuse_other_models",
+    "set_attention",
+    "weights_of",
+]

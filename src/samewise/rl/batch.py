@@ -19,6 +19,20 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """Sequences that the backward pass runs together, one per row and each from column 0 on."""
+
+    runs: tuple[int, ...]  # by number
+    width: int  # columns, as many as the longest has tokens
+    first: int  # where its tokens begin among those of all blocks, padding included
+
+    @property
+    def end(self) -> int:
+        """Where they end."""
+        return self.first + len(self.runs) * self.width
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBatch:
     """The sequences of a batch [B, T] of token ids."""
 
@@ -67,10 +81,29 @@ class TokenBatch:
                 places.append((run.row, run.column + index))
         return inside, places
 
-    def padded(self, device: torch.device) -> torch.Tensor:
-        """One sequence per row, each from column 0 on, filled up with token 0."""
-        longest = max(len(run.tokens) for run in self.runs)
-        rows = [[*run.tokens, *[0] * (longest - len(run.tokens))] for run in self.runs]
+    def blocks(self) -> list[Block]:
+        """All sequences. One block where that takes no more room than the batch itself.
+
+        Else, in packed rows, short sequences are not padded to the longest: a block holds those of at least
+        half its width, so that there are few blocks and at most as much padding as tokens.
+        """
+        lengths = [len(run.tokens) for run in self.runs]
+        num_places = self.shape[0] * self.shape[1]
+        if len(lengths) * max(lengths) <= num_places:
+            return [Block(tuple(range(len(lengths))), max(lengths), 0)]
+        blocks: list[Block] = []
+        left = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+        while left:
+            width = lengths[left[0]]
+            runs = tuple(number for number in left if 2 * lengths[number] >= width)
+            blocks.append(Block(runs, width, blocks[-1].end if blocks else 0))
+            left = left[len(runs) :]
+        return blocks
+
+    def padded(self, block: Block, device: torch.device) -> torch.Tensor:
+        """The token ids of a block, filled up with token 0."""
+        sequences = [self.runs[number].tokens for number in block.runs]
+        rows = [[*tokens, *[0] * (block.width - len(tokens))] for tokens in sequences]
         return torch.tensor(rows, device=device)
 
 
@@ -102,4 +135,4 @@ def _starts(positions: list[int], columns: list[int], row: int) -> list[int]:
     return starts
 
 
-__all__ = ["Run", "TokenBatch"]
+__all__ = ["Block", "Run", "TokenBatch"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from samewise import machine
 from samewise.config import EngineConfig
 from samewise.draft.tuning import Tuning
 from samewise.engine.assemble import Assembly, assemble
-from samewise.errors import BadParameter, PromptTooLong
+from samewise.errors import BadParameter, GuaranteeLost, PromptTooLong
 from samewise.execute.load import Loaded
 from samewise.execute.runner import kv_page_bytes
 from samewise.execute.sampling import divided
@@ -28,7 +28,7 @@ from samewise.model.arch import Arch
 from samewise.model.linear import pack_linears
 from samewise.params import GREEDY_BELOW, SamplingParams
 from samewise.rl.alias import alias_model, architecture, refuse_other_models, weights_of
-from samewise.rl.batch import Run, TokenBatch
+from samewise.rl.batch import Block, Run, TokenBatch
 from samewise.rl.gradients import GradientModel
 from samewise.types import Sampling, Span
 from samewise.verify.frame_sizes import recheck_frame_sizes
@@ -51,7 +51,7 @@ class Scores(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """Spans of a frame, and the row of the padded batch that each of its rows is."""
+    """Spans of a frame, and where each of its rows lies among those of the batch's blocks."""
 
     spans: list[Span]
     places: list[int]
@@ -76,6 +76,7 @@ class TrainingForward:
         machine.pin_environment()
         refuse_other_models(model)
         self._own = dict(weights_of(model))
+        self._model = ref(model)
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         arch = architecture(model)
@@ -98,7 +99,12 @@ class TrainingForward:
 
     def refresh(self) -> bool:
         """Follow the trainer's weights, if they have changed since the last call. Done by every forward."""
-        state = [_state_of(tensor) for tensor in self._own.values()]
+        if (replaced := self.replaced()) is not None:
+            raise GuaranteeLost(
+                f"the model's {replaced} is another tensor than when this TrainingForward was made; "
+                "make a new one"
+            )
+        state = _state_of(list(self._own.values()))
         if state == self._state:
             return False
         runner = self._parts.runner
@@ -114,6 +120,15 @@ class TrainingForward:
         self._state = state
         self.num_refreshes += 1
         return True
+
+    def replaced(self) -> str | None:
+        """The name of a parameter that the model has as another object by now, if there is one.
+
+        Where a parameter's content is written, or its `.data` is replaced, it stays the same object.
+        """
+        model = self._model()
+        named = () if model is None else model.named_parameters()
+        return next((name for name, parameter in named if self._own.get(name) is not parameter), None)
 
     # ---- values and gradients
 
@@ -147,10 +162,11 @@ class TrainingForward:
         inside, places = batch.targets(first)
         shape = (input_ids.shape[0], num_columns - first)
         zeros = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        if not inside:
-            return Scores(zeros, zeros.clone() if entropy else None)
-        self.refresh()
         graph = torch.is_grad_enabled() and self._gradients.trains
+        if not inside:
+            values = self._gradients.without_targets(zeros) if graph else zeros
+            return Scores(values, zeros.clone() if entropy else None)
+        self.refresh()
         read = self._read(batch, inside, temperature, entropy=entropy, keep=graph)
         values = read.logprobs
         if graph:
@@ -165,12 +181,18 @@ class TrainingForward:
     def _with_gradients(
         self, batch: TokenBatch, inside: list[tuple[int, int]], read: _Read, temperature: float
     ) -> torch.Tensor:
-        ids = batch.padded(self.device)
-        activations = [x.view(*ids.shape, self._width) for x in read.activations]
-        hidden = self._gradients.hidden(ids, activations)
-        rows, columns = torch.tensor(inside, device=self.device).T
-        targets = ids[rows, columns]
-        return self._gradients.logprobs(read.logprobs, hidden[rows, columns - 1], targets, temperature)
+        hidden: list[torch.Tensor] = []
+        tokens: list[torch.Tensor] = []
+        blocks = batch.blocks()
+        for block in blocks:
+            ids = batch.padded(block, self.device)
+            activations = [x[block.first : block.end].view(*ids.shape, self._width) for x in read.activations]
+            hidden.append(self._gradients.hidden(ids, activations).flatten(0, 1))
+            tokens.append(ids.flatten())
+        begins = _begins(blocks)
+        at = torch.tensor([begins[number] + index for number, index in inside], device=self.device)
+        rows, targets = _joined(hidden)[at - 1], _joined(tokens)[at]
+        return self._gradients.logprobs(read.logprobs, rows, targets, temperature)
 
     def _refuse_misfit(self, batch: TokenBatch) -> None:
         limits = self._parts.limits
@@ -202,9 +224,8 @@ class TrainingForward:
         keep: bool,
     ) -> _Read:
         """Read every sequence in frames; `keep`: also the inputs of layers, for the backward pass."""
-        runs = batch.runs
-        longest = max(len(run.tokens) for run in runs)
-        size = (len(runs) * longest, self._width)
+        runs, blocks = batch.runs, batch.blocks()
+        size = (blocks[-1].end, self._width)
         activations = [
             torch.zeros(size, dtype=self.dtype, device=self.device)
             for _ in range(self._num_layers + 1 if keep else 0)
@@ -215,14 +236,16 @@ class TrainingForward:
         logprobs: list[torch.Tensor] = []
         entropies: list[torch.Tensor] = []
         with self._parts.process.pinned():
-            for frame in self._frames(runs, first_target, longest):
+            for frame in self._frames(runs, first_target, _begins(blocks)):
                 found = self._run(frame, activations, temperature, entropy=entropy)
                 logprobs.append(found[0])
                 entropies.append(found[1])
         order = torch.empty(0) if not entropy else torch.cat(entropies)
         return _Read(torch.cat(logprobs), order if entropy else None, activations)
 
-    def _frames(self, runs: tuple[Run, ...], first_target: list[int], longest: int) -> Iterator[_Frame]:
+    def _frames(
+        self, runs: tuple[Run, ...], first_target: list[int], begins: dict[int, int]
+    ) -> Iterator[_Frame]:
         """All sequences in frames as wide as there are; sequences of one frame never share a page."""
         limits, widest = self._parts.limits, self._parts.runner.widest
         spans: list[Span] = []
@@ -240,7 +263,7 @@ class TrainingForward:
             while start < len(run.tokens):
                 rows = min(len(run.tokens) - start, widest - len(places))
                 spans.append(_span(number, run.tokens, pages, start, rows, first_target[number]))
-                places += range(number * longest + start, number * longest + start + rows)
+                places += range(begins[number] + start, begins[number] + start + rows)
                 start += rows
                 if len(places) == widest:
                     yield _Frame(spans, places)
@@ -284,7 +307,20 @@ class _Read(NamedTuple):
 
     logprobs: torch.Tensor  # [M], of all targets in order
     entropy: torch.Tensor | None  # [M]
-    activations: list[torch.Tensor]  # of each layer the input, then the last one's output: [runs × T, H]
+    activations: list[
+        torch.Tensor
+    ]  # of each layer the input, then the last one's output: [rows of blocks, H]
+
+
+def _begins(blocks: list[Block]) -> dict[int, int]:
+    """Where each sequence begins among the rows of all blocks, by number."""
+    return {
+        number: block.first + row * block.width for block in blocks for row, number in enumerate(block.runs)
+    }
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _span(
@@ -320,15 +356,18 @@ def _config(
     return EngineConfig.of(**settings | fixed)
 
 
-def _state_of(tensor: torch.Tensor) -> tuple[int, int, int, float]:
-    """What tells a tensor from its earlier content: where it lies, how often it was written, a hash, a sum.
+def _state_of(tensors: list[torch.Tensor]) -> list[tuple[int, int, int, float]]:
+    """What tells tensors from earlier content: where each lies, how often it was written, a hash and a sum.
 
     Writes through `.data` are not counted, so the content is looked at, at the speed of reading it twice. The
-    hash is an exclusive or, to which pairs of equal changes are invisible; the sum sees those.
+    hash is an exclusive or, to which pairs of equal changes are invisible; the sum sees those. The host waits
+    for the device twice, not for every tensor.
     """
-    content = tensor.detach()
-    hashed, total = int(torch.hash_tensor(content).item()), float(content.sum().item())
-    return tensor.data_ptr(), tensor._version, hashed, total  # noqa: SLF001 - torch has no public name for it
+    contents = [tensor.detach() for tensor in tensors]
+    hashes = torch.stack([torch.hash_tensor(content).view(torch.int64) for content in contents]).tolist()
+    sums = torch.stack([content.sum(dtype=torch.float32) for content in contents]).tolist()
+    places = [(tensor.data_ptr(), tensor._version) for tensor in tensors]  # noqa: SLF001 - it has no public name
+    return [(*place, hashed, total) for place, hashed, total in zip(places, hashes, sums, strict=True)]
 
 
 def _refuse_unlike(llm: LLM, dtype: torch.dtype, device: torch.device) -> None:
@@ -351,7 +390,8 @@ def logprobs(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) ->
     """
     forward = _FORWARDS.get(model)
     first = next(model.parameters())
-    if forward is None or (forward.device, forward.dtype) != (first.device, first.dtype):
+    kind = first.device, first.dtype
+    if forward is None or (forward.device, forward.dtype) != kind or forward.replaced() is not None:
         forward = _FORWARDS[model] = TrainingForward(model)
     return forward.logprobs(input_ids, **options)
 

@@ -107,6 +107,22 @@ class _HeadReplay(torch.autograd.Function):
         return None, None, grad_x, *sums
 
 
+class _Unused(torch.autograd.Function):
+    """Values that no parameter has a part in: every gradient is 0, as of a loss in which all is masked."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        """The values."""
+        ctx.save_for_backward(*params)
+        return values.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Zeros."""
+        return None, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+
+
 class GradientModel:
     """The trainer's model, arranged for the backward pass. Shares its parameters; the model is not changed.
 
@@ -155,6 +171,11 @@ class GradientModel:
             return logits.log_softmax(-1).gather(1, targets[part][:, None])[:, 0]
 
         return _apply(_HeadReplay, values, compute, hidden, *self._head_params)
+
+    def without_targets(self, values: torch.Tensor) -> torch.Tensor:
+        """The same values, with gradients: 0 for every parameter that takes one."""
+        params = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return _apply(_Unused, values, *params)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """[M, H] → [M, V], by the model's own head and scale."""

@@ -18,9 +18,9 @@ from samewise.rl.alias import alias_model, architecture, refuse_other_models
 def llm_over(model: PreTrainedModel, tokenizer: Any = None, **settings: Any) -> LLM:
     """An LLM that generates with the weights of a transformers model in training.
 
-    On a CPU the model's tensors are shared, so that only packed copies are made; on CUDA the engine has its
-    own. After the weights have changed call `llm.update_weights(model.state_dict())`: until then the engine
-    refuses to serve, where it shares them. `settings` are keywords of EngineConfig.
+    The model's tensors are shared: a CPU makes packed copies, CUDA copies of q/k/v and gate/up weights, which
+    it stacks. After the weights have changed call `llm.update_weights(model.state_dict())`: until then the
+    engine refuses to serve. `settings` are keywords of EngineConfig.
     """
     machine.pin_environment()
     refuse_other_models(model)

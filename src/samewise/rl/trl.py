@@ -35,6 +35,15 @@ class Agreement:
     same_weights: bool  # whether the trainer's weights are still those that generated
 
 
+@dataclass(frozen=True, slots=True)
+class _LastRollout:
+    """The last rollout of a mode."""
+
+    step: int = -1  # the trainer's global step
+    number: int = 0  # of rollouts in this step, counted from 0
+    contract: str = ""
+
+
 class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     """TRL's trainer, whose answers and log-probabilities come from an engine over its own model.
 
@@ -53,7 +62,11 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         self._settings = {"proposer": "auto"} | (engine_settings or {})
         self._llm: LLM | None = None
         self._forwards: dict[int, TrainingForward] = {}  # by the model's id: the policy's, the reference's
-        self._rollouts = (-1, 0)  # the global step, and rollouts made in it
+        self._given: int | None = (
+            None  # refreshes of the policy's forward pass when the engine got its weights
+        )
+        # Evaluations are counted by themselves: a resumed run has not made those before its checkpoint.
+        self._rollouts = {"train": _LastRollout(), "eval": _LastRollout()}
         self.agreements: list[Agreement] = []
         """Of every forward pass of the loss, in order."""
 
@@ -63,6 +76,11 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         if self._llm is None:
             self._llm = llm_over(self._policy, self.processing_class, **self._settings)
         return self._llm
+
+    @property
+    def _mode(self) -> str:
+        """As TRL names it."""
+        return "train" if self.model.training else "eval"
 
     @property
     def _policy(self) -> Any:
@@ -79,8 +97,11 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     def roll_out(self, prompts: list[Any]) -> dict[str, Any]:
         """TRL's rollout: an answer to every prompt, after the engine has got the trainer's weights."""
-        if self.forward_of(self.model).refresh():
+        forward = self.forward_of(self.model)
+        forward.refresh()
+        if forward.num_refreshes != self._given:  # another forward pass may have noticed the change
             self.llm.update_weights(self._policy.state_dict())
+            self._given = forward.num_refreshes
         prompt_ids, images, _ = self._tokenize_prompts(prompts)
         if images is not None and any(image for image in images):
             raise BadParameter("prompts with images are not supported; text only", param="prompts")
@@ -95,15 +116,16 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     def _sampling(self, num: int) -> list[SamplingParams]:
         """A seed for every answer, of the trainer's seed and step alone: a resumed run repeats it."""
-        step, count = self._rollouts
-        count = count + 1 if step == self.state.global_step else 0
-        self._rollouts = self.state.global_step, count
+        step, last = self.state.global_step, self._rollouts[self._mode]
+        count = last.number + 1 if step == last.step else 0
+        self._rollouts[self._mode] = _LastRollout(step, count, self.llm.contract.id)
+        parts = (self.args.seed, step, count) if self._mode == "train" else (self.args.seed, step, count, 1)
         return [
             SamplingParams(
                 temperature=self.temperature,
                 max_tokens=self.max_completion_length,
                 logprobs_mode="processed_logprobs",
-                seed=_seed(self.args.seed, self.state.global_step, count, number),
+                seed=_seed(*parts, number),
                 detokenize=False,
             )
             for number in range(num)
@@ -147,26 +169,21 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             mask &= inputs["tool_mask"].bool()
         difference = (self._last_logprobs - inputs["sampling_per_token_logps"])[mask]
         ratio = difference.exp()
-        certified = not self.forward_of(self.model).refresh() and self._is_certified()
+        rollout = self._rollouts[self._mode]
         self.agreements.append(
             Agreement(
                 self.state.global_step,
-                self.llm.contract.id,
+                rollout.contract,
                 float(difference.abs().max()) if len(difference) else 0.0,
                 float(ratio.min()) if len(ratio) else 1.0,
                 float(ratio.max()) if len(ratio) else 1.0,
-                certified,
+                rollout.step == self.state.global_step,
             )
         )
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["sampling/sampling_logp_difference/max"].append(
+        self._metrics[self._mode]["sampling/sampling_logp_difference/max"].append(
             self.agreements[-1].max_difference
         )
         return loss
-
-    def _is_certified(self) -> bool:
-        """Whether the trainer's weights are those that the engine was given last."""
-        return bool(self._rollouts[0] == self.state.global_step)
 
 
 def _rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -198,6 +215,7 @@ def _refuse_unsupported(trainer: Any) -> None:
         "use_liger_kernel": trainer.args.use_liger_kernel,
         "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
         "entropy_coef": getattr(trainer, "_entropy_bonus_enabled", False),
+        "generation_kwargs": getattr(trainer.args, "generation_kwargs", None),
     }
     for name, used in checks.items():
         if used:

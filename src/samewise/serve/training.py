@@ -107,6 +107,8 @@ class TrainingRoutes:
         body = await self._body(request)
         if body.get("request_ids") or body.get("rid"):
             raise invalid("request_ids", "a single request ends with its connection; leave it out for all")
+        if body.get("request_ids") == []:  # vLLM's list of those to end
+            return JsonResponse({"status": "aborted", "aborted": 0})
         aborted = await self._service.worker.llm.abort_all()
         return JsonResponse({"status": "aborted", "aborted": aborted})
 
@@ -252,10 +254,11 @@ class TrainingRoutes:
 
     async def generate_sglang(self, request: Request) -> Response:
         """SGLang's route, which slime sends to."""
-        completion, many = wire.sglang_request(await self._body(request))
+        body = await self._body(request)
+        completion, many = wire.sglang_request(body)
         outputs = await self._service.complete(request, COMPLETIONS, completion)
         replies = [
-            wire.sglang_reply(output, choice, self._label(output.weights_version))
+            wire.sglang_reply(output, choice, self._label(output.weights_version), wire.sglang_start(body))
             for output in outputs
             for choice in output.outputs
         ]
@@ -280,7 +283,12 @@ class TrainingRoutes:
         return JsonResponse(wire.sequence_reply(outputs, lengths, num))
 
     async def _body(self, request: Request, *, large: bool = False) -> wire.Json:
-        """The body, a JSON object; empty where there is none."""
+        """The body, a JSON object; empty where there is none.
+
+        Clients send some requests without a body, and then without a Content-Type.
+        """
+        if _has_no_body(request):
+            return {}
         settings = self._service.settings
         limit = MAX_PIECE // 2 if large else settings.max_body
         with HeldBody(request, self._bodies, max_body=limit, owner=None) as held:
@@ -300,6 +308,11 @@ async def _all(answers: Sequence[Awaitable[list[RequestOutput]]]) -> list[list[R
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def _has_no_body(request: Request) -> bool:
+    """Whether the headers say that no body follows."""
+    return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
 
 
 def _mode(request: Request, default: str) -> str:
