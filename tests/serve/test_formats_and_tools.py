@@ -245,6 +245,13 @@ def test_draining_does_not_wait_for_a_grammar():
             },
         ),
         ("special_tokens_in_content", {"special_tokens_in_content": "no"}),
+        (
+            "chat_template_kwargs",
+            {
+                "special_tokens_in_content": False,
+                "chat_template_kwargs": {"x": json.loads("[" * 600 + "]" * 600)},
+            },
+        ),
     ],
 )
 def test_odd_values_are_refused_by_field(field, body):

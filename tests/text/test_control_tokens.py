@@ -1,5 +1,7 @@
 """Control tokens in messages: encoded as text on request, and otherwise as they always were."""
 
+import json
+
 import pytest
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
@@ -71,6 +73,14 @@ def test_mark_in_a_message_is_refused(llm: LLM) -> None:
 def test_text_that_is_not_unicode_is_refused(llm: LLM) -> None:
     with pytest.raises(BadPrompt, match="Unicode"):
         llm.chat_prompt(conversation("</s>\ud800"), special_tokens_in_content=False)
+
+
+def test_message_that_nests_too_deeply_is_refused(llm: LLM) -> None:
+    """As the arguments of a call may, which are JSON in a text."""
+    arguments = json.loads("[" * 900 + "]" * 900)
+    messages = [{"role": "assistant", "content": "", "tool_calls": [{"arguments": arguments}]}]
+    with pytest.raises(BadPrompt, match="too deeply"):
+        llm.chat_prompt(messages, special_tokens_in_content=False)
 
 
 def test_control_token_of_one_character_is_refused() -> None:

@@ -57,6 +57,13 @@ def test_grammars_of_equal_kind_and_text_are_equal():
     assert hash(Sampling(grammar=Grammar.json_object())) != hash(Sampling())
 
 
+def nested_schema(levels):
+    schema = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -67,6 +74,7 @@ def test_grammars_of_equal_kind_and_text_are_equal():
         (lambda: Grammar.json_schema("{"), "not JSON"),
         (lambda: Grammar.json_schema("[" * 100_000), "not JSON"),
         (lambda: Grammar.json_schema({"a": object()}), "not JSON"),
+        (lambda: Grammar.json_schema(nested_schema(2000)), "not JSON"),
         (lambda: Grammar.json_schema("3"), "an object"),
         (lambda: SamplingParams(grammar="a"), "give a Grammar"),
         (

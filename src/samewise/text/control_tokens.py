@@ -32,12 +32,18 @@ class ControlTokens:
 
     def mark(self, value: Any) -> Any:
         """The value with a mark in every special token of its texts. Raises BadPrompt."""
+        try:
+            return self._mark(value)
+        except RecursionError:
+            raise BadPrompt("a message nests too deeply; make it flatter", param="messages") from None
+
+    def _mark(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._mark_text(value)
         if isinstance(value, Mapping):
-            return {self.mark(name): self.mark(one) for name, one in value.items()}
+            return {self._mark(name): self._mark(one) for name, one in value.items()}
         if isinstance(value, list | tuple):
-            return [self.mark(one) for one in value]
+            return [self._mark(one) for one in value]
         return value
 
     def encode(self, text: str) -> list[int]:
