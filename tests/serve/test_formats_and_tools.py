@@ -8,6 +8,8 @@ import pytest
 
 from samewise.openai.errors import ApiError
 from samewise.openai.replies import refuse_aborted
+from samewise.serve import worker
+from samewise.text.grammar import Pace
 
 from served_app import CHAT, COMPLETIONS, run, served_app  # isort: skip
 
@@ -227,6 +229,21 @@ def test_draining_does_not_wait_for_a_grammar():
             assert await served.worker.drain(30)
             status, error = await slow
             assert (status, error["code"]) == (503, "draining")
+
+    run(work())
+
+
+def test_grammar_that_takes_too_much_time_ends_its_own_request_alone(monkeypatch, caplog):
+    monkeypatch.setattr(worker, "Pace", lambda: Pace(first=0.0, per_token=0.0))
+
+    async def work():
+        async with served_app() as served:
+            refused = served.refusal(CHAT, chat_body(response_format=FORMAT))
+            (status, error), reply = await asyncio.gather(refused, served.complete())
+            assert (status, error["code"]) == (500, "request_failed")
+            assert "its grammar took" in caplog.text
+            assert reply["choices"][0]["finish_reason"] == "length"
+            await served.check_idle()
 
     run(work())
 
