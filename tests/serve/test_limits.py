@@ -182,6 +182,45 @@ def test_the_largest_unread_answer_is_dropped_where_they_fill_the_memory() -> No
     assert (budget.used, dropped) == (0, ["large"])
 
 
+def test_many_small_unread_answers_of_one_key_cost_no_other_key_an_answer() -> None:
+    dropped: list[str] = []
+    budget = UnreadBudget(100)
+    modest = budget.account(lambda: dropped.append("modest"), owner=b"modest")
+    modest.add(30)
+    for _ in range(8):
+        budget.account(lambda: dropped.append("greedy"), owner=b"greedy").add(10)
+    assert dropped == ["greedy"]
+    modest.add(20)
+    assert dropped == ["greedy"] * 3
+    modest.add(40)
+    assert (dropped, budget.used) == (["greedy"] * 3 + ["modest"], 50)  # it had most
+
+
+def test_a_large_answer_counts_for_the_key_it_was_made_with() -> None:
+    async def work() -> None:
+        settings = ServeSettings(keys=Keys.of(["greedy", "modest"]))
+        async with served_app(settings) as served:
+            owners = []
+            unread = served.app.state.service.unread
+            account = unread.account
+            unread.account = lambda drop, owner: owners.append(owner) or account(drop, owner=owner)
+            body = SHORT | {"n": 4, "max_tokens": 40, "logprobs": 20, "ignore_eos": True}
+            for key in ("greedy", "modest"):
+                headers = {"Authorization": f"Bearer {key}"}
+                for path, sent in (
+                    (COMPLETIONS, body),
+                    (COMPLETIONS, body | {"stream": True}),
+                    ("/tokenize", SHORT),
+                ):
+                    assert (await served.client.post(path, json=sent, headers=headers)).status_code == 200
+            first, second = settings.keys.digests
+            assert set(owners) == {first, second}
+            assert owners == sorted(owners, key=(first, second).index)
+            assert unread.used == 0
+
+    run(work())
+
+
 def test_an_answer_that_is_not_read_ends_and_its_memory_is_free() -> None:
     async def work() -> None:
         limits = ServeLimits(max_unread=2**18)

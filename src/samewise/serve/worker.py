@@ -67,7 +67,7 @@ class ActiveRequest:
         for reader in readers:
             reader.on_end(lambda: self._worker.give_back(self, each))
             if unread is not None:
-                reader.limit(unread, self._drop)
+                reader.limit(unread, self._drop, owner=self.owner)
         if self._failure is not None:
             self.fail(self._failure)
 
