@@ -398,7 +398,8 @@ class GrammarGuide:
 
     def _is_overdue(self) -> bool:
         """Whether the grammar's pace was exceeded; says so in the log."""
-        pace, num_tokens = self._origin and self._origin.pace, len(self._committed)
+        pace = None if self._origin is None else self._origin.pace
+        num_tokens = len(self._committed)
         if pace is None or self._seconds <= pace.first + pace.per_token * num_tokens:
             return False
         log.warning(
