@@ -414,6 +414,16 @@ def test_sequence_whose_grammar_takes_too_much_time_ends_with_an_error(caplog):
     assert f"processor time for {num + 1} tokens" in caplog.text
 
 
+def test_guesses_of_a_slow_grammar_are_not_followed():
+    grammars, (a,) = Grammars(TOKENIZER, VOCAB, [EOS]), ids("a")
+    grammar = SAMPLES["regex"]
+    assert grammars.guide(grammar, END_IDS).fits([], (a, a)) == 2
+    grammars.pace = Pace(first=0.0, per_token=0.0)
+    guide = grammars._make(grammar, PLAIN).guide(END_IDS)
+    assert guide.fits([], (a, a)) == 0
+    assert guide.masks((a, a)) == [GRAMMARS.guide(grammar, END_IDS).mask(()), None, None]
+
+
 def test_pace_is_for_no_ordinary_grammar():
     grammars = Grammars(TOKENIZER, VOCAB, [EOS])
     unbounded = [guide_after(grammar) for grammar in SAMPLES.values()]

@@ -85,8 +85,12 @@ class Pace:
     0.0002 s a token, those that exhaust lexers again and again 0.003 s.
     """
 
-    first: float = 1.0  # seconds, however short the text is
-    per_token: float = 0.01  # seconds more for every token
+    first: float = 0.5  # seconds, however short the text is
+    per_token: float = 0.005  # seconds more for every token
+
+    def seconds(self, num_tokens: int) -> float:
+        """What a text of so many tokens may have taken."""
+        return self.first + self.per_token * num_tokens
 
 
 _MISSING = "grammars need llguidance; pip install 'samewise[grammar]'"
@@ -321,7 +325,8 @@ class GrammarGuide:
     of the committed tokens since then. A shared lexer that has cost less has made all of those masks and
     others too, so the rule holds without asking. Else a sequence takes a lexer of its own, and its guesses
     are not followed any more. Sequences of a heavy grammar cannot: where the shared lexer fails they end with
-    an error, which is no answer. So does one that takes more time than its grammar's pace.
+    an error, which is no answer. So does one that takes more time than its grammar's pace; beyond half of
+    that time its guesses are not followed.
     """
 
     def __init__(
@@ -340,7 +345,8 @@ class GrammarGuide:
         self._masks: dict[tuple[int, ...], bytes | None] = {}  # by drafted tokens after the committed ones
         self._failed = False  # llguidance cannot follow the committed tokens
         self._owns_lexer = False
-        self._seconds = 0.0  # of processor time that was taken so far
+        self._seconds = 0.0  # of processor time, taken before the call under way
+        self._began = 0.0  # the thread's processor time when that call began
 
     def fits(self, draft: list[int], guesses: tuple[int, ...]) -> int:
         """How many of `guesses` the grammar allows after the committed and drafted tokens."""
@@ -390,23 +396,34 @@ class GrammarGuide:
     @contextmanager
     def _timed(self) -> Iterator[None]:
         """Count the processor time of this thread."""
-        began = time.thread_time()
+        self._began = time.thread_time()
         try:
             yield
         finally:
-            self._seconds += time.thread_time() - began
+            self._seconds += time.thread_time() - self._began
+
+    @property
+    def _pace(self) -> Pace | None:
+        return None if self._origin is None else self._origin.pace
 
     def _is_overdue(self) -> bool:
         """Whether the grammar's pace was exceeded; says so in the log."""
-        pace = None if self._origin is None else self._origin.pace
-        num_tokens = len(self._committed)
-        if pace is None or self._seconds <= pace.first + pace.per_token * num_tokens:
+        pace, num_tokens = self._pace, len(self._committed)
+        if pace is None or self._seconds <= pace.seconds(num_tokens):
             return False
         log.warning(
             "a request is ended: its grammar took %.1f s of processor time for %d tokens",
             self._seconds, num_tokens,
         )  # fmt: skip
         return True
+
+    def _follows_guesses(self) -> bool:
+        """Whether masks after guesses are computed: they only save time. Asked in a call that is timed."""
+        if self._owns_lexer:
+            return False
+        pace = self._pace
+        taken = self._seconds + time.thread_time() - self._began
+        return pace is None or taken <= pace.seconds(len(self._committed)) / 2
 
     def _refusal(self) -> Finish:
         """How a sequence ends that cannot go on: other sequences may be to blame only for an error."""
@@ -439,7 +456,7 @@ class GrammarGuide:
         for num in range(len(path) + 1):
             prefix = path[:num]
             if prefix not in masks:
-                if num and self._owns_lexer:
+                if num and not self._follows_guesses():
                     self._matcher.rollback(num_advanced)
                     return num - 1
                 num_advanced += self._advance(path[num_advanced:num])
