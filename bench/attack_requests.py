@@ -22,6 +22,8 @@ SLOW_STEPS = (999961, 9999991)
 """`multipleOf` values whose automaton takes 25 s and over 300 s to build in llguidance."""
 GRAMMAR_SECONDS = 30.0  # for the refusal of a grammar
 GRAMMAR_BYTES = 1536 * MIB  # by which compiling grammars may raise the memory of the server and its children
+ENDS = ("grammar_failed", "request_failed", "share_used", "queue_full")
+"""How an answer may end whose grammar takes too long."""
 STOP_SECONDS = 15.0  # from SIGTERM to the end while a grammar compiles
 
 
@@ -92,6 +94,28 @@ async def kept_grammars(bench: Bench) -> Outcome:
     answered = sum(r.status == 200 for r in replies)
     figures = {"answered": answered, "grown_mib": grown // MIB, "peak_mib": memory["peak"] // MIB}
     return Outcome(len(bodies), f"{answered} answered, {grown // MIB} MiB more at the end", broken, figures)
+
+
+AMBIGUOUS = (
+    'start: s\ns: s s s | s s | /[a-z]/ | ""',  # many tokens may come next
+    'start: s\ns: s s s | s s | "\u10ed"',  # one token may, so that the answer is long
+)
+"""Grammars whose text can be read in many ways: each token takes longer than the one before."""
+
+
+@attack(
+    "grammar", "32 answers under grammars that can be read in many ways", "0.1 to 0.3 s of the engine a token"
+)
+async def slow_masks(bench: Bench) -> Outcome:
+    bodies = [
+        {"prompt": "x", "max_tokens": 600, "n": 8, "structured_outputs": {"grammar": AMBIGUOUS[i % 2]}}
+        for i in range(4)
+    ]
+    replies = await asyncio.gather(*(send(bench.server, "POST", COMPLETIONS, body) for body in bodies))
+    codes = sorted({reply.code or str(reply.status) for reply in replies})
+    broken = [f"answered with {code}" for code in codes if code not in ("200", *ENDS)]
+    slowest = max(reply.seconds for reply in replies)
+    return Outcome(32, f"ended within {slowest:.0f} s: {', '.join(codes)}", broken, {"seconds": slowest})
 
 
 # ---- field

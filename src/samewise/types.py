@@ -79,7 +79,7 @@ def _bad(message: str) -> BadParameter:
 def _dumps(schema: object) -> str:
     try:
         return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise _bad(f"the JSON schema is not JSON: {error}") from error
 
 

@@ -36,7 +36,7 @@ def folder(kind: str) -> Path:
     own that others may write to is closed to them.
     """
     path = cache_dir() / kind
-    if not os.path.lexists(path) or _is_own_folder(path):
+    if not os.path.lexists(path) or is_own_folder(path):
         return path
     return cache_dir() / f"{kind}-{_user()}"
 
@@ -48,7 +48,7 @@ def make_private(path: Path) -> None:
     """
     for missing in reversed([path, *takewhile(lambda above: not above.exists(), path.parents)]):
         missing.mkdir(mode=0o700, exist_ok=True)
-    if not _is_own_folder(path):
+    if not is_own_folder(path):
         raise PermissionError(f"other users may write to {path}")
 
 
@@ -72,8 +72,11 @@ def read_own(path: Path) -> bytes:
         return file.read()
 
 
-def _is_own_folder(path: Path) -> bool:
-    """Whether only this user and root can write to a folder; one of this user's own is made so."""
+def is_own_folder(path: Path) -> bool:
+    """Whether only this user and root can write to a folder; one of this user's own is made so.
+
+    False for a folder that is not there.
+    """
     try:
         link, status = path.lstat(), path.stat()
         if not (stat.S_ISDIR(status.st_mode) and _is_owned(link) and _is_owned(status)):
@@ -148,6 +151,7 @@ __all__ = [
     "cache_dir",
     "folder",
     "get",
+    "is_own_folder",
     "make_private",
     "open_own",
     "put",

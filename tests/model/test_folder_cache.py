@@ -10,6 +10,7 @@ import time
 import pytest
 from model_files import leftovers
 
+from samewise import user_cache
 from samewise.errors import MachineError, UnsupportedModel
 from samewise.model.folder_cache import make_once, require_space
 
@@ -53,6 +54,41 @@ def test_a_folder_of_an_earlier_version_without_digests_is_used(target):
     (target / "model.safetensors").write_bytes(b"cut")
     make_once(target, lambda folder: (folder / "file").write_text("new"))
     assert (target / "file").read_text() == "new"
+
+
+@pytest.fixture
+def planted(target):
+    """A model in the shared cache, without digests, as another user would put it there."""
+    target.mkdir(parents=True)
+    (target / "file").write_text("planted")
+    return target
+
+
+def test_another_users_folder_is_made_again(planted, monkeypatch, capsys):
+    """The planted folder counts as another user's, so that the test needs no second user."""
+    inode = planted.stat().st_ino
+    monkeypatch.setattr(user_cache, "_is_owned", lambda status: status.st_ino != inode)
+    make_once(planted, lambda folder: (folder / "file").write_text("own"))
+    assert (planted / "file").read_text() == "own"
+    assert "another user's" in capsys.readouterr().err
+
+
+def test_nothing_is_taken_from_another_users_folder_of_folders(planted, monkeypatch):
+    inode = planted.parent.stat().st_ino
+    monkeypatch.setattr(user_cache, "_is_owned", lambda status: status.st_ino != inode)
+    with pytest.raises(MachineError, match=r"other users may write to .*SAMEWISE_CACHE"):
+        make_once(planted, lambda folder: None)
+    assert (planted / "file").read_text() == "planted"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="gives files to another user")
+def test_a_model_that_another_user_planted_is_not_loaded(cache, planted):
+    for place in (cache / "models", cache / "models-0", cache / "models-0" / "thing-1"):
+        place.mkdir(exist_ok=True)
+        os.chown(place, 12345, 12345)
+    assert user_cache.folder("models") == cache / "models-0"
+    with pytest.raises(MachineError, match="other users may write"):
+        make_once(user_cache.folder("models") / "thing-1", lambda folder: None)
 
 
 def test_failure_leaves_nothing_and_can_be_retried(target):

@@ -19,7 +19,14 @@ from samewise.errors import (
 )
 from samewise.openai.bodies import CHAT, COMPLETIONS, UNSUPPORTED, Body
 from samewise.openai.errors import ApiError
-from samewise.openai.parse import SAMPLING_FIELDS, ParsedRequest, ParseOptions, parse, served_name
+from samewise.openai.parse import (
+    MAX_NESTING,
+    SAMPLING_FIELDS,
+    ParsedRequest,
+    ParseOptions,
+    parse,
+    served_name,
+)
 from samewise.openai.replies import encode_json
 from samewise.openai.stream import encode_event
 from samewise.params import SamplingParams
@@ -371,3 +378,29 @@ def test_lists_that_would_take_long_are_refused_by_field(field: str, value: Any)
     with pytest.raises(ApiError) as refused:
         complete(**{field: value})
     assert (refused.value.status, refused.value.param) == (400, field)
+
+
+# ---- deep values
+
+
+def nested(levels: int) -> Any:
+    """Lists and objects within each other, in turn."""
+    value: Any = "a"
+    for level in range(levels):
+        value = {"x": value} if level % 2 else [value]
+    return value
+
+
+@pytest.mark.parametrize("field", ["metadata", "chat_template_kwargs", "tools", "response_format"])
+def test_values_that_nest_too_deeply_are_refused_by_field(field: str) -> None:
+    with pytest.raises(ApiError, match="levels deep") as refused:
+        chat(**{field: {"x": nested(MAX_NESTING - 1)}})  # with the body itself one level too many
+    assert (refused.value.status, refused.value.param) == (400, field)
+
+
+def test_values_of_the_greatest_depth_are_read() -> None:
+    value = nested(MAX_NESTING - 2)
+    assert chat(chat_template_kwargs={"x": value}).template["x"] == value
+    schema = {"type": "object", "x-deep": nested(MAX_NESTING - 4)}
+    parsed = chat(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    assert parsed.params.grammar is not None

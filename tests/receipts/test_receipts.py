@@ -282,6 +282,20 @@ def test_numbers_that_overflow_are_refused() -> None:
             loads(make_receipt().dumps().replace('"temperature":0.7', f'"temperature":{number}'))
 
 
+def test_values_that_nest_too_deeply_are_refused(tmp_path: Path) -> None:
+    """JSON of 900 levels can be parsed, but not shown in a message from every depth of calls."""
+    text = make_receipt(SamplingParams(logit_bias={1: 2.0})).dumps()
+    assert '"logit_bias":{"1":2.0}' in text
+    for levels in range(700, 1000):
+        deep = "[" * levels + "]" * levels
+        changed = text.replace('"logit_bias":{"1":2.0}', f'"logit_bias":{{"1":{deep}}}')
+        with pytest.raises(BadReceipt):
+            loads(changed)
+        (tmp_path / "receipt.json").write_text(changed)
+        (entry,) = store.read([tmp_path / "receipt.json"])
+        assert entry.receipt is None
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", "null", "{}", '{"a": 1, "a": 2}', "[NaN]", "\x00", b"\xff"]
 )

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -61,15 +64,49 @@ def unread_stream(served: ServedApp, body: dict[str, Any]) -> socket.socket:
 
 def test_silent_connections_do_not_keep_others_out() -> None:
     async def work() -> None:
-        limits = ServeLimits(max_connections=8)
+        limits = ServeLimits(max_connections=8, head_timeout=300)
         async with served_app(ServeSettings(limits=limits), on_port=True) as served:
             silent = [await connect(served) for _ in range(40)]
             for _ in range(3):
                 assert (await served.client.get("/health")).status_code == 200
+            for reader, _ in silent[:30]:  # the idlest were closed to make room
+                await is_closed(reader)
             for _, writer in silent:
                 writer.close()
 
     run(work())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on files")
+def test_connections_are_accepted_again_once_there_are_files(caplog: pytest.LogCaptureFixture) -> None:
+    import resource
+
+    began = time.monotonic()
+
+    async def work() -> None:
+        async with served_app(on_port=True) as served:
+            waiting = [socket.socket() for _ in range(10)]
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            os.close(first_free := os.dup(0))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, limits[1]))
+            try:
+                for sock in waiting:
+                    sock.setblocking(False)
+                    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port_of(served)))
+                await wait_until(lambda: "could not be accepted" in caplog.text)
+                await asyncio.sleep(0.5)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert (await served.client.get("/health")).status_code == 200
+            for sock in waiting:
+                sock.close()
+
+    run(work())
+    refused = [one for one in caplog.records if "could not be accepted" in one.getMessage()]
+    assert len(refused) <= 1 + (
+        time.monotonic() - began
+    )  # though there is an attempt every tenth of a second
+    assert not any(one.exc_info for one in caplog.records)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +142,8 @@ def test_a_body_has_a_deadline() -> None:
 
 def test_an_endless_head_is_refused() -> None:
     async def work() -> None:
-        async with served_app(on_port=True) as served:
+        limits = ServeLimits(head_timeout=300)
+        async with served_app(ServeSettings(limits=limits), on_port=True) as served:
             reader, writer = await connect(served)
             writer.write(b"GET / HTTP/1.1\r\n")
             with suppress(ConnectionError):
@@ -180,6 +218,45 @@ def test_the_largest_unread_answer_is_dropped_where_they_fill_the_memory() -> No
     large.add(1000)  # of a closed account: nothing waits
     small.remove(50)
     assert (budget.used, dropped) == (0, ["large"])
+
+
+def test_many_small_unread_answers_of_one_key_cost_no_other_key_an_answer() -> None:
+    dropped: list[str] = []
+    budget = UnreadBudget(100)
+    modest = budget.account(lambda: dropped.append("modest"), owner=b"modest")
+    modest.add(30)
+    for _ in range(8):
+        budget.account(lambda: dropped.append("greedy"), owner=b"greedy").add(10)
+    assert dropped == ["greedy"]
+    modest.add(20)
+    assert dropped == ["greedy"] * 3
+    modest.add(40)
+    assert (dropped, budget.used) == (["greedy"] * 3 + ["modest"], 50)  # it had most
+
+
+def test_a_large_answer_counts_for_the_key_it_was_made_with() -> None:
+    async def work() -> None:
+        settings = ServeSettings(keys=Keys.of(["greedy", "modest"]))
+        async with served_app(settings) as served:
+            owners = []
+            unread = served.app.state.service.unread
+            account = unread.account
+            unread.account = lambda drop, owner: owners.append(owner) or account(drop, owner=owner)
+            body = SHORT | {"n": 4, "max_tokens": 40, "logprobs": 20, "ignore_eos": True}
+            for key in ("greedy", "modest"):
+                headers = {"Authorization": f"Bearer {key}"}
+                for path, sent in (
+                    (COMPLETIONS, body),
+                    (COMPLETIONS, body | {"stream": True}),
+                    ("/tokenize", SHORT),
+                ):
+                    assert (await served.client.post(path, json=sent, headers=headers)).status_code == 200
+            first, second = settings.keys.digests
+            assert set(owners) == {first, second}
+            assert owners == sorted(owners, key=(first, second).index)
+            assert unread.used == 0
+
+    run(work())
 
 
 def test_an_answer_that_is_not_read_ends_and_its_memory_is_free() -> None:

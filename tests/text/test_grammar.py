@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from samewise import SamplingParams
 from samewise.errors import BadParameter
 from samewise.testing import byte_tokenizer
-from samewise.text.grammar import BLOCK, PLAIN, GrammarGuide, Grammars
+from samewise.text.grammar import BLOCK, PLAIN, GrammarGuide, Grammars, Pace
 from samewise.types import Finish, Grammar, Sampling
 
 EOS, VOCAB = 257, 320
@@ -57,6 +57,13 @@ def test_grammars_of_equal_kind_and_text_are_equal():
     assert hash(Sampling(grammar=Grammar.json_object())) != hash(Sampling())
 
 
+def nested_schema(levels):
+    schema = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -67,6 +74,7 @@ def test_grammars_of_equal_kind_and_text_are_equal():
         (lambda: Grammar.json_schema("{"), "not JSON"),
         (lambda: Grammar.json_schema("[" * 100_000), "not JSON"),
         (lambda: Grammar.json_schema({"a": object()}), "not JSON"),
+        (lambda: Grammar.json_schema(nested_schema(2000)), "not JSON"),
         (lambda: Grammar.json_schema("3"), "an object"),
         (lambda: SamplingParams(grammar="a"), "give a Grammar"),
         (
@@ -375,6 +383,56 @@ def test_heavy_grammar_that_is_exhausted_is_not_compiled_in_the_engines_thread()
     assert other.mask(()) is None
     assert other.take(ids("a")[0]) is Finish.ERROR  # not an answer: others are to blame
     assert grammars.compile(EXHAUSTING) is not compiled
+
+
+LETTERS = " | ".join(f'"{letter}"' for letter in "abcdefghijklmnopqrstuvwxyz")
+AMBIGUOUS = Grammar.lark(f"start: s\ns: s s s | s s | {LETTERS}")  # a text of it can be read in many ways
+
+
+def test_where_an_ambiguous_grammar_ends_depends_on_nothing_but_the_tokens():
+    """Each token takes longer than the one before, so llguidance's own limit is far too high."""
+    grammars, (a,) = Grammars(TOKENIZER, VOCAB, [EOS]), ids("a")
+    alone = masks_until_refused(grammars.guide(AMBIGUOUS, END_IDS), 200)
+    assert 20 < len(alone) < 100
+    for used in (0, 5, 200):
+        compiled = grammars._make(AMBIGUOUS, PLAIN)
+        guide = compiled.guide(END_IDS)
+        masks_until_refused(compiled.guide(END_IDS), used)
+        assert masks_until_refused(guide, 200) == alone
+    guessing = grammars._make(AMBIGUOUS, PLAIN).guide(END_IDS)
+    assert masks_until_refused(guessing, 200, lambda guide: guide.masks((a,) * 9)) == alone
+
+
+def test_sequence_whose_grammar_takes_too_much_time_ends_with_an_error(caplog):
+    grammars, (a,) = Grammars(TOKENIZER, VOCAB, [EOS]), ids("a")
+    grammars.pace = Pace(first=0.02, per_token=0.0005)
+    guide, num = grammars.guide(Grammar.lark('start: s\ns: s s | "a"'), END_IDS), 0
+    while (finish := guide.take(a)) is None:
+        num += 1
+        assert num < 400
+    assert finish is Finish.ERROR  # not an answer: it depends on the machine
+    assert f"processor time for {num + 1} tokens" in caplog.text
+
+
+def test_guesses_of_a_slow_grammar_are_not_followed():
+    grammars, (a,) = Grammars(TOKENIZER, VOCAB, [EOS]), ids("a")
+    grammar = SAMPLES["regex"]
+    assert grammars.guide(grammar, END_IDS).fits([], (a, a)) == 2
+    grammars.pace = Pace(first=0.0, per_token=0.0)
+    guide = grammars._make(grammar, PLAIN).guide(END_IDS)
+    assert guide.fits([], (a, a)) == 0
+    assert guide.masks((a, a)) == [GRAMMARS.guide(grammar, END_IDS).mask(()), None, None]
+
+
+def test_pace_is_for_no_ordinary_grammar():
+    grammars = Grammars(TOKENIZER, VOCAB, [EOS])
+    unbounded = [guide_after(grammar) for grammar in SAMPLES.values()]
+    assert all(guide._origin.pace is None for guide in unbounded)
+    grammars.pace = Pace()
+    guide = grammars.guide(EXHAUSTING, END_IDS)
+    alone = masks_until_refused(GRAMMARS.guide(EXHAUSTING, END_IDS), 2000)
+    assert masks_until_refused(guide, 2000) == alone
+    assert guide._seconds < Pace().first
 
 
 def test_text_that_reads_like_a_special_token_is_generated_as_text():

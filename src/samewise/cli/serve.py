@@ -97,7 +97,7 @@ def serve(
     max_bodies_bytes: Annotated[int, _limit(help="Of all bodies together.")] = DEFAULT_LIMITS.max_bodies,
     max_unread_bytes: Annotated[
         int,
-        _limit(help="Memory of answers that clients do not read; the largest is dropped first."),
+        _limit(help="Memory of answers not read; the largest of the key that holds most is dropped first."),
     ] = DEFAULT_LIMITS.max_unread,
     max_stored_bytes: Annotated[
         int,

@@ -148,9 +148,9 @@ class ResponseReader:
         self._mailbox.replace(error)
         self._close(self._answer)
 
-    def limit(self, budget: UnreadBudget, drop: Callable[[], object]) -> None:
+    def limit(self, budget: UnreadBudget, drop: Callable[[], object], *, owner: bytes | None = None) -> None:
         """Count the chunks that are not read in a budget; `drop` is called when they are too many."""
-        self._mailbox.limit(budget, drop)
+        self._mailbox.limit(budget, drop, owner=owner)
 
     def on_end(self, call: Callable[[], object]) -> None:
         """Call this when the engine is done with the request, however much of it was read."""

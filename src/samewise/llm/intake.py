@@ -23,7 +23,7 @@ from samewise.text.byte_tokens import TokenBytes
 from samewise.text.chat_template import Messages, render_chat, template_of
 from samewise.text.control_tokens import MARK, ControlTokens
 from samewise.text.detokenize import TextStream
-from samewise.text.grammar import CompiledGrammar, Grammars
+from samewise.text.grammar import CompiledGrammar, Grammars, Pace
 from samewise.types import Grammar, Guide, Request, Sampling
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -172,6 +172,13 @@ class Intake:
         """Do now what the first grammar would wait for, if this model can follow grammars at all."""
         with suppress(BadParameter):  # no tokenizer, or llguidance is not installed: requests are told
             self._grammars.prepare()
+
+    def bound_grammars(self, pace: Pace | None) -> None:
+        """End sequences whose grammars take more processor time than this, with an error. None: none.
+
+        For servers: a grammar may be a stranger's, and the engine's thread follows it for every sequence.
+        """
+        self._grammars.pace = pace
 
     def stop_compiling(self) -> None:
         """End the processes that compile grammars; requests that wait for one fail. Compiled ones go on."""

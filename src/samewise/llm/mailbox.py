@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from samewise.outputs import Chunk
@@ -36,8 +36,9 @@ def chunk_size(chunk: Chunk) -> int:
 class UnreadBudget:
     """Bytes that wait to be read, over all readers of one event loop.
 
-    Where they exceed the limit, the reader with the most unread bytes loses its answer: `drop` of its account
-    is called. A client that reads has next to nothing unread, so it is never the one.
+    Where they exceed the limit, the owner with the most unread bytes loses the largest of its answers: `drop`
+    of that account is called. So an owner that does not read, in however many small parts, costs no other
+    owner an answer; and of one owner's clients those that read have next to nothing unread.
     """
 
     def __init__(self, limit: int) -> None:
@@ -45,9 +46,9 @@ class UnreadBudget:
         self.used = 0
         self._accounts: dict[UnreadAccount, None] = {}  # those above 0
 
-    def account(self, drop: Callable[[], object]) -> UnreadAccount:
+    def account(self, drop: Callable[[], object], *, owner: bytes | None = None) -> UnreadAccount:
         """An account for one reader. Close it in the end."""
-        return UnreadAccount(self, drop)
+        return UnreadAccount(self, drop, owner)
 
     def change(self, account: UnreadAccount, size: int) -> None:
         """Note that an account has changed by `size` bytes."""
@@ -58,16 +59,24 @@ class UnreadBudget:
         else:
             self._accounts.pop(account, None)
         while self.used > self.limit and self._accounts:
-            largest = max(self._accounts, key=lambda one: one.size)
+            largest = self._largest()
             largest.close()
             largest.drop()
+
+    def _largest(self) -> UnreadAccount:
+        """The largest account of the owner that has most in all."""
+        totals: Counter[bytes | None] = Counter()
+        for account in self._accounts:
+            totals[account.owner] += account.size
+        owner = max(totals, key=totals.__getitem__)
+        return max((one for one in self._accounts if one.owner == owner), key=lambda one: one.size)
 
 
 class UnreadAccount:
     """The unread bytes of one reader. Owned by an UnreadBudget; once closed it stays at 0."""
 
-    def __init__(self, budget: UnreadBudget, drop: Callable[[], object]) -> None:
-        self._budget, self.drop = budget, drop
+    def __init__(self, budget: UnreadBudget, drop: Callable[[], object], owner: bytes | None) -> None:
+        self._budget, self.drop, self.owner = budget, drop, owner
         self.size = 0
         self.closed = False
 
@@ -123,9 +132,9 @@ class Mailbox:
         self._items.clear()
         self.put(error)
 
-    def limit(self, budget: UnreadBudget, drop: Callable[[], object]) -> None:
+    def limit(self, budget: UnreadBudget, drop: Callable[[], object], *, owner: bytes | None = None) -> None:
         """Count the unread items in a budget; `drop` is called when they are too many."""
-        self._account = budget.account(drop)
+        self._account = budget.account(drop, owner=owner)
         self._account.add(sum(chunk_size(item) for item in self._items if isinstance(item, Chunk)))
 
     def on_end(self, call: Callable[[], object]) -> None:

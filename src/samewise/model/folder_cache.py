@@ -44,9 +44,13 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
 def _is_whole(folder: Path) -> bool:
     """Whether a folder is there and its files have the listed digests.
 
-    Of a folder without a list, made by an earlier version, only the length of its weights is checked.
+    Of a folder without a list, made by an earlier version, only the length of its weights is checked. One to
+    which another user could have written counts as absent.
     """
     if not folder.is_dir():
+        return False
+    if not all(map(user_cache.is_own_folder, (folder.parent, folder))):
+        notify(f"{folder} is not used: it is another user's, or other users may write to it")
         return False
     try:
         if (folder / DIGESTS).exists():

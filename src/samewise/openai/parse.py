@@ -63,6 +63,10 @@ SAMPLING_FIELDS = tuple(
 """Fields of a body that are SamplingParams' own. Those left out have another form in a body, or mean
 something else at each endpoint."""
 
+MAX_NESTING = 128
+"""Levels of a body's objects and lists, at most. Schemas, templates and conversations are read by functions
+that call themselves up to three times a level, and Python allows about 1000 calls within each other."""
+
 
 class DeltaParser(Protocol):
     """Turns a choice's text into OpenAI's deltas: reasoning, content or tool calls."""
@@ -245,6 +249,9 @@ def validate(kind: type[B], body: object) -> B:
     """A body of this type; its first mistake as an ApiError."""
     if not isinstance(body, dict):
         raise ApiError(f"the body is a JSON object, not {_quote(body)}", code="invalid_body")
+    for name, value in body.items():
+        if _nests_deeper(value, MAX_NESTING - 1):
+            raise invalid(name, f"nests more than {MAX_NESTING} levels deep; make it flatter")
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -257,6 +264,17 @@ def validate(kind: type[B], body: object) -> B:
         raise ApiError(
             f"{where}={_quote(first['input'])}: {message}", param=param, code="invalid_type"
         ) from None
+
+
+def _nests_deeper(value: object, levels: int) -> bool:
+    """Whether objects and lists lie within each other more than `levels` deep."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        if not level:
+            return False
+        parts = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [one for part in parts for one in part if isinstance(one, dict | list)]
+    return bool(level)
 
 
 def parse(endpoint: str, body: object, options: ParseOptions | None = None) -> ParsedRequest:

@@ -60,6 +60,13 @@ def loads(text: str | bytes, *, check: bool = True) -> Receipt:
 
 def from_json(document: Any, *, check: bool = True) -> Receipt:
     """Like `loads`, from parsed JSON."""
+    try:
+        return _from_json(document, check=check)
+    except RecursionError:  # of `repr` too: messages quote values
+        raise BadReceipt("this is no receipt, or a damaged one: it nests too deeply") from None
+
+
+def _from_json(document: Any, *, check: bool) -> Receipt:
     if not isinstance(document, dict) or KIND not in document:
         raise BadReceipt(f"this is no receipt: a receipt is a JSON object with {KIND!r}", param=KIND)
     if type(document[KIND]) is not int or document[KIND] != VERSION:  # True and 1.0 equal 1

@@ -49,6 +49,7 @@ class Replica:
         from samewise.scale.channel import ReplicaServer, every
         from samewise.scale.engine_host import EngineHost, facts_of
         from samewise.scale.roster import RosterLink
+        from samewise.text.grammar import Pace
 
         context = serve.get_replica_context()
         self.name: str = context.replica_tag
@@ -58,6 +59,7 @@ class Replica:
         await self._roster.call("join", self.name, self._contract)
         self._facts = facts_of(engine)
         self._intake = Intake(engine.loaded, engine.limits, seed=engine.config.seed, date=engine.config.date)
+        self._intake.bound_grammars(Pace())
         self._loop = asyncio.get_running_loop()
         self._open: dict[JobKey, asyncio.Future[None]] = {}
         self._server = ReplicaServer(self._on_end, self._on_router_gone)

@@ -198,7 +198,7 @@ class Service:
         record = self.stored.get(
             request.state.key_digest, request.path_params["response_id"], param="response_id"
         )
-        return SlicedResponse([record.reply], unread=self.unread)
+        return SlicedResponse([record.reply], unread=self.unread, owner=self._owner(request))
 
     async def delete_response(self, request: Request) -> Response:
         """Forget a stored response."""
@@ -309,7 +309,7 @@ class Service:
         outputs, pieces = await self._run(render, parsed, active)
         self.metrics.finished(parsed, outputs)
         if large:
-            return SlicedResponse(pieces, unread=self.unread)
+            return SlicedResponse(pieces, unread=self.unread, owner=active.owner)
         return Response(b"".join(pieces), media_type=JsonResponse.media_type)
 
     async def _events(
@@ -442,7 +442,7 @@ class Service:
 
             converted = self._intakes.run(work, owner=self._owner(request))
             pieces = await until_disconnect(request.receive, converted)
-        return SlicedResponse(pieces, unread=self.unread)
+        return SlicedResponse(pieces, unread=self.unread, owner=self._owner(request))
 
     def _tokenize(self, raw: bytes, llm: AsyncLLM) -> TokenizeReply:
         body = validate(TokenizeBody, self._json(raw))

@@ -40,14 +40,14 @@ class JsonResponse(Response):
 class SlicedResponse(Response):
     """A large JSON response, rendered before, and sent in slices as its client reads it.
 
-    What is not sent yet counts in `unread`; where that is full and this answer is the largest in it, the
-    connection ends in the middle of the body.
+    What is not sent yet counts in `unread`; where that is full, and this answer is the largest of the owner
+    that holds most of it, the connection ends in the middle of the body.
     """
 
     media_type = "application/json"
 
-    def __init__(self, pieces: Iterable[bytes], *, unread: UnreadBudget) -> None:
-        self._slices, self._unread = _slices(pieces), unread
+    def __init__(self, pieces: Iterable[bytes], *, unread: UnreadBudget, owner: bytes | None) -> None:
+        self._slices, self._unread, self._owner = _slices(pieces), unread, owner
         super().__init__()
         self.headers["content-length"] = str(sum(map(len, self._slices)))
 
@@ -59,7 +59,7 @@ class SlicedResponse(Response):
     async def _send_all(self, send: Send) -> None:
         sending = asyncio.current_task()
         assert sending is not None
-        account = self._unread.account(sending.cancel)
+        account = self._unread.account(sending.cancel, owner=self._owner)
         account.add(sum(map(len, self._slices)))
         try:
             await send(

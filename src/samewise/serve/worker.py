@@ -20,6 +20,7 @@ from samewise.openai.errors import RETRY_AFTER, ApiError, unavailable
 from samewise.outputs import Chunk, RequestOutput
 from samewise.serve.settings import MAX_QUEUED
 from samewise.serve.threads import in_daemon_thread
+from samewise.text.grammar import Pace
 
 log = logging.getLogger("samewise.serve")
 
@@ -66,7 +67,7 @@ class ActiveRequest:
         for reader in readers:
             reader.on_end(lambda: self._worker.give_back(self, each))
             if unread is not None:
-                reader.limit(unread, self._drop)
+                reader.limit(unread, self._drop, owner=self.owner)
         if self._failure is not None:
             self.fail(self._failure)
 
@@ -147,14 +148,20 @@ class Worker:
     def over(cls, llm: AsyncLLM) -> Worker:
         """A worker over an engine that is loaded already."""
         worker = cls(lambda: llm)
-        worker._llm = llm
+        worker._take(llm)
         return worker
 
     async def load(self) -> AsyncLLM:
         """Load the engine in a thread. Raises what loading raises."""
         if self._llm is None:
-            self._llm = await in_daemon_thread(self._load)
+            return self._take(await in_daemon_thread(self._load))
         return self._llm
+
+    def _take(self, llm: AsyncLLM) -> AsyncLLM:
+        """Serve with this engine: whatever grammar a client sends, others go on."""
+        llm.intake.bound_grammars(Pace())
+        self._llm = llm
+        return llm
 
     @property
     def state(self) -> State:

@@ -14,12 +14,16 @@ file.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from typing import Any
@@ -31,6 +35,7 @@ from samewise.text.grammar_source import (
     LEXER_FUEL,
     MAX_LEXER_STATES,
     MAX_TEXT,
+    PARSER_ITEMS,
     WHITESPACE,
     GrammarRefused,
     bits,
@@ -39,6 +44,8 @@ from samewise.text.grammar_source import (
     lexer_cost,
 )
 from samewise.types import Finish, Grammar
+
+log = logging.getLogger("samewise")
 
 KEPT_BYTES = 256 << 20
 """Bytes of compiled grammars kept for later requests; the one used longest ago is dropped first. Set by hand:
@@ -68,15 +75,34 @@ some things in another order, which changes what they cost by a little."""
 BLOCK = 64
 """Tokens for which a sequence keeps a lexer of its own: a new one costs the engine up to LIGHT's seconds."""
 
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Processor time that the grammar of one sequence may take, beyond which the sequence ends. Set by hand.
+
+    Where a text can be read in many ways, each token takes longer than the one before: with the worst grammar
+    found 0.3 s after some hundred tokens, in the thread that serves all sequences. Ordinary grammars take
+    0.0002 s a token, those that exhaust lexers again and again 0.003 s.
+    """
+
+    first: float = 0.5  # seconds, however short the text is
+    per_token: float = 0.005  # seconds more for every token
+
+    def seconds(self, num_tokens: int) -> float:
+        """What a text of so many tokens may have taken."""
+        return self.first + self.per_token * num_tokens
+
+
 _MISSING = "grammars need llguidance; pip install 'samewise[grammar]'"
 
 
 def version() -> str:
     """The library that computes masks, and where it gives up: a fact of the contract."""
     try:
-        return f"llguidance {installed('llguidance')}, fuel {LEXER_FUEL}, states {MAX_LEXER_STATES}"
+        library = f"llguidance {installed('llguidance')}"
     except PackageNotFoundError:
         return "none"
+    return f"{library}, fuel {LEXER_FUEL}, states {MAX_LEXER_STATES}, items {PARSER_ITEMS}"
 
 
 class CompiledGrammar:
@@ -85,8 +111,8 @@ class CompiledGrammar:
     Its lexer is shared by all sequences that follow the grammar, until it has cost SHARED_FUEL or has failed.
     """
 
-    def __init__(self, grammar: Grammar, trie: Any, trial: Trial) -> None:
-        self.grammar = grammar
+    def __init__(self, grammar: Grammar, trie: Any, trial: Trial, pace: Pace | None = None) -> None:
+        self.grammar, self.pace = grammar, pace
         self.is_heavy = trial.seconds > LIGHT.seconds or trial.num_bytes > LIGHT.num_bytes
         self.is_spent = False  # new requests get a new lexer, and those that share this one take their own
         self.is_read = True  # whether the lexer was not used since its cost was read
@@ -123,8 +149,11 @@ class CompiledGrammar:
 class Grammars:
     """The grammars of one tokenizer, compiled on first use. Safe to call from any thread.
 
-    `close` it to end its child processes at once; they also end with this object and with the process.
+    `close` it to end its child processes at once; they also end with this object and with the process. `pace`
+    is that of the sequences of grammars compiled from then on; None: they may take any time.
     """
+
+    pace: Pace | None = None
 
     def __init__(
         self, tokenizer: Any, vocab: int, eos_ids: Iterable[int], *, limits: CompileLimits | None = None
@@ -204,7 +233,7 @@ class Grammars:
 
     def _make(self, grammar: Grammar, trial: Trial) -> CompiledGrammar:
         """Compile in this process what is known to be cheap enough."""
-        compiled = CompiledGrammar(grammar, self._trie, trial)
+        compiled = CompiledGrammar(grammar, self._trie, trial, self.pace)
         if compiled.is_heavy:
             with self._lock:
                 self._make_room(compiled)
@@ -296,7 +325,8 @@ class GrammarGuide:
     of the committed tokens since then. A shared lexer that has cost less has made all of those masks and
     others too, so the rule holds without asking. Else a sequence takes a lexer of its own, and its guesses
     are not followed any more. Sequences of a heavy grammar cannot: where the shared lexer fails they end with
-    an error, which is no answer.
+    an error, which is no answer. So does one that takes more time than its grammar's pace; beyond half of
+    that time its guesses are not followed.
     """
 
     def __init__(
@@ -315,6 +345,8 @@ class GrammarGuide:
         self._masks: dict[tuple[int, ...], bytes | None] = {}  # by drafted tokens after the committed ones
         self._failed = False  # llguidance cannot follow the committed tokens
         self._owns_lexer = False
+        self._seconds = 0.0  # of processor time, taken before the call under way
+        self._began = 0.0  # the thread's processor time when that call began
 
     def fits(self, draft: list[int], guesses: tuple[int, ...]) -> int:
         """How many of `guesses` the grammar allows after the committed and drafted tokens."""
@@ -333,8 +365,13 @@ class GrammarGuide:
     def take(self, token: int) -> Finish | None:
         """Commit a token. STOP: the text ends with it; ABORT: the grammar refuses it or fails.
 
-        ERROR: the lexer of a heavy grammar has failed.
+        ERROR: the lexer of a heavy grammar has failed, or the grammar takes too much time.
         """
+        with self._timed():
+            finish = self._take(token)
+        return Finish.ERROR if finish is None and self._is_overdue() else finish
+
+    def _take(self, token: int) -> Finish | None:
         self._check_cost()
         self._masks.clear()
         if self._failed:
@@ -353,7 +390,40 @@ class GrammarGuide:
     def restore(self, tokens: tuple[int, ...]) -> None:
         """Return to the state after these committed tokens."""
         self._committed, self._masks = list(tokens), {}
-        self._return_to_committed()
+        with self._timed():
+            self._return_to_committed()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the processor time of this thread."""
+        self._began = time.thread_time()
+        try:
+            yield
+        finally:
+            self._seconds += time.thread_time() - self._began
+
+    @property
+    def _pace(self) -> Pace | None:
+        return None if self._origin is None else self._origin.pace
+
+    def _is_overdue(self) -> bool:
+        """Whether the grammar's pace was exceeded; says so in the log."""
+        pace, num_tokens = self._pace, len(self._committed)
+        if pace is None or self._seconds <= pace.seconds(num_tokens):
+            return False
+        log.warning(
+            "a request is ended: its grammar took %.1f s of processor time for %d tokens",
+            self._seconds, num_tokens,
+        )  # fmt: skip
+        return True
+
+    def _follows_guesses(self) -> bool:
+        """Whether masks after guesses are computed: they only save time. Asked in a call that is timed."""
+        if self._owns_lexer:
+            return False
+        pace = self._pace
+        taken = self._seconds + time.thread_time() - self._began
+        return pace is None or taken <= pace.seconds(len(self._committed)) / 2
 
     def _refusal(self) -> Finish:
         """How a sequence ends that cannot go on: other sequences may be to blame only for an error."""
@@ -372,11 +442,12 @@ class GrammarGuide:
 
     def _compute_masks(self, path: tuple[int, ...]) -> int:
         """Cache the masks along a path as far as it is allowed; returns how many of its tokens are."""
-        if self._is_spent:
-            self._take_lexer()
-        num = self._walk(path)
-        if self._matcher.is_error():
-            num = self._walk_again(path, num)
+        with self._timed():
+            if self._is_spent:
+                self._take_lexer()
+            num = self._walk(path)
+            if self._matcher.is_error():
+                num = self._walk_again(path, num)
         return num
 
     def _walk(self, path: tuple[int, ...]) -> int:
@@ -385,7 +456,7 @@ class GrammarGuide:
         for num in range(len(path) + 1):
             prefix = path[:num]
             if prefix not in masks:
-                if num and self._owns_lexer:
+                if num and not self._follows_guesses():
                     self._matcher.rollback(num_advanced)
                     return num - 1
                 num_advanced += self._advance(path[num_advanced:num])
@@ -539,5 +610,6 @@ __all__ = [
     "Grammar",
     "GrammarGuide",
     "Grammars",
+    "Pace",
     "version",
 ]

@@ -30,6 +30,11 @@ LEXER_FUEL = 4_000_000
 """What a lexer may cost, in llguidance's own unit: a count of steps, about 10 ns each, so 40 ms. Ordinary
 grammars cost up to 130,000 in all, a text whose length is limited 500 for each token of it."""
 
+PARSER_ITEMS = 5000
+"""Items that the parser may make for one mask. The largest schemas that llguidance follows at all, of about
+300 optional properties, need 3,000. A text that can be read in many ways needs more with each token: a mask
+of 5,000 takes up to 20 ms, one of llguidance's own limit of 50,000 up to 200 ms."""
+
 PLAIN_TEXT = 2048
 """Characters of a plain schema, at most. The slowest one found, of 300 properties, compiles in 30 ms."""
 
@@ -55,7 +60,9 @@ def compile_matcher(trie: Any, grammar: Grammar) -> Any:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_lexer_fuel=LEXER_FUEL)
+    limits = LLParserLimits(
+        max_lexer_states=MAX_LEXER_STATES, step_lexer_fuel=LEXER_FUEL, step_max_items=PARSER_ITEMS
+    )
     matcher = LLMatcher(trie, _source(grammar), log_level=0, limits=limits)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
@@ -163,6 +170,7 @@ __all__ = [
     "LEXER_FUEL",
     "MAX_LEXER_STATES",
     "MAX_TEXT",
+    "PARSER_ITEMS",
     "PLAIN_DEPTH",
     "PLAIN_TEXT",
     "WHITESPACE",
