@@ -32,6 +32,7 @@ using samewise::Tile;
 
 constexpr int PAGE = 16;
 constexpr int MAX_QUERIES = 48;                // queries of one tile: they share each K and V load
+constexpr int MIN_QUERIES = 3;                 // of one tile: fewer would load K and V for too little
 constexpr int64_t MAX_SCORES = int64_t{2} << 20;  // floats of scores one thread may hold
 constexpr int64_t SMALL = 200'000;             // multiply-adds not worth waking another thread for
 
@@ -400,6 +401,8 @@ void cut(const Call& c, Range run, int64_t size, std::vector<Tile>& tiles) {
     int64_t group = c.heads / c.kv_heads, queries = (run.end - run.first) * group;
     Range pages = pages_of(c, run.first, run.end);
     size = std::max<int64_t>(1, std::min(size, MAX_SCORES / ((pages.end - pages.first) * PAGE)));
+    const int64_t pieces = (queries + size - 1) / size;
+    size = (queries + pieces - 1) / pieces;  // tiles of one run are of one size
     for (int64_t x = 0; x < queries; x += size) {
         int64_t end = std::min(x + size, queries);
         Range rows{run.first + x / group, run.first + (end + group - 1) / group};
@@ -408,14 +411,15 @@ void cut(const Call& c, Range run, int64_t size, std::vector<Tile>& tiles) {
     }
 }
 
-// Tiles as large as still leave every thread a few.
+// Tiles as large as still leave every thread a few, or, of few queries, as many as the others.
 std::vector<Tile> tiles_of(const Call& c, const std::vector<Range>& runs) {
     std::vector<Tile> tiles;
     for (int64_t size = MAX_QUERIES;; size /= 2) {
         tiles.clear();
         for (Range run : runs) cut(c, run, size, tiles);
-        bool enough = int64_t(tiles.size()) * c.kv_heads >= 4 * c.threads;
-        if (enough || size / 2 < BLOCK) return tiles;
+        const int64_t tasks = int64_t(tiles.size()) * c.kv_heads;
+        const int64_t least = tasks % c.threads == 0 ? BLOCK : MIN_QUERIES;
+        if (tasks >= 4 * c.threads || size / 2 < least) return tiles;
     }
 }
 

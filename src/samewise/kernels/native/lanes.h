@@ -25,6 +25,10 @@
 
 namespace {
 
+// Compilers stop inlining where a file has grown much: a product then calls a function for every sixteen weights,
+// and takes twice as long.
+#define INLINE [[gnu::always_inline]] inline
+
 // ---------------------------------------------------------------- sixteen lanes
 
 #if !defined(SAMEWISE_PORTABLE) && defined(__AVX512F__)
@@ -34,26 +38,26 @@ constexpr int TILE_OUTPUTS[FEW + 1] = {0, 8, 8, 8, 4, 4, 4, 4, 2};  // outputs o
 constexpr bool UNPACK_ONCE = false;  // whether more rows share weights that were unpacked into memory
 using Part = __m512;  // the register lanes are kept in, and how many of them
 constexpr int PARTS = 1;
-inline Part load_part(const float* p) { return _mm512_loadu_ps(p); }
-inline Part fma_part(Part x, Part y, Part z) { return _mm512_fmadd_ps(x, y, z); }
+INLINE Part load_part(const float* p) { return _mm512_loadu_ps(p); }
+INLINE Part fma_part(Part x, Part y, Part z) { return _mm512_fmadd_ps(x, y, z); }
 struct Lanes { __m512 a; };
-inline Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline void store(float* p, Lanes x) { _mm512_storeu_ps(p, x.a); }
-inline Lanes splat(float x) { return {_mm512_set1_ps(x)}; }
-inline Lanes fma(Lanes x, Lanes y, Lanes z) { return {_mm512_fmadd_ps(x.a, y.a, z.a)}; }
-inline Lanes mul(Lanes x, Lanes y) { return {_mm512_mul_ps(x.a, y.a)}; }
-inline Lanes load_bytes(__m128i b) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b))}; }
-inline Lanes load_low(const uint8_t* p) {
+INLINE Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
+INLINE void store(float* p, Lanes x) { _mm512_storeu_ps(p, x.a); }
+INLINE Lanes splat(float x) { return {_mm512_set1_ps(x)}; }
+INLINE Lanes fma(Lanes x, Lanes y, Lanes z) { return {_mm512_fmadd_ps(x.a, y.a, z.a)}; }
+INLINE Lanes mul(Lanes x, Lanes y) { return {_mm512_mul_ps(x.a, y.a)}; }
+INLINE Lanes load_bytes(__m128i b) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b))}; }
+INLINE Lanes load_low(const uint8_t* p) {
     return load_bytes(_mm_and_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8(15)));
 }
-inline Lanes load_high(const uint8_t* p) {
+INLINE Lanes load_high(const uint8_t* p) {
     return load_bytes(
         _mm_and_si128(_mm_srli_epi16(_mm_loadu_si128((const __m128i*)p), 4), _mm_set1_epi8(15)));
 }
-inline Lanes load_signed(const uint8_t* p) {
+INLINE Lanes load_signed(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
-inline Lanes load_bf16(const uint16_t* p) {
+INLINE Lanes load_bf16(const uint16_t* p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
@@ -64,33 +68,33 @@ constexpr int TILE_OUTPUTS[FEW + 1] = {0, 2, 1, 1, 1};
 constexpr bool UNPACK_ONCE = true;
 using Part = __m256;
 constexpr int PARTS = 2;
-inline Part load_part(const float* p) { return _mm256_loadu_ps(p); }
-inline Part fma_part(Part x, Part y, Part z) { return _mm256_fmadd_ps(x, y, z); }
+INLINE Part load_part(const float* p) { return _mm256_loadu_ps(p); }
+INLINE Part fma_part(Part x, Part y, Part z) { return _mm256_fmadd_ps(x, y, z); }
 struct Lanes { __m256 a, b; };
-inline Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, Lanes x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
-inline Lanes splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline Lanes fma(Lanes x, Lanes y, Lanes z) {
+INLINE Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE void store(float* p, Lanes x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+INLINE Lanes splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE Lanes fma(Lanes x, Lanes y, Lanes z) {
     return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
-inline Lanes mul(Lanes x, Lanes y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
-inline Lanes load_bytes(__m128i b) {
+INLINE Lanes mul(Lanes x, Lanes y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+INLINE Lanes load_bytes(__m128i b) {
     return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(b)),
             _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(b, b)))};
 }
-inline Lanes load_low(const uint8_t* p) {
+INLINE Lanes load_low(const uint8_t* p) {
     return load_bytes(_mm_and_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8(15)));
 }
-inline Lanes load_high(const uint8_t* p) {
+INLINE Lanes load_high(const uint8_t* p) {
     return load_bytes(
         _mm_and_si128(_mm_srli_epi16(_mm_loadu_si128((const __m128i*)p), 4), _mm_set1_epi8(15)));
 }
-inline Lanes load_signed(const uint8_t* p) {
+INLINE Lanes load_signed(const uint8_t* p) {
     __m128i b = _mm_loadu_si128((const __m128i*)p);
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)),
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(b, b)))};
 }
-inline Lanes load_bf16(const uint16_t* p) {
+INLINE Lanes load_bf16(const uint16_t* p) {
     __m256i a = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
     __m256i b = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
@@ -102,21 +106,21 @@ constexpr int TILE_OUTPUTS[FEW + 1] = {0, 4, 2, 1, 1};
 constexpr bool UNPACK_ONCE = true;
 using Part = float32x4_t;
 constexpr int PARTS = 4;
-inline Part load_part(const float* p) { return vld1q_f32(p); }
-inline Part fma_part(Part x, Part y, Part z) { return vfmaq_f32(z, x, y); }
+INLINE Part load_part(const float* p) { return vld1q_f32(p); }
+INLINE Part fma_part(Part x, Part y, Part z) { return vfmaq_f32(z, x, y); }
 struct Lanes { float32x4_t a, b, c, d; };
-inline Lanes load(const float* p) {
+INLINE Lanes load(const float* p) {
     return {vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)};
 }
-inline void store(float* p, Lanes x) {
+INLINE void store(float* p, Lanes x) {
     vst1q_f32(p, x.a), vst1q_f32(p + 4, x.b), vst1q_f32(p + 8, x.c), vst1q_f32(p + 12, x.d);
 }
-inline Lanes splat(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x)}; }
-inline Lanes fma(Lanes x, Lanes y, Lanes z) {
+INLINE Lanes splat(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x)}; }
+INLINE Lanes fma(Lanes x, Lanes y, Lanes z) {
     return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b), vfmaq_f32(z.c, x.c, y.c),
             vfmaq_f32(z.d, x.d, y.d)};
 }
-inline Lanes mul(Lanes x, Lanes y) {
+INLINE Lanes mul(Lanes x, Lanes y) {
     return {vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b), vmulq_f32(x.c, y.c), vmulq_f32(x.d, y.d)};
 }
 #else
@@ -127,24 +131,24 @@ constexpr bool UNPACK_ONCE = true;
 struct Lanes { float a[16]; };
 using Part = Lanes;
 constexpr int PARTS = 1;
-inline Lanes load(const float* p) {
+INLINE Lanes load(const float* p) {
     Lanes x;
     std::memcpy(x.a, p, sizeof x.a);
     return x;
 }
-inline void store(float* p, Lanes x) { std::memcpy(p, x.a, sizeof x.a); }
-inline Lanes splat(float s) {
+INLINE void store(float* p, Lanes x) { std::memcpy(p, x.a, sizeof x.a); }
+INLINE Lanes splat(float s) {
     Lanes x;
     for (int j = 0; j < 16; j++) x.a[j] = s;
     return x;
 }
-inline Lanes fma(Lanes x, Lanes y, Lanes z) {
+INLINE Lanes fma(Lanes x, Lanes y, Lanes z) {
     for (int j = 0; j < 16; j++) z.a[j] = __builtin_fmaf(x.a[j], y.a[j], z.a[j]);
     return z;
 }
-inline Part load_part(const float* p) { return load(p); }
-inline Part fma_part(Part x, Part y, Part z) { return fma(x, y, z); }
-inline Lanes mul(Lanes x, Lanes y) {
+INLINE Part load_part(const float* p) { return load(p); }
+INLINE Part fma_part(Part x, Part y, Part z) { return fma(x, y, z); }
+INLINE Lanes mul(Lanes x, Lanes y) {
     for (int j = 0; j < 16; j++) x.a[j] = x.a[j] * y.a[j];
     return x;
 }
@@ -152,21 +156,21 @@ inline Lanes mul(Lanes x, Lanes y) {
 
 #if defined(SAMEWISE_PORTABLE) || !(defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
 template <class F>
-inline Lanes gather(F f) {
+INLINE Lanes gather(F f) {
     float x[16];
     for (int j = 0; j < 16; j++) x[j] = f(j);
     return load(x);
 }
-inline Lanes load_low(const uint8_t* p) {
+INLINE Lanes load_low(const uint8_t* p) {
     return gather([=](int j) { return float(p[j] & 15); });
 }
-inline Lanes load_high(const uint8_t* p) {
+INLINE Lanes load_high(const uint8_t* p) {
     return gather([=](int j) { return float(p[j] >> 4); });
 }
-inline Lanes load_signed(const uint8_t* p) {
+INLINE Lanes load_signed(const uint8_t* p) {
     return gather([=](int j) { return float(int8_t(p[j])); });
 }
-inline Lanes load_bf16(const uint16_t* p) {
+INLINE Lanes load_bf16(const uint16_t* p) {
     return gather([=](int j) {
         uint32_t b = uint32_t{p[j]} << 16;
         float x;
@@ -178,21 +182,21 @@ inline Lanes load_bf16(const uint16_t* p) {
 
 // Keep a value in its register: compilers would rather load it again for every use, and loads are scarce.
 #if !defined(SAMEWISE_PORTABLE) && defined(__AVX512F__)
-inline void pin(Part& x) { asm("" : "+v"(x)); }
-inline void pin(Lanes& x) { pin(x.a); }
+INLINE void pin(Part& x) { asm("" : "+v"(x)); }
+INLINE void pin(Lanes& x) { pin(x.a); }
 #elif !defined(SAMEWISE_PORTABLE) && defined(__AVX2__) && defined(__FMA__)
-inline void pin(Part& x) { asm("" : "+x"(x)); }
-inline void pin(Lanes& x) { pin(x.a), pin(x.b); }
+INLINE void pin(Part& x) { asm("" : "+x"(x)); }
+INLINE void pin(Lanes& x) { pin(x.a), pin(x.b); }
 #elif !defined(SAMEWISE_PORTABLE) && defined(__aarch64__)
-inline void pin(Part& x) { asm("" : "+w"(x)); }
-inline void pin(Lanes& x) { pin(x.a), pin(x.b), pin(x.c), pin(x.d); }
+INLINE void pin(Part& x) { asm("" : "+w"(x)); }
+INLINE void pin(Lanes& x) { pin(x.a), pin(x.b), pin(x.c), pin(x.d); }
 #else
-inline void pin(Lanes&) {}
+INLINE void pin(Lanes&) {}
 #endif
 
 // 16 -> 8 -> 4 -> 2 -> 1: lane j with lane j + half.
 #if !defined(SAMEWISE_PORTABLE) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
-inline float fold(Lanes x) {
+INLINE float fold(Lanes x) {
 #if defined(__AVX512F__)
     __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.a), 1));
     __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x.a), high);
@@ -204,7 +208,7 @@ inline float fold(Lanes x) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 #else
-inline float fold(Lanes x) {
+INLINE float fold(Lanes x) {
     float v[16];
     store(v, x);
     for (int half = 8; half > 0; half /= 2)
@@ -215,19 +219,19 @@ inline float fold(Lanes x) {
 
 // ---------------------------------------------------------------- element types
 
-inline uint32_t bits_of(float x) {
+INLINE uint32_t bits_of(float x) {
     uint32_t b;
     std::memcpy(&b, &x, 4);
     return b;
 }
-inline float float_of(uint32_t b) {
+INLINE float float_of(uint32_t b) {
     float x;
     std::memcpy(&x, &b, 4);
     return x;
 }
 
 // exp(given) for given <= 0; 0 below exp(-87).
-inline float exp_below(float given) {
+INLINE float exp_below(float given) {
     constexpr float LOG2E = 0x1.715476p+0f, LN2_HIGH = 0x1.62e4p-1f, LN2_LOW = 0x1.7f7d1cp-20f;
     constexpr float SHIFT = 0x1.8p23f;  // adding it rounds to an integer, kept in the low bits
     float x = given < -87.0f ? -87.0f : given;
@@ -290,10 +294,10 @@ const float* widened(const typename T::Stored* x, int64_t n, float* room) {
 // ---------------------------------------------------------------- weights as lanes
 
 #if !defined(SAMEWISE_PORTABLE) && defined(__F16C__) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
-inline void load_eight_halves(const uint8_t* p, float* to) {
+INLINE void load_eight_halves(const uint8_t* p, float* to) {
     _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)));
 }
-inline Lanes load_f16(const uint16_t* p) {
+INLINE Lanes load_f16(const uint16_t* p) {
 #if defined(__AVX512F__)
     return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
 #else
@@ -301,14 +305,14 @@ inline Lanes load_f16(const uint16_t* p) {
 #endif
 }
 #else
-inline void load_eight_halves(const uint8_t* p, float* to) {
+INLINE void load_eight_halves(const uint8_t* p, float* to) {
     for (int i = 0; i < 8; i++) {
         uint16_t half;
         std::memcpy(&half, p + 2 * i, 2);
         to[i] = Float16::widen(half);
     }
 }
-inline Lanes load_f16(const uint16_t* p) {
+INLINE Lanes load_f16(const uint16_t* p) {
     float x[16];
     for (int j = 0; j < 16; j++) x[j] = Float16::widen(p[j]);
     return load(x);
@@ -317,7 +321,7 @@ inline Lanes load_f16(const uint16_t* p) {
 
 // fma(q, d, m) of 32 levels of four bits, in 16 bytes whose low nibbles come first.
 #if !defined(SAMEWISE_PORTABLE) && defined(__AVX512F__)
-inline void grid_of_16(const uint8_t* q, float d, float m, Lanes& low, Lanes& high) {
+INLINE void grid_of_16(const uint8_t* q, float d, float m, Lanes& low, Lanes& high) {
     // The sixteen values there are, looked up by the low four bits of each lane.
     const __m512 levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512 values = _mm512_fmadd_ps(levels, _mm512_set1_ps(d), _mm512_set1_ps(m));
@@ -326,7 +330,7 @@ inline void grid_of_16(const uint8_t* q, float d, float m, Lanes& low, Lanes& hi
     high = {_mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), values)};
 }
 #else
-inline void grid_of_16(const uint8_t* q, float d, float m, Lanes& low, Lanes& high) {
+INLINE void grid_of_16(const uint8_t* q, float d, float m, Lanes& low, Lanes& high) {
     low = fma(load_low(q), splat(d), splat(m));
     high = fma(load_high(q), splat(d), splat(m));
 }
@@ -334,7 +338,7 @@ inline void grid_of_16(const uint8_t* q, float d, float m, Lanes& low, Lanes& hi
 
 // out[i] = fold(x[i]) for N of them.
 #if !defined(SAMEWISE_PORTABLE) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
-inline __m256 fold_to_eight(Lanes x) {
+INLINE __m256 fold_to_eight(Lanes x) {
 #if defined(__AVX512F__)
     return _mm256_add_ps(_mm512_castps512_ps256(x.a),
                          _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.a), 1)));
@@ -342,16 +346,16 @@ inline __m256 fold_to_eight(Lanes x) {
     return _mm256_add_ps(x.a, x.b);
 #endif
 }
-inline __m256 fold_two_to_four(Lanes x, Lanes y) {
+INLINE __m256 fold_two_to_four(Lanes x, Lanes y) {
     const __m256 a = fold_to_eight(x), b = fold_to_eight(y);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
-inline __m256 fold_four_to_two(const Lanes* x) {
+INLINE __m256 fold_four_to_two(const Lanes* x) {
     const __m256 a = fold_two_to_four(x[0], x[1]), b = fold_two_to_four(x[2], x[3]);
     return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xEE));
 }
 template <int N>
-inline void fold_many(const Lanes* x, float* out) {
+INLINE void fold_many(const Lanes* x, float* out) {
 #pragma GCC unroll 8
     for (int i = 0; i + 8 <= N; i += 8) {
         const __m256 a = fold_four_to_two(x + i), b = fold_four_to_two(x + i + 4);
@@ -364,7 +368,7 @@ inline void fold_many(const Lanes* x, float* out) {
 }
 #else
 template <int N>
-inline void fold_many(const Lanes* x, float* out) {
+INLINE void fold_many(const Lanes* x, float* out) {
     for (int i = 0; i < N; i++) out[i] = fold(x[i]);
 }
 #endif

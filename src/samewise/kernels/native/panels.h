@@ -24,11 +24,11 @@ inline const uint8_t* panel_of(const Weights& w, int64_t n) {  // the panel that
     return static_cast<const uint8_t*>(w.data) + n / PANEL * bytes;
 }
 
-inline void fetch(const void* p) { __builtin_prefetch(p); }
+INLINE void fetch(const void* p) { __builtin_prefetch(p); }
 
 // COUNT scales as float32: in place, or converted into room.
 template <bool HALF, int COUNT>
-inline const float* scales(const uint8_t* p, float* room) {
+INLINE const float* scales(const uint8_t* p, float* room) {
     if constexpr (!HALF) return reinterpret_cast<const float*>(p);
     for (int i = 0; i < COUNT; i += 8) load_eight_halves(p + 2 * i, room + i);
     // From memory a product loads and repeats a scale in one instruction. Kept in registers, scales are taken apart by
@@ -43,8 +43,8 @@ struct BlockQ4 {
     alignas(64) float room[2 * PANEL];
     const uint8_t* levels;
     const float* d;
-    explicit BlockQ4(const uint8_t* p) : levels(p + 2 * SCALES), d(scales<HALF, 2 * PANEL>(p, room)) {}
-    void weights(int n, Lanes& low, Lanes& high) const { grid_of_16(levels + n * 16, d[n], d[PANEL + n], low, high); }
+    INLINE explicit BlockQ4(const uint8_t* p) : levels(p + 2 * SCALES), d(scales<HALF, 2 * PANEL>(p, room)) {}
+    INLINE void weights(int n, Lanes& low, Lanes& high) const { grid_of_16(levels + n * 16, d[n], d[PANEL + n], low, high); }
 };
 
 template <bool HALF>
@@ -53,8 +53,8 @@ struct BlockQ8 {
     alignas(64) float room[PANEL];
     const uint8_t* levels;
     const float* d;
-    explicit BlockQ8(const uint8_t* p) : levels(p + SCALES), d(scales<HALF, PANEL>(p, room)) {}
-    void weights(int n, Lanes& low, Lanes& high) const {
+    INLINE explicit BlockQ8(const uint8_t* p) : levels(p + SCALES), d(scales<HALF, PANEL>(p, room)) {}
+    INLINE void weights(int n, Lanes& low, Lanes& high) const {
         low = mul(load_signed(levels + n * GROUP), splat(d[n]));
         high = mul(load_signed(levels + n * GROUP + 16), splat(d[n]));
     }
@@ -62,7 +62,7 @@ struct BlockQ8 {
 
 // sum[r][n] += x[r] * w[n], lane by lane. Of several rows each x is loaded once, of few each weight used at once.
 template <int R, int N>
-[[gnu::always_inline]] inline void add_products(const float* x, int64_t x_row, Lanes* w, Lanes* sum) {
+INLINE void add_products(const float* x, int64_t x_row, Lanes* w, Lanes* sum) {
     if (R > 2) {
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) pin(w[n]);
