@@ -33,6 +33,24 @@ def int8_weights(outputs, inputs, seed=0):
     return (levels * scale).view(outputs, inputs)
 
 
+def five_bit_weights(outputs, inputs, far=0):
+    """Weights as GGUF's Q5_0 stores them: levels -16 to 15, a scale of either sign, hence zeros of either."""
+    rng = torch.Generator().manual_seed(1)
+    levels = torch.randint(far, 32 - far, (outputs, inputs // 32, 32), generator=rng)
+    levels[..., 7] = far
+    scale = (torch.randn(outputs, inputs // 32, 1, generator=rng) / 100).half().float()
+    return ((levels - 16).float() * scale).view(outputs, inputs)
+
+
+def k_quant_weights(outputs, inputs):
+    """Weights as GGUF's Q4_K stores them: scale and shift are products of a float16 and six bits."""
+    rng = torch.Generator().manual_seed(2)
+    levels = torch.randint(0, 16, (outputs, inputs // 32, 32), generator=rng).float()
+    scale, shift = (torch.randint(20, 64, (outputs, inputs // 32, 1), generator=rng) for _ in range(2))
+    coarse = (torch.rand(2, outputs, 1, 1, generator=rng) / 1000 + 1e-4).half().float()
+    return (levels * (coarse[0] * scale) - 8 * coarse[1] * shift).view(outputs, inputs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_are_those_the_source_states(shape, dtype):
@@ -49,6 +67,8 @@ def test_bits_are_those_the_source_states(shape, dtype):
     [
         int4_weights,
         int8_weights,
+        five_bit_weights,
+        k_quant_weights,
         lambda n, k: random_tensor(n, k, dtype=torch.bfloat16).float(),
         random_tensor,
     ],
@@ -80,7 +100,9 @@ def test_bits_do_not_depend_on_other_rows_threads_or_form(make, shape):
         (lambda n, k: (random_tensor(n, k) / 3).half().float(), "float16"),
         (random_tensor, "float32"),
         (torch.zeros, "int4"),
-        (lambda n, k: -torch.zeros(n, k), "bfloat16"),  # int4 would lose the sign of zero
+        (lambda n, k: -torch.zeros(n, k), "int8"),  # int4 would lose the sign of zero
+        (five_bit_weights, "int8"),
+        (lambda n, k: five_bit_weights(n, k, far=3), "int8"),
         (lambda n, k: int4_weights(n, k) + torch.where(torch.arange(k) == k - 1, 1e-6, 0.0), "float32"),
     ],
 )
@@ -94,6 +116,12 @@ def test_the_smallest_exact_form_is_chosen(make, form):
 def test_inputs_that_are_no_multiple_of_the_group_are_not_put_on_a_grid():
     assert linear.pack(int4_weights(8, 64)[:, :48].contiguous()).form != "int4"
     assert linear.quantize(random_tensor(8, 48), "int8") is None
+
+
+def test_k_quants_of_four_bits_are_stored_in_four_bits_with_scales_of_32():
+    packed = linear.pack(k_quant_weights(24, 256))
+    assert packed.form == "int4"
+    assert packed.num_bytes == 24 * 256 * 0.75
 
 
 def test_a_signed_four_bit_grid_is_stored_in_four_bits():

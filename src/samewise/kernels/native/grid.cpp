@@ -1,7 +1,10 @@
 // Put float32 weights on a grid of four or eight bits, and a grid's weights into panels.
 //
 // A weight's value is fma(q, d, m) with q = 0 .. 15 for four bits, and q * d with q = -127 .. 127 for eight, where
-// a group of 32 weights along k shares the float32 scale d and shift m.
+// a group of 32 weights along k shares the float32 scale d and shift m. Nothing but the weights says whether they
+// lie on a grid, so the scales that the formats of GGUF would have stored are tried: a float16 that takes the far
+// weight to -8 (Q4_0), -16 (Q5_0) or 127 (Q8_0), or the range to 15 (Q4_1), and for K-quants (Q4_K) products of
+// a float16 and an integer of six bits.
 
 #include "calls.h"
 #include "panels.h"
@@ -15,6 +18,12 @@ enum Result { DONE = 0, NO_GRID = 3 };
 
 float near_half(float x, int step) {  // the float16 nearest to x, or a neighbour
     return Float16::widen(uint16_t(Float16::narrow(x) + step));
+}
+
+// The nearest float32 that a product of a float16 and an integer of six bits can be: 17 significant bits.
+float near_product(float x) {
+    const uint32_t b = bits_of(x);
+    return float_of((b + 0x3f + (b >> 7 & 1)) & ~uint32_t{0x7f});
 }
 
 struct Grid { float d, m; };
@@ -39,7 +48,8 @@ bool put8(const float* w, float d, bool lossy, uint8_t* q) {
         float at = d != 0.0f ? std::nearbyintf(w[k] / d) : 0.0f;
         at = at >= -127.0f ? std::min(at, 127.0f) : -127.0f;
         q[k] = uint8_t(int8_t(at));
-        if (!lossy && bits_of(q[k] ? at * d : 0.0f) != bits_of(w[k])) return false;
+        // The zero of a grid with a negative scale is -0, as where the scale multiplies the level 0.
+        if (!lossy && bits_of((q[k] ? at : 0.0f) * d) != bits_of(w[k])) return false;
     }
     return true;
 }
@@ -61,19 +71,35 @@ bool group4(const float* w, bool lossy, uint8_t* q, float* d, float* m) {
             if (put4(w, g, false, q)) return true;
         }
     }
+    for (int levels = 15; levels > 0; levels--) {  // between the lowest weight and the highest
+        *d = near_product((high - low) / float(levels));
+        for (int lowest = 0; lowest + levels <= 15; lowest++) {
+            *m = lowest == 0 ? low : near_product(__builtin_fmaf(-float(lowest), *d, low));
+            if (put4(w, {*d, *m}, false, q)) return true;
+        }
+    }
     return false;
 }
 
 bool group8(const float* w, bool lossy, uint8_t* q, float* d) {
-    float far = 0.0f;
-    for (int k = 0; k < GROUP; k++) far = std::max(far, std::fabs(w[k]));
+    float far = w[0];
+    for (int k = 1; k < GROUP; k++)
+        if (std::fabs(w[k]) > std::fabs(far)) far = w[k];
     if (lossy) {
-        *d = far / 127.0f;
+        *d = std::fabs(far) / 127.0f;
         return put8(w, *d, true, q);
     }
     for (int step : {0, 1, -1}) {
-        *d = near_half(far / 127.0f, step);
-        if (put8(w, *d, false, q)) return true;
+        for (float scale : {std::fabs(far) / 127.0f, far / -16.0f}) {
+            *d = near_half(scale, step);
+            if (put8(w, *d, false, q)) return true;
+        }
+    }
+    for (int level = 15; level > 0; level--) {  // of the far weight, where it is not the outermost
+        for (float scale : {far / float(level), far / -float(level)}) {
+            *d = near_half(scale, 0);
+            if (put8(w, *d, false, q)) return true;
+        }
     }
     return false;
 }
