@@ -15,12 +15,13 @@ from law_helpers import CASES, FullTranscript, Setup, Variant, run_references
 LLAMA = Setup("llama", "cpu", "float32", 16)
 MISTRAL = Setup("mistral", "cpu", "float32", 16)  # sliding window of 24 tokens, shorter than the prompts
 QWEN = Setup("qwen3", "cpu", "bfloat16", 16)
+MODULES = Setup("qwen3", "cpu", "bfloat16", 16, activation="relu")
 ELASTIC = Setup("qwen3", "cpu", "float32", 16, linear="torch")  # torch's linears: frames of 1 to 64 rows
 CUDA = Setup("llama", "cuda", "float32", 16, sizes=(1, 8, 16, 64))
 CUDA_BF16 = Setup("mistral", "cuda", "bfloat16", 128, compile=True, sizes=(1, 32, 128, 512))
 CUDA_QWEN = Setup("qwen3", "cuda", "bfloat16", 64, sizes=(1, 16, 64, 256))  # fused layers, norms over heads
 
-SETUPS = [LLAMA, MISTRAL, QWEN, ELASTIC, CUDA, CUDA_BF16, CUDA_QWEN]
+SETUPS = [LLAMA, MISTRAL, QWEN, MODULES, ELASTIC, CUDA, CUDA_BF16, CUDA_QWEN]
 CORE = [
     Variant(LLAMA, "none", chained=True),
     Variant(LLAMA, "jitter"),
@@ -58,6 +59,8 @@ VARIANTS = [
     Variant(MISTRAL, "decode"),
     Variant(MISTRAL, "skip"),
     Variant(QWEN, "jitter"),
+    Variant(MODULES, "jitter"),
+    Variant(MODULES, "trees", chained=True),
     Variant(ELASTIC, "none", chained=True),
     Variant(ELASTIC, "bushy"),
     Variant(ELASTIC, "skip"),

@@ -46,10 +46,12 @@ class Setup:
     compile: bool = False
     linear: str = "auto"
     sizes: tuple[int, ...] | None = None  # frame sizes; no bit depends on them
+    activation: str | None = None  # another than the family's: layers run as their modules
 
     def __str__(self) -> str:
         linear = "" if self.linear == "auto" else f"-{self.linear}"
-        return f"{self.family}-{self.device}-{self.dtype}-{self.frame_rows}{linear}"
+        activation = f"-{self.activation}" if self.activation else ""
+        return f"{self.family}-{self.device}-{self.dtype}-{self.frame_rows}{linear}{activation}"
 
     def engine(
         self,
@@ -64,7 +66,8 @@ class Setup:
         **settings: Any,
     ) -> Engine:
         """A new engine over a copy of the setup's model; `num_pages` instead of kv_memory."""
-        config = {"num_hidden_layers": 2} | (overrides or {})
+        activation = {"hidden_act": self.activation} if self.activation else {}
+        config = {"num_hidden_layers": 2} | activation | (overrides or {})
         loaded = _tiny(self.family, self.dtype, eos, tuple(sorted(config.items())))
         settings = {
             "model": f"tiny-{self.family}",

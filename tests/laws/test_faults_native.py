@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 FUSED = Setup("llama", "cpu", "float32", 16)  # layers, linear, row_stats
-MODULES = Setup("qwen3", "cpu", "bfloat16", 16)  # linear, attention, row_stats
+MODULES = Setup("qwen3", "cpu", "bfloat16", 16, activation="relu")  # linear, attention, row_stats
 NO_MEMORY, NO_MEMORY_IN_ATTENTION = 1, 16 + 1  # what the kernels return; the second only `layers`
 STRIDE = 11
 """In a run each eleventh step fails, in its first kernel call, in the next run in its second, and so on."""

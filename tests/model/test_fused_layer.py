@@ -29,6 +29,8 @@ from samewise.types import LayerSet, Sampling
 
 pytestmark = pytest.mark.skipif(not native_build.compiler_available(), reason="no C++ compiler")
 
+BF16 = torch.bfloat16
+DTYPES = [torch.float32, BF16, torch.float16]
 WIDTH, INNER, HEADS, KV_HEADS, DIM = 40, 72, 4, 2, 24  # no multiples of a vector's length
 
 
@@ -64,14 +66,15 @@ def bound_layers(family, kernel=None, *, dtype=torch.float32, coarse=False, **ov
     return list(layer_list(model, arch)[1])
 
 
-def random_inputs(num_rows, layer=None, seed=0):
+def random_inputs(num_rows, layer=None, seed=0, dtype=torch.float32):
     """Hidden states, rotary tables of random numbers, and the rows of one sequence on pages 3, 1, 4."""
     width = WIDTH if layer is None else layer.self_attn.o_proj.out_features
     dim = DIM if layer is None else layer.self_attn.binding.facts.head_dim
     if layer is not None:
         dim = int(dim * layer.self_attn.config.rope_parameters.get("partial_rotary_factor", 1))
     x, cos, sin = (
-        random_tensor(1, num_rows, size, seed=seed + i) for i, size in enumerate((width, dim, dim))
+        random_tensor(1, num_rows, size, seed=seed + i, dtype=dtype)
+        for i, size in enumerate((width, dim, dim))
     )
     lengths = torch.arange(1, num_rows + 1, dtype=torch.int32)
     pages = torch.tensor([3, 1, 4], dtype=torch.int32)
@@ -200,10 +203,11 @@ def test_bits_are_those_of_the_stated_order(shape, coarse):
             assert torch.equal(bits(run_layer(fuse_layer(layer), *inputs)), bits(expected))
 
 
-def test_row_of_a_tree_has_the_bits_of_its_path():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_row_of_a_tree_has_the_bits_of_its_path(dtype):
     """Two guesses after 18 positions: the second lies one slot further and reads itself through its tail."""
-    layer = fuse_layer(bound_layers("llama")[0])
-    x, (cos, sin), rows = random_inputs(19)
+    layer = fuse_layer(bound_layers("llama", dtype=dtype)[0])
+    x, (cos, sin), rows = random_inputs(19, dtype=dtype)
     expected = run_layer(layer, x, (cos, sin), rows)[:, 18]
 
     at = [*range(18), 0, 18]  # the first guess is another token
@@ -228,9 +232,30 @@ def test_result_equals_the_modules_up_to_rounding(shape):
         torch.testing.assert_close(run_layer(fuse_layer(layer), *inputs), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_bits_do_not_depend_on_other_rows_or_threads():
-    layer = fuse_layer(bound_layers("qwen3")[0])
-    x, (cos, sin), rows = random_inputs(33)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_result_in_16_bits_equals_the_modules_up_to_rounding(shape, dtype):
+    family, overrides = SHAPES[shape]
+    for layer in bound_layers(family, dtype=dtype, **overrides):
+        assert unfusable_reason(layer) is None
+        inputs = random_inputs(19, layer, seed=7, dtype=dtype)
+        expected, got = run_layer(layer, *inputs), run_layer(fuse_layer(layer), *inputs)
+        assert got.dtype == dtype
+        tolerance = fused_layer.CHECK_TOLERANCE[dtype]
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+def test_most_elements_in_bfloat16_are_those_of_the_modules():
+    """The kernel rounds where the modules do: only sums differ, in few last bits."""
+    layer, inputs = bound_layers("llama", dtype=BF16)[0], random_inputs(19, dtype=BF16)
+    expected, got = run_layer(layer, *inputs), run_layer(fuse_layer(layer), *inputs)
+    assert (got != expected).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_other_rows_or_threads(dtype):
+    layer = fuse_layer(bound_layers("qwen3", dtype=dtype)[0])
+    x, (cos, sin), rows = random_inputs(33, dtype=dtype)
     expected = bits(run_layer(layer, x, (cos, sin), rows))
     num_threads = torch.get_num_threads()
     try:
@@ -262,8 +287,9 @@ def test_wide_layer_on_several_threads_gives_each_row_its_own_bits():
         torch.set_num_threads(num_threads)
 
 
-def test_portable_build_gives_the_same_bits(monkeypatch):
-    layer, inputs = bound_layers("qwen3")[0], random_inputs(19)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_portable_build_gives_the_same_bits(monkeypatch, dtype):
+    layer, inputs = bound_layers("qwen3", dtype=dtype)[0], random_inputs(19, dtype=dtype)
     expected = bits(run_layer(fuse_layer(layer), *inputs))
     entry = variant_library("portable, -O1").samewise_layer
     entry.argtypes = [ctypes.POINTER(calls.Layer), ctypes.POINTER(calls.Visit)]
@@ -325,12 +351,30 @@ def test_changed_layer_runs_as_its_modules():
     [
         ("gemma", {}),
         ("llama", {"kernel": TorchKernel()}),
-        ("llama", {"dtype": torch.bfloat16}),
     ],
-    ids=["family", "attention", "dtype"],
+    ids=["family", "attention"],
 )
 def test_unsupported_layer_runs_as_its_modules(family, change):
     assert not any(unfusable_reason(layer) is None for layer in bound_layers(family, **change))
+
+
+def test_layer_of_two_dtypes_runs_as_its_modules():
+    layer, _ = bound_layers("llama", dtype=BF16)
+    layer.input_layernorm.float()
+    assert unfusable_reason(layer) == "it is in torch.bfloat16, torch.float32"
+
+
+def test_new_weights_of_norms_and_biases_are_read_again_in_bfloat16():
+    layer = bound_layers("qwen2", dtype=BF16)[0]
+    fused, inputs = fuse_layer(layer), random_inputs(5, dtype=BF16)
+    before = run_layer(fused, *inputs)
+    with torch.no_grad():
+        layer.input_layernorm.weight.mul_(2)
+        layer.self_attn.q_proj.bias.add_(1)
+    pack_linears(layer)
+    after = run_layer(fused, *inputs)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, run_layer(fuse_layer(layer), *inputs))
 
 
 def test_result_is_compared_with_the_modules():

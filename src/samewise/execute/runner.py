@@ -138,7 +138,7 @@ class Runner:
         self.fast_tokens = torch.zeros(max_fast_rows, dtype=torch.int32, device=device)
         """By row of the last fast pass: its token, for the next pass of a chain."""
         self._compiler = LayerCompiler(device)
-        self.portable = self.native and self.fused and self._use_native_modules()
+        self.portable = self.native and self.fused and dtype == torch.float32 and self._use_native_modules()
         """Whether every float operation of a frame is a native kernel's: no bit depends on the machine."""
         self._by_layer = (
             self._compiler.compile_model(self.model, arch)

@@ -1,9 +1,12 @@
 """A decoder layer as one call of the CPU's kernels (``kernels/native/layer.cpp``).
 
-On a CPU, calling the small operators between a layer's products costs more than computing them. A layer in
-float32 over native linears and attention is therefore run as one call. Its parts are read from its modules
+On a CPU, calling the small operators between a layer's products costs more than computing them. A layer over
+native linears and attention is therefore run as one call. Its parts are read from its modules
 (``layer_parts.py``), and its result is compared with its modules' before the call is used; any other layer
 runs as its modules. Families are listed here: the comparison is on a few rows only.
+
+The kernel's numbers are float32. In bfloat16 and float16 it rounds them to the dtype where modules would, and
+is given copies in float32 of what is small: the pass's input, rotary tables, biases and the weights of norms.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from samewise.kernels.attention.native import raise_if_failed as raise_for_atten
 from samewise.kernels.linear.packed import PackedWeight
 from samewise.kernels.linear.packed import raise_if_failed as raise_for_linear
 from samewise.kernels.native import build as native_build
-from samewise.kernels.native.calls import Layer, Norm, Side, Visit
+from samewise.kernels.native.calls import DTYPE_CODES, Layer, Norm, Side, Visit
 from samewise.model.activation import FrameActivation
 from samewise.model.attention_binding import AttentionBinding
 from samewise.model.layer_parts import (
@@ -51,7 +54,8 @@ NATIVE_FAMILIES = FAMILIES | {"gemma3", "granite", "olmo2", "phi3", "smollm3"}
 MAX_HEAD_DIM = 512  # elements; the kernel's buffer for rotating one head
 SILU = (nn.SiLU, type(ACT2FN["silu"]))
 CHECK_ROWS = 5  # rows a layer is compared on with its modules
-CHECK_TOLERANCE = 1e-4  # of the largest element: above the rounding between two orders of summation
+CHECK_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Of the largest element: above the rounding between two orders of summation."""
 
 
 @functools.cache
@@ -70,17 +74,19 @@ class FusedForward:
         self._layer = layer
         self._attention, self._mlp, self.width = attention, mlp, _width(layer)
         self._held = [weight.detach() for weight in layer.parameters()]
+        self._copies: list[torch.Tensor] = []
+        self.dtype = self._held[0].dtype
         self._linears: list[FrameLinear] = []
         self._packed: list[PackedWeight | None] = []
         self._entry, self._parallel = _entry(), native_build.gomp_parallel()
         self.head_dim = self.rotary = 0  # without attention
-        self._fields = fields = Layer(width=self.width, share=added_share(layer))
+        self._fields = fields = Layer(
+            width=self.width, share=added_share(layer), dtype=DTYPE_CODES[self.dtype]
+        )
         if attention:
             binding: AttentionBinding = layer.self_attn.binding
             self._kv, facts = binding.kv, binding.facts  # kept: the module may be bound anew
             self.head_dim = facts.head_dim
-            fields.first, fields.after_attention = _norm(attention.before), _norm(attention.after)
-            fields.q_norm, fields.k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
             fields.over_heads, fields.rotary = attention.over_heads, attention.rotary
             self.rotary = attention.rotary
             fields.k_pages, fields.v_pages = binding.kv.k.data_ptr(), binding.kv.v.data_ptr()
@@ -88,7 +94,6 @@ class FusedForward:
             fields.heads, fields.kv_heads = facts.num_heads, facts.num_kv_heads
             fields.dim, fields.scale = facts.head_dim, layer.self_attn.scaling
         if mlp:
-            fields.second, fields.after_mlp = _norm(mlp.before), _norm(mlp.after)
             fields.inner, fields.activation = mlp.down.in_features, activation_code(mlp.activation)
         self._read_weights()
 
@@ -105,7 +110,7 @@ class FusedForward:
         x, visit, y = self.visit(hidden_states, position_embeddings, rows)
         self.raise_if_failed(self._entry(fields, visit))
         del x  # its address is in `visit`
-        return y
+        return y.to(self.dtype)
 
     def fields(self) -> Layer:
         """What the kernel is told of the layer."""
@@ -118,10 +123,9 @@ class FusedForward:
     def visit(
         self, hidden_states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], rows: Rows
     ) -> tuple[tuple[torch.Tensor, ...], Visit, torch.Tensor]:
-        """What the kernel is told of a pass: tensors to keep alive, their addresses, the output's tensor."""
-        x = hidden_states.contiguous()
-        cos, sin = (table.contiguous() for table in angles)
-        self._check(x, cos, sin, rows)
+        """What the kernel is told of a pass: tensors to keep alive, their addresses, the float32 output."""
+        self._check(hidden_states, *angles, rows)
+        x, cos, sin = (tensor.float().contiguous() for tensor in (hidden_states, *angles))
         y = torch.empty_like(x)
         visit = Visit(
             *(tensor.data_ptr() for tensor in (x, cos, sin, y)),
@@ -137,16 +141,46 @@ class FusedForward:
             raise_for_linear(status) if status < 16 else raise_for_attention(status - 16)
 
     def _read_weights(self) -> None:
-        """Take the addresses of the packed weights."""
-        attention, mlp = self._attention, self._mlp
+        """Take the addresses of the weights."""
+        attention, mlp, fields = self._attention, self._mlp, self._fields
+        self._copies = []
         self._linears = _linears_of(attention, mlp)
         self._packed = [linear.packed for linear in self._linears]
         if attention:
-            self._fields.qkv = _side(attention.qkv)
-            self._fields.o = _side([attention.o])
+            fields.qkv, fields.o = self._side(attention.qkv), self._side([attention.o])
+            fields.first, fields.after_attention = self._norm(attention.before), self._norm(attention.after)
+            fields.q_norm, fields.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
         if mlp:
-            self._fields.gate_up = _side(mlp.gate_up)
-            self._fields.down = _side([mlp.down])
+            fields.gate_up, fields.down = self._side(mlp.gate_up), self._side([mlp.down])
+            fields.second, fields.after_mlp = self._norm(mlp.before), self._norm(mlp.after)
+
+    def _in_float32(self, tensor: torch.Tensor) -> int:
+        """The address of the tensor, or of a copy of it in float32."""
+        values = tensor.detach().float()
+        self._copies.append(values)
+        return values.data_ptr()
+
+    def _norm(self, module: Any) -> Norm:
+        if module is None:
+            return Norm(None, 0.0)
+        return Norm(self._in_float32(module.weight), norm_epsilon(module), adds_one(module))
+
+    def _side(self, linears: Sequence[FrameLinear]) -> Side:
+        """Linears given the same input: one product where they are packed as one."""
+        side = Side()
+        products: list[tuple[PackedWeight, torch.Tensor | None]] = []
+        for linear in linears:
+            if type(linear) is not FrameLinear or linear.packed is None:
+                raise GuaranteeLost(f"a fused layer had its {linear} replaced; build a new engine")
+            if linear.merged is None:
+                products.append((linear.packed, linear.bias))
+            elif linear is linears[0]:
+                products.append((linear.packed, linear.merged[0].bias))
+        for i, (packed, bias) in enumerate(products):
+            side.weights[i] = ctypes.addressof(packed.weights)
+            side.bias[i] = None if bias is None else self._in_float32(bias)
+        side.count = len(products)
+        return side
 
     def _check(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: Rows) -> None:
         """Raise unless shapes and dtypes are the kernel's. Page numbers and slots it checks itself."""
@@ -154,9 +188,9 @@ class FusedForward:
         angles = (1, num_rows, self.rotary) if self.rotary else cos.shape
         if (
             x.shape != (1, num_rows, self.width)
-            or x.dtype != torch.float32
+            or x.dtype != self.dtype
             or not cos.shape == sin.shape == angles
-            or not cos.dtype == sin.dtype == torch.float32
+            or not cos.dtype == sin.dtype == self.dtype
             or any(table.shape[0] != num_rows for table in rows[: NUM_TABLES - 1])
             or not all(table.dtype == torch.int32 and table.is_contiguous() for table in rows[:NUM_TABLES])
         ):
@@ -164,33 +198,9 @@ class FusedForward:
             raise InvariantBroken(f"a fused layer of width {self.width} was given {shapes}")
 
 
-def _norm(module: Any) -> Norm:
-    if module is None:
-        return Norm(None, 0.0)
-    return Norm(module.weight.data_ptr(), norm_epsilon(module), adds_one(module))
-
-
 def _linears_of(attention: AttentionParts | None, mlp: MLPParts | None) -> list[FrameLinear]:
     linears = [] if attention is None else [*attention.qkv, attention.o]
     return linears if mlp is None else [*linears, *mlp.gate_up, mlp.down]
-
-
-def _side(linears: Sequence[FrameLinear]) -> Side:
-    """Linears given the same input: one product where they are packed as one."""
-    side = Side()
-    products: list[tuple[PackedWeight, torch.Tensor | None]] = []
-    for linear in linears:
-        if type(linear) is not FrameLinear or linear.packed is None:
-            raise GuaranteeLost(f"a fused layer had its {linear} replaced; build a new engine")
-        if linear.merged is None:
-            products.append((linear.packed, linear.bias))
-        elif linear is linears[0]:
-            products.append((linear.packed, linear.merged[0].bias))
-    for i, (packed, bias) in enumerate(products):
-        side.weights[i] = ctypes.addressof(packed.weights)
-        side.bias[i] = None if bias is None else bias.data_ptr()
-    side.count = len(products)
-    return side
 
 
 def _width(layer: Any) -> int:
@@ -223,8 +233,9 @@ def _other_parts_reason(layer: Any) -> str | None:
     attention, mlp = attention_parts(layer), mlp_parts(layer)
     assert attention is not None  # the layer is whole
     assert mlp is not None
-    if any(weight.dtype != torch.float32 for weight in layer.parameters()):
-        return "it is not in float32"
+    dtypes = {weight.dtype for weight in layer.parameters()}
+    if len(dtypes) > 1 or not dtypes <= DTYPE_CODES.keys():
+        return f"it is in {', '.join(sorted(map(str, dtypes)))}"
     binding: AttentionBinding = layer.self_attn.binding
     if not isinstance(binding.kernel, NativeKernel):
         return "attention is not native"
@@ -258,8 +269,10 @@ def _agrees(layer: nn.Module, fused: nn.Module) -> bool:
     generator = torch.Generator("cpu").manual_seed(0)
     # dtype and device are explicit: the process may have other defaults.
     floats: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    dtype = next(layer.parameters()).dtype
     x, cos, sin = (
-        torch.randn(1, CHECK_ROWS, size, generator=generator, **floats) for size in (_width(layer), dim, dim)
+        torch.randn(1, CHECK_ROWS, size, generator=generator, **floats).to(dtype)
+        for size in (_width(layer), dim, dim)
     )
     ints: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}
     lengths, pages = torch.arange(1, CHECK_ROWS + 1, **ints), torch.ones(1, **ints)
@@ -267,8 +280,8 @@ def _agrees(layer: nn.Module, fused: nn.Module) -> bool:
     zeros = torch.zeros_like(lengths)
     rows = Rows(lengths, PAGE + lengths - 1, zeros, lengths, zeros, pages, empty, empty)
     inputs: dict[str, Any] = {"position_embeddings": (cos, sin), "rows": rows, "attention_mask": None}
-    one, other = layer(x, **inputs) - x, fused(x, **inputs) - x
-    return bool((one - other).abs().max() <= CHECK_TOLERANCE * one.abs().max() + 1e-6)
+    one, other = (module(x, **inputs).float() - x for module in (layer, fused))
+    return bool((one - other).abs().max() <= CHECK_TOLERANCE[dtype] * one.abs().max() + 1e-6)
 
 
 __all__ = [

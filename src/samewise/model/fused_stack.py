@@ -57,7 +57,7 @@ class StackedForward:
         x, visit, y = self.layers[0].visit(hidden_states, position_embeddings, rows)
         FusedForward.raise_if_failed(self._entry(self._fields, len(self.layers), visit))
         del x  # its address is in `visit`
-        return y
+        return y.to(self.layers[0].dtype)
 
     def _read_weights(self) -> None:
         for i, layer in enumerate(self.layers):
@@ -83,7 +83,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...] | None:
     family = type(layer).__module__.split(".")[2:3]
     if type(forward) is not FusedForward or not STACKED_FAMILIES.issuperset(family):
         return None
-    return type(layer), forward.width, forward.head_dim, forward.rotary
+    return type(layer), forward.dtype, forward.width, forward.head_dim, forward.rotary
 
 
 __all__ = ["STACKED_FAMILIES", "StackedForward", "stack_layers"]

@@ -149,21 +149,24 @@ void in_blocks(int n, F f) {
 
 // ---------------------------------------------------------------- one tile
 
-template <class T>
+// T: the type of pages. Io: that of Q, K, V and the result, T or float32, whose values T can hold.
+template <class T, class Io>
 class Attention {
   public:
     using Stored = typename T::Stored;
+    using Given = typename Io::Stored;
     Attention(const Call& call, int64_t out_row) : c(call), group(call.heads / call.kv_heads), out_row(out_row) {}
 
     // Every row's K and V to its slot. One worker owns a head, so rows that share the trash page do not race.
     void write(int64_t head) const {
-        auto *k = static_cast<const Stored*>(c.k) + head * c.k_head;
-        auto *v = static_cast<const Stored*>(c.v) + head * c.v_head;
+        auto *k = static_cast<const Given*>(c.k) + head * c.k_head;
+        auto *v = static_cast<const Given*>(c.v) + head * c.v_head;
         for (int64_t row = 0; row < c.rows; row++) {
             int64_t page = c.slots[row] / PAGE, at = c.slots[row] % PAGE;
             Stored* keys = k_page(page, head) + at;
-            for (int64_t d = 0; d < c.dim; d++) keys[d * PAGE] = k[row * c.k_row + d];
-            std::memcpy(v_page(page, head) + at * c.dim, v + row * c.v_row, sizeof(Stored) * c.dim);
+            for (int64_t d = 0; d < c.dim; d++) keys[d * PAGE] = converted<Io, T>(k[row * c.k_row + d]);
+            Stored* values = v_page(page, head) + at * c.dim;
+            for (int64_t d = 0; d < c.dim; d++) values[d] = converted<Io, T>(v[row * c.v_row + d]);
         }
     }
 
@@ -175,8 +178,8 @@ class Attention {
         for (int i = 0; i < n; i++) {
             int64_t row = row_of(t, i);
             queries[i] = {keys_of(c, row), tail_of(c, row)};
-            auto* x = static_cast<const Stored*>(c.q) + row * c.q_row + query_head(t, head, i) * c.q_head;
-            for (int64_t d = 0; d < c.dim; d++) q[i * c.dim + d] = T::widen(x[d]);
+            auto* x = static_cast<const Given*>(c.q) + row * c.q_row + query_head(t, head, i) * c.q_head;
+            for (int64_t d = 0; d < c.dim; d++) q[i * c.dim + d] = Io::widen(x[d]);
         }
         std::fill_n(top, n * PAGE, -__builtin_inff());
         std::fill_n(sum, n * PAGE, 0.0f);
@@ -226,9 +229,8 @@ class Attention {
         }
         for (int i = 0; i < n; i++) {
             float total = fold_sum(sum + i * PAGE);
-            auto* out = static_cast<Stored*>(c.out) +
-                        row_of(t, i) * out_row + query_head(t, head, i) * c.dim;
-            for (int64_t d = 0; d < c.dim; d++) out[d] = T::narrow(acc[i * c.dim + d] / total);
+            auto* out = static_cast<Given*>(c.out) + row_of(t, i) * out_row + query_head(t, head, i) * c.dim;
+            for (int64_t d = 0; d < c.dim; d++) out[d] = converted<T, Io>(T::narrow(acc[i * c.dim + d] / total));
         }
     }
 
@@ -458,7 +460,7 @@ Result run(const Call& c) {
     const bool few = plan.work < SMALL;
     in_region(c.parallel, few && few_stores ? 1 : c.threads, 3, [&](Team team) {
         team.run(1, true, [&](int64_t) { samewise::clear_empty_rows(c, plan); });
-        team.run(c.kv_heads, few_stores, [&](int64_t head) { samewise::write_head(c, head); });
+        team.run(c.kv_heads, few_stores, [&](int64_t head) { samewise::write_head(c, plan, head); });
         team.run(plan.num_tasks(c), few, [&](int64_t task) {
             samewise::attend_task(c, plan, task, room + team.worker * plan.room_len);
         });
@@ -466,13 +468,14 @@ Result run(const Call& c) {
     return DONE;
 }
 
-// f(type) for the call's type of elements.
+// f(type of pages, type of Q, K, V and the result)
 template <class F>
-void with_type(const Call& c, F f) {
+void with_types(const Call& c, const AttentionPlan& plan, F f) {
+    auto both = [&](auto type) { plan.floats ? f(type, Float32{}) : f(type, type); };
     switch (c.dtype) {
-        case 0: f(Float32{}); break;
-        case 1: f(BFloat16{}); break;
-        default: f(Float16{}); break;
+        case 0: f(Float32{}, Float32{}); break;
+        case 1: both(BFloat16{}); break;
+        default: both(Float16{}); break;
     }
 }
 
@@ -483,7 +486,7 @@ int samewise::plan_attention(const Call& c, AttentionPlan& plan) {
     const std::vector<Range> runs = runs_of(c);
     if (Result bad = check(c, runs)) return bad;
     plan.tiles = tiles_of(c, runs);
-    plan.out_row = c.heads * c.dim, plan.room_len = plan.work = 0;
+    plan.out_row = c.heads * c.dim, plan.room_len = plan.work = 0, plan.floats = false;
     for (const Tile& t : plan.tiles) {
         plan.room_len = std::max(plan.room_len, scratch_len(c, t));
         plan.work += (t.end - t.begin) * (t.end_page - t.first_page) * 2 * PAGE * c.dim * c.kv_heads;
@@ -492,18 +495,19 @@ int samewise::plan_attention(const Call& c, AttentionPlan& plan) {
     return DONE;
 }
 
-void samewise::write_head(const Call& c, int64_t head) {
-    with_type(c, [&](auto type) { Attention<decltype(type)>(c, 0).write(head); });
+void samewise::write_head(const Call& c, const AttentionPlan& plan, int64_t head) {
+    with_types(c, plan, [&](auto type, auto given) { Attention<decltype(type), decltype(given)>(c, 0).write(head); });
 }
 
 void samewise::attend_task(const Call& c, const AttentionPlan& plan, int64_t task, float* room) {
-    with_type(c, [&](auto type) {
-        Attention<decltype(type)>(c, plan.out_row).attend(plan.tiles[task / c.kv_heads], task % c.kv_heads, room);
+    with_types(c, plan, [&](auto type, auto given) {
+        const Attention<decltype(type), decltype(given)> attention(c, plan.out_row);
+        attention.attend(plan.tiles[task / c.kv_heads], task % c.kv_heads, room);
     });
 }
 
 void samewise::clear_empty_rows(const Call& c, const AttentionPlan& plan) {
-    const int64_t item = c.dtype == 0 ? 4 : 2;
+    const int64_t item = c.dtype == 0 || plan.floats ? 4 : 2;
     for (int64_t row = 0; row < c.rows; row++)
         if (c.lengths[row] <= 0)
             std::memset(static_cast<char*>(c.out) + row * plan.out_row * item, 0, item * c.heads * c.dim);

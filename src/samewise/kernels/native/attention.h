@@ -18,6 +18,7 @@ struct AttentionPlan {
     int64_t out_row;   // floats from a row of `out` to the next
     int64_t room_len;  // floats a worker needs
     int64_t work;      // multiply-adds
+    bool floats;       // whether Q, K, V and the result are float32, also where pages hold less
     int64_t num_tasks(const Call& c) const { return int64_t(tiles.size()) * c.kv_heads; }
 };
 
@@ -25,7 +26,7 @@ struct AttentionPlan {
 int plan_attention(const Call& c, AttentionPlan& plan);
 
 // Every row's K and V of one head to its slot. One worker owns a head: rows that share the trash page do not race.
-void write_head(const Call& c, int64_t head);
+void write_head(const Call& c, const AttentionPlan& plan, int64_t head);
 
 // One task; K and V of its rows are written.
 void attend_task(const Call& c, const AttentionPlan& plan, int64_t task, float* room);

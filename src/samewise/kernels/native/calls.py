@@ -68,6 +68,7 @@ class Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k_pages", "v_pages")),
         *((name, ctypes.c_int64) for name in ("num_pages", "heads", "kv_heads", "dim", "window")),
         *((name, ctypes.c_int64) for name in ("width", "inner", "rotary", "over_heads", "activation")),
+        ("dtype", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "share")),
     )
 

@@ -284,6 +284,17 @@ struct Float16 {
     }
 };
 
+// An element of one type as one of another: as it is where they are the same.
+template <class From, class To>
+INLINE typename To::Stored converted(typename From::Stored x) {
+    if constexpr (std::is_same_v<From, To>) return x;
+    else return To::narrow(From::widen(x));
+}
+
+// The float32 value that an element of T would hold.
+template <class T>
+INLINE float rounded(float x) { return T::widen(T::narrow(x)); }
+
 template <class T>
 const float* widened(const typename T::Stored* x, int64_t n, float* room) {
     if constexpr (std::is_same_v<T, Float32>) return x;

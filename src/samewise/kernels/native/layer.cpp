@@ -10,6 +10,10 @@
 //                for s < 0; s = g for SiLU, and 1.5957691 * (g + 0.044715 * ((g * g) * g)) for GELU by tanh
 //   stream     = x + y * share
 //
+// In bfloat16 and float16 each result is rounded to the type where modules would round it: every product and sum of
+// `rotate`, w and what it multiplies in `norm` (once where 1 is added to w), the two factors and the product of `gate`,
+// linears after their bias, y * share, the stream. Sums and functions are binary32 as above.
+//
 // A family may go without a norm, norm what it adds to the stream, norm queries and keys over all heads together,
 // add 1 to the weights of its norms first, or turn the first elements of a head alone, or none.
 //
@@ -37,6 +41,7 @@ constexpr int64_t ALONE = 4;         // rows whose norms and gates every thread 
 constexpr int64_t SMALL = 100'000;   // multiply-adds of a pass not worth waking another thread for
 constexpr int64_t MAX_PHASES = 13;   // of a layer
 
+template <class T>
 void norm(const Norm& by, const float* x, int64_t n, float* y) {
     Lanes sum = splat(0.0f);
     int64_t k = 0;
@@ -48,41 +53,45 @@ void norm(const Norm& by, const float* x, int64_t n, float* y) {
     }
     const float by_root = 1.0f / std::sqrt(fold(sum) / float(n) + by.eps);
     if (by.plus_one) {
-        for (k = 0; k < n; k++) y[k] = (1.0f + by.weight[k]) * (x[k] * by_root);
+        for (k = 0; k < n; k++) y[k] = rounded<T>((1.0f + by.weight[k]) * (x[k] * by_root));
     } else {
-        for (k = 0; k < n; k++) y[k] = by.weight[k] * (x[k] * by_root);
+        for (k = 0; k < n; k++) y[k] = rounded<T>(by.weight[k] * rounded<T>(x[k] * by_root));
     }
 }
 
+template <class T>
 void norm_or_copy(const Norm& by, const float* x, int64_t n, float* y) {
     if (by.weight == nullptr)
         std::copy(x, x + n, y);
     else
-        norm(by, x, n, y);
+        norm<T>(by, x, n, y);
 }
 
+template <class T>
 void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
     const int64_t half = dim / 2;
     float turned[512];
     for (int64_t d = 0; d < half; d++) {
-        turned[d] = x[d] * cos[d] + -x[d + half] * sin[d];
-        turned[d + half] = x[d + half] * cos[d + half] + x[d] * sin[d + half];
+        turned[d] = rounded<T>(rounded<T>(x[d] * cos[d]) + rounded<T>(-x[d + half] * sin[d]));
+        turned[d + half] = rounded<T>(rounded<T>(x[d + half] * cos[d + half]) + rounded<T>(x[d] * sin[d + half]));
     }
     std::memcpy(x, turned, sizeof(float) * dim);
 }
 
+template <class T>
 inline float gate(float g, float s, float u) {
     float e = exp_below(s < 0.0f ? s : -s);
     float share = (s < 0.0f ? e : 1.0f) / (1.0f + e);
-    return g * share * u;
+    return rounded<T>(rounded<T>(g * share) * u);
 }
 
+template <class T>
 void gate_row(const Layer& l, const float* g, const float* u, float* y) {
     if (l.activation == GELU_TANH) {
         for (int64_t k = 0; k < l.inner; k++)
-            y[k] = gate(g[k], 1.59576912f * (g[k] + 0.044715f * (g[k] * g[k] * g[k])), u[k]);
+            y[k] = gate<T>(g[k], 1.59576912f * (g[k] + 0.044715f * (g[k] * g[k] * g[k])), u[k]);
     } else {
-        for (int64_t k = 0; k < l.inner; k++) y[k] = gate(g[k], g[k], u[k]);
+        for (int64_t k = 0; k < l.inner; k++) y[k] = gate<T>(g[k], g[k], u[k]);
     }
 }
 
@@ -121,7 +130,7 @@ Call attention_call(const Layer& l, const Visit& v) {
             v.lengths, v.slots, v.page_start, v.tail_start, v.tail, v.pages,
             v.rows, v.listed_pages, l.num_pages, l.heads, l.kv_heads, l.dim,
             all, l.dim, all, l.dim, all, l.dim,
-            l.window, F32, v.threads, v.parallel, l.scale};
+            l.window, l.dtype, v.threads, v.parallel, l.scale};
 }
 
 bool cut_alike(const Layer& a, const Layer& b) {
@@ -129,7 +138,8 @@ bool cut_alike(const Layer& a, const Layer& b) {
            a.num_pages == b.num_pages;
 }
 
-// One thread's way through a pass.
+// One thread's way through a pass of layers of type T.
+template <class T>
 class Pass {
   public:
     Pass(const Visit& visit, const Room& room, Team& team) : v(visit), room(room), team(team) {}
@@ -144,17 +154,17 @@ class Pass {
         call.q = qkv.data, call.k = qkv.data + of_q, call.v = qkv.data + of_q + of_k, call.out = seen.data;
 
         own = linears(l.qkv, normed, own,
-                      [&](Rows to, int64_t r) { norm_or_copy(l.first, x + r * l.width, l.width, to.row(r)); },
+                      [&](Rows to, int64_t r) { norm_or_copy<T>(l.first, x + r * l.width, l.width, to.row(r)); },
                       [&](int64_t r, int64_t n, float sum) { qkv.row(r)[n] = sum; });
         if (l.over_heads) norm_all_heads(l, qkv);
         team.run(l.heads + l.kv_heads, v.rows * all < SMALL / 16, [&](int64_t h) {
             const Norm& by = h < l.heads ? l.q_norm : l.k_norm;
             for (int64_t r = 0; r < v.rows; r++) {
                 float* head = qkv.row(r) + h * l.dim;
-                if (by.weight != nullptr && !l.over_heads) norm(by, head, l.dim, head);
-                rotate(head, v.cos + r * l.rotary, v.sin + r * l.rotary, l.rotary);
+                if (by.weight != nullptr && !l.over_heads) norm<T>(by, head, l.dim, head);
+                rotate<T>(head, v.cos + r * l.rotary, v.sin + r * l.rotary, l.rotary);
             }
-            if (h >= l.heads) samewise::write_head(call, h - l.heads);
+            if (h >= l.heads) samewise::write_head(call, plan, h - l.heads);
             if (h == 0) {
                 samewise::clear_empty_rows(call, plan);
                 for (int64_t r = 0; r < v.rows; r++) seen.end_with_zeros(r);
@@ -172,11 +182,11 @@ class Pass {
         Rows both{normed.data + v.rows * normed.stride, 2 * l.inner, 2 * l.inner};
         Rows gated{both.data + v.rows * both.stride, l.inner, whole_lanes(l.inner)};
         linears(l.gate_up, normed, room.own(team.worker),
-                [&](Rows to, int64_t r) { norm_or_copy(l.second, x + r * l.width, l.width, to.row(r)); },
+                [&](Rows to, int64_t r) { norm_or_copy<T>(l.second, x + r * l.width, l.width, to.row(r)); },
                 [&](int64_t r, int64_t n, float sum) { both.row(r)[n] = sum; });
         add_to_stream(l, l.after_mlp, x, [&](auto take) {
             linears(l.down, gated, room.own(team.worker),
-                    [&](Rows to, int64_t r) { gate_row(l, both.row(r), both.row(r) + l.inner, to.row(r)); }, take);
+                    [&](Rows to, int64_t r) { gate_row<T>(l, both.row(r), both.row(r) + l.inner, to.row(r)); }, take);
         });
     }
 
@@ -205,8 +215,8 @@ class Pass {
     void norm_all_heads(const Layer& l, Rows qkv) {
         const int64_t of_q = l.heads * l.dim, of_k = l.kv_heads * l.dim;
         team.run(v.rows, v.rows * qkv.len < SMALL / 16, [&](int64_t r) {
-            norm(l.q_norm, qkv.row(r), of_q, qkv.row(r));
-            norm(l.k_norm, qkv.row(r) + of_q, of_k, qkv.row(r) + of_q);
+            norm<T>(l.q_norm, qkv.row(r), of_q, qkv.row(r));
+            norm<T>(l.k_norm, qkv.row(r) + of_q, of_k, qkv.row(r) + of_q);
         });
     }
 
@@ -215,15 +225,16 @@ class Pass {
     void add_to_stream(const Layer& l, const Norm& after, const float* x, Compute compute) {
         if (after.weight == nullptr) {
             compute([&](int64_t r, int64_t n, float sum) {
-                v.y[r * l.width + n] = x[r * l.width + n] + sum * l.share;
+                v.y[r * l.width + n] = rounded<T>(x[r * l.width + n] + rounded<T>(sum * l.share));
             });
             return;
         }
         Rows added{room.shared(), l.width, whole_lanes(l.width)};  // where `normed` was, which is no longer needed
         compute([&](int64_t r, int64_t n, float sum) { added.row(r)[n] = sum; });
         team.run(v.rows, v.rows * l.width < SMALL / 16, [&](int64_t r) {
-            norm(after, added.row(r), l.width, added.row(r));
-            for (int64_t k = 0; k < l.width; k++) v.y[r * l.width + k] = x[r * l.width + k] + added.row(r)[k] * l.share;
+            norm<T>(after, added.row(r), l.width, added.row(r));
+            for (int64_t k = 0; k < l.width; k++)
+                v.y[r * l.width + k] = rounded<T>(x[r * l.width + k] + rounded<T>(added.row(r)[k] * l.share));
         });
     }
 
@@ -243,7 +254,7 @@ class Pass {
             for (int64_t r = 0; r < v.rows; r++)
                 for (int64_t n = 0; n < count; n++) {
                     const float sum = sums[r * STRIP + n];
-                    take(r, first + from + n, bias == nullptr ? sum : sum + bias[from + n]);
+                    take(r, first + from + n, rounded<T>(bias == nullptr ? sum : sum + bias[from + n]));
                 }
         });
     }
@@ -271,6 +282,7 @@ struct Plans {
                     all.push_back(std::make_unique<AttentionPlan>());
                     if (int bad = samewise::plan_attention(attention_call(l, v), *all.back())) return 16 + bad;
                     all.back()->out_row = seen;
+                    all.back()->floats = true;
                     plan = all.back().get();
                 }
                 attend = std::max(attend, plan->room_len);
@@ -281,7 +293,7 @@ struct Plans {
             of_layer.push_back(plan);
             room.shared_len = std::max(room.shared_len, v.rows * shared);
             for (const Side* side : {&l.qkv, &l.o, &l.gate_up, &l.down}) {
-                if (!known_forms(*side)) return 2;
+                if (!known_forms(*side) || l.dtype != layers[0]->dtype) return 2;
                 products = std::max(products, v.rows * STRIP + strip_room_of(*side, v.rows));
                 for (int64_t k = 0; k < side->count; k++)
                     work += side->weights[k]->outputs * side->weights[k]->inputs * std::min<int64_t>(v.rows, 8);
@@ -294,6 +306,16 @@ struct Plans {
     }
 };
 
+template <class T>
+void run(const Layer* const* layers, int64_t count, const Visit& v, const Plans& plans, Team& team) {
+    Pass<T> pass(v, plans.room, team);
+    const float* x = v.x;
+    for (int64_t i = 0; i < count; i++) {
+        if (const AttentionPlan* plan = plans.of_layer[i]) pass.attention(*layers[i], *plan, x), x = v.y;
+        if (layers[i]->down.count) pass.mlp(*layers[i], x), x = v.y;
+    }
+}
+
 }  // namespace
 
 // `count` layers one after the other; y may be x. 0, or what a linear answered, or 16 and what attention answered.
@@ -305,11 +327,10 @@ extern "C" int samewise_layers(const Layer* const* layers, int64_t count, const 
         const int64_t threads = plans.work < SMALL ? 1 : v.threads;
         plans.room.data = scratch(plans.room.shared_len + threads * plans.room.own_len);
         in_region(v.parallel, threads, count * MAX_PHASES, [&](Team team) {
-            Pass pass(v, plans.room, team);
-            const float* x = v.x;
-            for (int64_t i = 0; i < count; i++) {
-                if (const AttentionPlan* plan = plans.of_layer[i]) pass.attention(*layers[i], *plan, x), x = v.y;
-                if (layers[i]->down.count) pass.mlp(*layers[i], x), x = v.y;
+            switch (layers[0]->dtype) {
+                case F32: run<Float32>(layers, count, v, plans, team); break;
+                case BF16: run<BFloat16>(layers, count, v, plans, team); break;
+                default: run<Float16>(layers, count, v, plans, team); break;
             }
         });
         return 0;
@@ -322,6 +343,6 @@ extern "C" int samewise_layer(const Layer* layer, const Visit* visit) { return s
 
 extern "C" int samewise_norm(const Norm* by, const float* x, int64_t rows, int64_t width, float* y) {
     DefaultArithmetic arithmetic;
-    for (int64_t row = 0; row < rows; row++) norm(*by, x + row * width, width, y + row * width);
+    for (int64_t row = 0; row < rows; row++) norm<Float32>(*by, x + row * width, width, y + row * width);
     return 0;
 }
