@@ -124,6 +124,11 @@ def test_k_quants_of_four_bits_are_stored_in_four_bits_with_scales_of_32():
     assert packed.num_bytes == 24 * 256 * 0.75
 
 
+def test_infinite_weights_are_not_put_on_a_grid():
+    weight = torch.full((8, 64), torch.inf)
+    assert linear.pack(weight).form == "bfloat16"
+
+
 def test_a_signed_four_bit_grid_is_stored_in_four_bits():
     levels = torch.randint(0, 16, (6, 64), generator=torch.Generator().manual_seed(1))
     levels[:, ::32] = 0

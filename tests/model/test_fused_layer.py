@@ -24,7 +24,7 @@ from samewise.model.attention_binding import ATTENTION, bind_attention
 from samewise.model.fused_layer import fuse_layer, unfusable_reason
 from samewise.model.linear import pack_linears
 from samewise.model.load import wrap_modules
-from samewise.testing import submit, tiny, tiny_engine
+from samewise.testing import FAMILIES, run, submit, tiny, tiny_engine
 from samewise.types import LayerSet, Sampling
 
 pytestmark = pytest.mark.skipif(not native_build.compiler_available(), reason="no C++ compiler")
@@ -233,23 +233,27 @@ def test_result_equals_the_modules_up_to_rounding(shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_result_in_16_bits_equals_the_modules_up_to_rounding(shape, dtype):
+@pytest.mark.parametrize("shape", [name for name, (family, _) in SHAPES.items() if family != "olmo2"])
+def test_most_elements_in_16_bits_are_those_of_the_modules(shape, dtype):
+    """The kernel rounds where the modules do: only sums differ, in few last bits, which later rows may read."""
     family, overrides = SHAPES[shape]
     for layer in bound_layers(family, dtype=dtype, **overrides):
         assert unfusable_reason(layer) is None
         inputs = random_inputs(19, layer, seed=7, dtype=dtype)
         expected, got = run_layer(layer, *inputs), run_layer(fuse_layer(layer), *inputs)
         assert got.dtype == dtype
+        assert (got != expected).float().mean() < 0.3
         tolerance = fused_layer.CHECK_TOLERANCE[dtype]
         torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
-def test_most_elements_in_bfloat16_are_those_of_the_modules():
-    """The kernel rounds where the modules do: only sums differ, in few last bits."""
-    layer, inputs = bound_layers("llama", dtype=BF16)[0], random_inputs(19, dtype=BF16)
-    expected, got = run_layer(layer, *inputs), run_layer(fuse_layer(layer), *inputs)
-    assert (got != expected).float().mean() < 0.05
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers_in_16_bits(family, dtype):
+    engine = tiny_engine(family, dtype=dtype)
+    assert engine.runner.layers_name == ("modules" if family == "olmo2" else "native")
+    (transcript,) = run(engine, [([5, 6, 7], Sampling(), 3)])
+    assert len(transcript.tokens) == 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -413,7 +413,7 @@ void cut(const Call& c, Range run, int64_t size, std::vector<Tile>& tiles) {
     }
 }
 
-// Tiles as large as still leave every thread a few, or, of few queries, as many as the others.
+// Tiles as large as still leave every thread a few tasks, or equally many where there are few queries.
 std::vector<Tile> tiles_of(const Call& c, const std::vector<Range>& runs) {
     std::vector<Tile> tiles;
     for (int64_t size = MAX_QUERIES;; size /= 2) {

@@ -15,7 +15,7 @@ struct Tile { int64_t row, begin, end, first_page, end_page, shared; };
 // How a call is cut up. It depends on the rows, their tables and the window, not on Q, K and V.
 struct AttentionPlan {
     std::vector<Tile> tiles;
-    int64_t out_row;   // floats from a row of `out` to the next
+    int64_t out_row;   // elements from a row of `out` to the next
     int64_t room_len;  // floats a worker needs
     int64_t work;      // multiply-adds
     bool floats;       // whether Q, K, V and the result are float32, also where pages hold less

@@ -52,7 +52,7 @@ extern "C" struct Layer {  // mirrored by `Layer`
     void *k_pages, *v_pages;
     int64_t num_pages, heads, kv_heads, dim, window, width, inner;
     int64_t rotary, over_heads, activation;  // elements of a head that turn; whether q_norm and k_norm are of all heads
-    int64_t dtype;  // of K, V and the model: 0 float32, 1 bfloat16, 2 float16. Q, x, y and all else here are float32
+    int64_t dtype;  // of the model and its pages: 0 float32, 1 bfloat16, 2 float16; x, y and norms are float32 always
     float scale, share;  // of the product of queries and keys; of what a sublayer adds to the stream
 };
 

@@ -2,9 +2,9 @@
 //
 // A weight's value is fma(q, d, m) with q = 0 .. 15 for four bits, and q * d with q = -127 .. 127 for eight, where
 // a group of 32 weights along k shares the float32 scale d and shift m. Nothing but the weights says whether they
-// lie on a grid, so the scales that the formats of GGUF would have stored are tried: a float16 that takes the far
-// weight to -8 (Q4_0), -16 (Q5_0) or 127 (Q8_0), or the range to 15 (Q4_1), and for K-quants (Q4_K) products of
-// a float16 and an integer of six bits.
+// lie on a grid, so the scales that the formats of GGUF would have stored are tried: a float16 that takes the weight
+// of largest magnitude to -8 (Q4_0), -16 (Q5_0) or 127 (Q8_0), or the range to 15 (Q4_1), and for K-quants (Q4_K)
+// products of a float16 and an integer of six bits.
 
 #include "calls.h"
 #include "panels.h"
@@ -30,6 +30,7 @@ struct Grid { float d, m; };
 
 // Put a group on the grid; false if a weight does not lie on it (unless `lossy`).
 bool put4(const float* w, Grid g, bool lossy, uint8_t* q) {
+    if (!lossy && !std::isfinite(g.d)) return false;  // of infinite weights
     uint8_t level[GROUP];
     for (int k = 0; k < GROUP; k++) {
         float at = g.d != 0.0f ? std::nearbyintf((w[k] - g.m) / g.d) : 0.0f;
@@ -44,6 +45,7 @@ bool put4(const float* w, Grid g, bool lossy, uint8_t* q) {
 }
 
 bool put8(const float* w, float d, bool lossy, uint8_t* q) {
+    if (!lossy && !std::isfinite(d)) return false;
     for (int k = 0; k < GROUP; k++) {
         float at = d != 0.0f ? std::nearbyintf(w[k] / d) : 0.0f;
         at = at >= -127.0f ? std::min(at, 127.0f) : -127.0f;
@@ -54,7 +56,20 @@ bool put8(const float* w, float d, bool lossy, uint8_t* q) {
     return true;
 }
 
-bool group4(const float* w, bool lossy, uint8_t* q, float* d, float* m) {
+// Of K-quants: scale and shift are products.
+bool group_k4(const float* w, float low, float high, uint8_t* q, float* d, float* m) {
+    for (int levels = 15; levels > 0; levels--) {  // between the lowest weight and the highest
+        *d = near_product((high - low) / float(levels));
+        for (int lowest = 0; lowest + levels <= 15; lowest++) {
+            *m = lowest == 0 ? low : near_product(__builtin_fmaf(-float(lowest), *d, low));
+            if (put4(w, {*d, *m}, false, q)) return true;
+        }
+    }
+    return false;
+}
+
+// `k_quants`: whether the group before was one, so that this is tried first.
+bool group4(const float* w, bool lossy, uint8_t* q, float* d, float* m, bool& k_quants) {
     float low = w[0], high = w[0], far = w[0];
     for (int k = 1; k < GROUP; k++) {
         low = std::min(low, w[k]), high = std::max(high, w[k]);
@@ -64,6 +79,7 @@ bool group4(const float* w, bool lossy, uint8_t* q, float* d, float* m) {
         *d = (high - low) / 15.0f, *m = low;
         return put4(w, {*d, *m}, true, q);
     }
+    if (k_quants && group_k4(w, low, high, q, d, m)) return true;
     for (int step : {0, 1, -1}) {
         for (Grid g : {Grid{near_half((high - low) / 15.0f, step), low},
                        Grid{near_half(far / -8.0f, step), -8.0f * near_half(far / -8.0f, step)}}) {
@@ -71,14 +87,7 @@ bool group4(const float* w, bool lossy, uint8_t* q, float* d, float* m) {
             if (put4(w, g, false, q)) return true;
         }
     }
-    for (int levels = 15; levels > 0; levels--) {  // between the lowest weight and the highest
-        *d = near_product((high - low) / float(levels));
-        for (int lowest = 0; lowest + levels <= 15; lowest++) {
-            *m = lowest == 0 ? low : near_product(__builtin_fmaf(-float(lowest), *d, low));
-            if (put4(w, {*d, *m}, false, q)) return true;
-        }
-    }
-    return false;
+    return k_quants = group_k4(w, low, high, q, d, m);
 }
 
 bool group8(const float* w, bool lossy, uint8_t* q, float* d) {
@@ -115,7 +124,7 @@ extern "C" int samewise_pack(const float* w, int64_t outputs, int64_t inputs, in
     auto pack = [&](int64_t n, int64_t) {
         const float* row = w + n * inputs;
         if (!fits.load(std::memory_order_relaxed)) return;
-        bool fit = true;
+        bool fit = true, k_quants = false;
         if (form == BF16 || form == F16) {
             uint16_t* to = static_cast<uint16_t*>(q) + n * inputs;
             for (int64_t k = 0; k < inputs; k++) {
@@ -127,7 +136,7 @@ extern "C" int samewise_pack(const float* w, int64_t outputs, int64_t inputs, in
             for (int64_t g = 0; g < inputs / GROUP && fit; g++) {
                 int64_t at = n * (inputs / GROUP) + g;
                 uint8_t* to = static_cast<uint8_t*>(q) + at * (form == Q4 ? 16 : GROUP);
-                fit = form == Q4 ? group4(row + g * GROUP, lossy != 0, to, d + at, m + at)
+                fit = form == Q4 ? group4(row + g * GROUP, lossy != 0, to, d + at, m + at, k_quants)
                                  : group8(row + g * GROUP, lossy != 0, to, d + at);
             }
         }

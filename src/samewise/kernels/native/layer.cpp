@@ -10,15 +10,15 @@
 //                for s < 0; s = g for SiLU, and 1.5957691 * (g + 0.044715 * ((g * g) * g)) for GELU by tanh
 //   stream     = x + y * share
 //
-// In bfloat16 and float16 each result is rounded to the type where modules would round it: every product and sum of
-// `rotate`, w and what it multiplies in `norm` (once where 1 is added to w), the two factors and the product of `gate`,
-// linears after their bias, y * share, the stream. Sums and functions are binary32 as above.
+// so neither the number of rows nor their order nor the threads take part in it. The model's last norm is the
+// same function by itself (`samewise_norm`).
 //
 // A family may go without a norm, norm what it adds to the stream, norm queries and keys over all heads together,
 // add 1 to the weights of its norms first, or turn the first elements of a head alone, or none.
 //
-// so neither the number of rows nor their order nor the threads take part in it. The model's last norm is the
-// same function by itself (`samewise_norm`).
+// In bfloat16 and float16 each result is rounded to the type where modules would round it: every product and sum of
+// `rotate`, the norm's quotient before w and the product with it (the product alone where 1 is added to w), g * sigmoid
+// and its product with u, linears after their bias, y * share, the stream. Sums and functions are binary32 as above.
 //
 // All layers run in one parallel region, in phases (team.h): the linears of a side, the rotation of heads, the
 // tiles of attention. What costs less than waiting for other threads (the norms and gates of a few rows) is
