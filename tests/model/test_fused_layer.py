@@ -235,7 +235,7 @@ def test_result_equals_the_modules_up_to_rounding(shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [name for name, (family, _) in SHAPES.items() if family != "olmo2"])
 def test_most_elements_in_16_bits_are_those_of_the_modules(shape, dtype):
-    """The kernel rounds where the modules do: only sums differ, in few last bits, which later rows may read."""
+    """The kernel rounds where the modules do: only sums differ, in few last bits."""
     family, overrides = SHAPES[shape]
     for layer in bound_layers(family, dtype=dtype, **overrides):
         assert unfusable_reason(layer) is None
