@@ -327,6 +327,9 @@ def test_tokenizer_info_shows_the_configuration_and_no_paths() -> None:
             assert info["tokenizer_class"] == type(tokenizer).__name__
             assert info["chat_template"] == tokenizer.chat_template
             assert info["bos_token"] == tokenizer.bos_token
+            assert not {"backend", "is_local", "local_files_only"} & info.keys()
+            added = info["added_tokens_decoder"][str(tokenizer.bos_token_id)]
+            assert (added["content"], added["special"]) == (tokenizer.bos_token, True)
 
     run(work())
 

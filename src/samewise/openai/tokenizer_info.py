@@ -11,6 +11,10 @@ from samewise.openai.errors import ApiError
 
 PLACES = ("name_or_path", "_dir", "_file", "_path")
 """Ends of names whose values say where files of this machine lie."""
+INTERNALS = frozenset({"backend", "is_local", "local_files_only"})
+"""What transformers adds to a tokenizer's configuration while it loads it."""
+ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+"""What a configuration says of an added token."""
 
 
 def tokenizer_info(tokenizer: Any) -> TokenizerInfo:
@@ -21,7 +25,12 @@ def tokenizer_info(tokenizer: Any) -> TokenizerInfo:
     special = {
         name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
     }
-    values = _as_json({name: value for name, value in given.items() if not name.endswith(PLACES)})
+    shown = {name for name in given if not name.endswith(PLACES)} - INTERNALS
+    values = _as_json({name: value for name, value in given.items() if name in shown})
+    if added := getattr(tokenizer, "added_tokens_decoder", None):
+        values["added_tokens_decoder"] = {
+            str(token_id): {name: getattr(token, name) for name in ADDED} for token_id, token in added.items()
+        }
     info: TokenizerInfo = special | values | {"tokenizer_class": type(tokenizer).__name__}
     if isinstance(template := getattr(tokenizer, "chat_template", None), str):
         info["chat_template"] = template
@@ -41,4 +50,4 @@ def _as_json(value: Any) -> Any:
     return str(getattr(value, "content", value))
 
 
-__all__ = ["PLACES", "tokenizer_info"]
+__all__ = ["ADDED", "INTERNALS", "PLACES", "tokenizer_info"]
