@@ -22,6 +22,8 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=12, ignore_eos=True, logprobs=2),
     greedy(max_tokens=12, grammar=Grammar.regex("[a-f]{20}")),
 ]
+INTERRUPTED = [PARAMS[0].clone(speculate=False), *PARAMS[1:]]
+"""For calls that end in a given frame: the first request alone takes 20, however many tokens drafts bring."""
 
 
 @pytest.fixture(scope="module", params=["none", "auto"])
@@ -85,7 +87,7 @@ def test_a_lack_of_memory_inside_a_frame_fails_one_call(
     survivor: LLM, expected: list[Any], number: int
 ) -> None:
     with FailingFrame(survivor, number, fail_with(MemoryError("no memory"))), pytest.raises(MemoryError):
-        generate(survivor, PROMPTS, PARAMS)
+        generate(survivor, PROMPTS, INTERRUPTED)
     assert_idle(survivor)
     assert everything(survivor) == expected
 
@@ -98,7 +100,7 @@ def test_a_signal_handler_that_raises_fails_one_call(
         signal.raise_signal(signal.SIGALRM)
 
     with FailingFrame(survivor, number, interrupt), pytest.raises(handled):
-        generate(survivor, PROMPTS, PARAMS)
+        generate(survivor, PROMPTS, INTERRUPTED)
     with FailingFrame(survivor, 1, interrupt), pytest.raises(handled):
         survivor.score(PROMPTS, ["abc", "de", "f"])
     assert_idle(survivor)
@@ -113,7 +115,7 @@ def test_ctrl_c_fails_one_call(survivor: LLM, expected: list[Any]) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with FailingFrame(survivor, 4, interrupt), pytest.raises(KeyboardInterrupt):
-            generate(survivor, PROMPTS, PARAMS)
+            generate(survivor, PROMPTS, INTERRUPTED)
     finally:
         handler = signal.signal(signal.SIGINT, before)
     assert handler is signal.default_int_handler
@@ -132,11 +134,8 @@ def test_a_stream_left_open_goes_on_after_another_call_failed(survivor: LLM, num
     whole = list(survivor.stream(PROMPT, params))
     stream = survivor.stream(PROMPT, params)
     chunks = [next(stream) for _ in range(3)]
-    slow = [
-        one.clone(speculate=False) for one in PARAMS
-    ]  # as many frames as tokens, whatever was seen before
     with FailingFrame(survivor, number, fail_with(MemoryError())), pytest.raises(MemoryError):
-        generate(survivor, PROMPTS, slow)
+        generate(survivor, PROMPTS, INTERRUPTED)
     chunks += stream
 
     def joined(chunks: list[Any]) -> tuple[Any, ...]:
@@ -200,7 +199,7 @@ def test_a_call_in_another_thread_survives_too(survivor: LLM, expected: list[Any
 
     def work() -> None:
         with FailingFrame(survivor, 3, fail_with(MemoryError())), pytest.raises(MemoryError):
-            generate(survivor, PROMPTS, PARAMS)
+            generate(survivor, PROMPTS, INTERRUPTED)
         results.append(everything(survivor))
 
     thread = threading.Thread(target=work)
