@@ -290,9 +290,8 @@ def _agrees(layer: nn.Module, fused: nn.Module) -> bool:
     rows = Rows(lengths, PAGE + lengths - 1, zeros, lengths, zeros, pages, empty, empty)
     inputs: dict[str, Any] = {"position_embeddings": (cos, sin), "rows": rows, "attention_mask": None}
     one, other = (module(x, **inputs).float() - x for module in (layer, fused))
-    rounding = (
-        0.0 if dtype == torch.float32 else torch.finfo(dtype).eps * float(x.abs().max())
-    )  # of the stream
+    eps = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    rounding = eps * float(x.abs().max())  # of the stream
     return bool((one - other).abs().max() <= CHECK_TOLERANCE[dtype] * one.abs().max() + rounding + 1e-6)
 
 

@@ -307,9 +307,8 @@ class _Read(NamedTuple):
 
     logprobs: torch.Tensor  # [M], of all targets in order
     entropy: torch.Tensor | None  # [M]
-    activations: list[
-        torch.Tensor
-    ]  # of each layer the input, then the last one's output: [rows of blocks, H]
+    activations: list[torch.Tensor]
+    """Of each layer the input, then the last one's output: [rows of blocks, H]."""
 
 
 def _begins(blocks: list[Block]) -> dict[int, int]:

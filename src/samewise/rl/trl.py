@@ -62,9 +62,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         self._settings = {"proposer": "auto"} | (engine_settings or {})
         self._llm: LLM | None = None
         self._forwards: dict[int, TrainingForward] = {}  # by the model's id: the policy's, the reference's
-        self._given: int | None = (
-            None  # refreshes of the policy's forward pass when the engine got its weights
-        )
+        # Refreshes of the policy's forward pass when the engine got its weights.
+        self._given: int | None = None
         # Evaluations are counted by themselves: a resumed run has not made those before its checkpoint.
         self._rollouts = {"train": _LastRollout(), "eval": _LastRollout()}
         self.agreements: list[Agreement] = []
