@@ -65,7 +65,7 @@ def is_running(pid):
     """Whether a process is there and is not one that only waits to be collected."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before the file was opened, or before it was read
         return False
 
 
