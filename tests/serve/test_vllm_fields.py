@@ -225,6 +225,15 @@ def test_roles_that_the_template_renders_are_taken_and_others_refused() -> None:
 # -- keys of replies
 
 
+def test_tokens_are_shown_as_the_vocabulary_spells_them() -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            body = await served.post("/tokenize", {"prompt": "a é", "return_token_strs": True})
+            assert body["token_strs"] == ["a", "Ġ", "Ã", "©"]
+
+    run(work())
+
+
 def test_keys_that_vllm_sends_as_null_are_there() -> None:
     async def work() -> None:
         async with served_app() as served:

@@ -242,6 +242,11 @@ class Intake:
         self.refuse_unknown_tokens(token_ids)
         return str(self.tokenizer.decode(token_ids))
 
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """Tokens as the vocabulary spells them. Unlike their texts, no two are alike."""
+        self._refuse_without_tokenizer()
+        return [str(name) for name in self.tokenizer.convert_ids_to_tokens(token_ids)]
+
     def decode_token(self, token: int) -> str | None:
         """A single token's text, as log-probabilities show it; None without a tokenizer."""
         if self.tokenizer is None:

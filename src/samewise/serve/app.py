@@ -470,7 +470,7 @@ class Service:
             "token_strs": None,
         }
         if body.return_token_strs:
-            reply["token_strs"] = [llm.intake.decode([token]) for token in tokens]
+            reply["token_strs"] = llm.intake.token_strings(tokens)
         return reply
 
     async def get_tokenizer_info(self, _: Request) -> Response:
