@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samewise import LLM, SamplingParams
 from samewise.errors import BadParameter, GuaranteeLost, PromptTooLong
 from samewise.rl import TrainingForward, llm_over, logprobs
+from samewise.rl import gradients as rl_gradients
 from samewise.rl.alias import refuse_other_card, set_attention
 from samewise.testing import FAMILIES
 
@@ -115,6 +116,39 @@ def in_float64(model: Any) -> Any:
         layer.post_attention_layernorm = DoubleNorm(layer.post_attention_layernorm)
     exact.model.norm = DoubleNorm(exact.model.norm)
     return exact
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_product_of_a_layer_is_not_computed_again(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does any gradient differ. Layers that norm it need its value."""
+    model = trained_model(family)
+    ids = torch.randint(3, 250, (2, 20), generator=torch.Generator().manual_seed(0))
+    forward = TrainingForward(model)
+
+    def backward() -> tuple[int, dict[str, torch.Tensor]]:
+        values = forward.logprobs(ids)
+        with Products() as products:
+            found = gradients(model, values)
+        return products.num, found
+
+    num, found = backward()
+    monkeypatch.setattr(rl_gradients, "_without_last_product", lambda layer: layer)
+    num_all, expected = backward()
+    is_normed = family in ("gemma3_text", "olmo2")
+    assert num_all - num == (0 if is_normed else model.config.num_hidden_layers)
+    assert largest_error(found, expected) < GRADIENT_TOLERANCE
 
 
 def test_gradients_agree_with_finite_differences_in_float64(llama: Any) -> None:

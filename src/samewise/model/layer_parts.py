@@ -84,6 +84,15 @@ def has_known_norms(layer: nn.Module) -> bool:
     return _norm_names(layer) in NORMS
 
 
+def adds_down_product(layer: Any) -> bool:
+    """Whether the layer's last step adds the product of `mlp.down_proj`, times a number, to the stream.
+
+    Of layers of known families, with modules of any class.
+    """
+    names = _norm_names(layer)
+    return names in NORMS and NORMS[names][3] is None and mlp_of(layer) is not None
+
+
 def attention_parts(layer: Any) -> AttentionParts | None:
     """None in a view without attention."""
     attention = attention_of(layer)
@@ -162,6 +171,7 @@ __all__ = [
     "MLPParts",
     "activation_code",
     "added_share",
+    "adds_down_product",
     "adds_one",
     "attention_of",
     "attention_parts",

@@ -1,7 +1,8 @@
 """The backward pass: each layer is run again, in torch's own arithmetic, from the engine's activations.
 
 A forward pass gives values that were computed elsewhere; of the graph it keeps the inputs of layers only, as
-gradient checkpointing does. The arithmetic of gradients is that of the trainer's own modules.
+gradient checkpointing does. The arithmetic of gradients is that of the trainer's own modules. Where a layer
+ends by adding a product, no gradient depends on that product: it is left out, a quarter of what is run again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from samewise.model.arch import Arch, layer_list
 from samewise.model.attention_binding import ATTENTION
-from samewise.model.surgery import plain_copy, with_forward, with_layers, with_module
+from samewise.model.fused_layer import NATIVE_FAMILIES
+from samewise.model.layer_parts import adds_down_product
+from samewise.model.surgery import plain_copy, with_class, with_forward, with_layers, with_module
 from samewise.rl.alias import set_attention
 
 HEAD_ROWS = 512
@@ -123,6 +126,49 @@ class _Unused(torch.autograd.Function):
         return None, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
+class _LinearGradients(torch.autograd.Function):
+    """The gradients of a linear; its value is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        """Zeros, which take no memory."""
+        ctx.save_for_backward(x, weight)
+        return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of x, the weight and the bias, None for those not needed."""
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        return (
+            grad @ weight if of_x else None,
+            rows.t() @ x.flatten(0, -2) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
+
+
+class _ValuelessLinear(nn.Linear):
+    """A linear whose value nothing depends on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Zeros that have the gradients of the product."""
+        return _apply(_LinearGradients, x, self.weight, self.bias)
+
+
+def _without_last_product(layer: nn.Module) -> nn.Module:
+    """A layer with the same gradients, whose value may be another. Shares its weights."""
+    package = type(layer).__module__.split(".")
+    known = package[:2] == ["transformers", "models"] and package[2] in NATIVE_FAMILIES
+    if not known or not adds_down_product(layer):
+        return layer
+    down = layer.get_submodule("mlp.down_proj")
+    if type(down) is not nn.Linear:
+        return layer
+    return with_module(layer, "mlp.down_proj", with_class(down, _ValuelessLinear))
+
+
 class GradientModel:
     """The trainer's model, arranged for the backward pass. Shares its parameters; the model is not changed.
 
@@ -197,10 +243,11 @@ def _apply(function: Any, *args: Any) -> torch.Tensor:
 def _known_layer(layer: nn.Module, value: torch.Tensor) -> Callable[..., torch.Tensor]:
     """A layer's `forward` whose output is known."""
     params = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    replayed = _without_last_product(layer)
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         def compute(x: torch.Tensor) -> torch.Tensor:
-            output: Any = layer(x, *args, **kwargs)
+            output: Any = replayed(x, *args, **kwargs)
             first: torch.Tensor = output[0] if isinstance(output, tuple) else output
             return first
 
