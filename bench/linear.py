@@ -151,17 +151,18 @@ def main() -> None:
                 try:
                     differ, us = same_bits(call(weights[0]), expected), microseconds(call, weights)
                 except Exception as error:  # a tile may not fit in shared memory
-                    print(f"    {tile}: {type(error).__name__} {str(error)[:80]}")
+                    print(f"    {tile}: {type(error).__name__} {str(error)[:80]}", flush=True)
                     continue
                 knobs = {knob: getattr(tile, _field(knob)) for knob in KNOBS}
-                print(f"    {us:7.1f} us  differ {differ}  " + " ".join(f"{k}={v}" for k, v in knobs.items()))
+                shown = " ".join(f"{k}={v}" for k, v in knobs.items())
+                print(f"    {us:7.1f} us  differ {differ}  {shown}", flush=True)
                 report.append({
                     "linear": name, "rows": rows, "us": us, "torch": torch_us, "gate": gate_us,
                     "floor": floor, "differ": differ, "cublas": cublas, **knobs,
                 })  # fmt: skip
         del weights
         torch.cuda.empty_cache()
-    print_fastest(report)
+        print_fastest([line for line in report if line["linear"] == name])
     print(json.dumps({"linear": report}))
 
 

@@ -9,7 +9,10 @@ from rl_cases import TEMPERATURE, Answers, gradients, largest_error, ordinary_lo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samewise import LLM, SamplingParams
+from samewise.engine import assemble
 from samewise.errors import BadParameter, GuaranteeLost, PromptTooLong
+from samewise.model.linear import stack_siblings
+from samewise.model.surgery import copy_modules
 from samewise.rl import TrainingForward, llm_over, logprobs
 from samewise.rl import gradients as rl_gradients
 from samewise.rl.alias import refuse_other_card, set_attention
@@ -240,6 +243,51 @@ def test_weights_changed_between_the_passes_are_refused() -> None:
         loss.backward()
 
 
+@pytest.fixture
+def stacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where q, k, v and gate, up are copied into one weight each."""
+
+    def stack(model: torch.nn.Module) -> torch.nn.Module:
+        stack_siblings(model)
+        return copy_modules(model)
+
+    monkeypatch.setattr(assemble, "copy_modules", stack)
+
+
+@pytest.mark.usefixtures("stacked_weights")
+def test_copies_of_weights_do_not_count_as_written_by_the_trainer() -> None:
+    model = trained_model()
+    sizes: dict[str, Any] = {"linear": "torch", "attention": "torch", "frame_rows": 16, "frame_sizes": (16,)}
+    llm = engine_over(model, proposer="none", **sizes)
+    forward = TrainingForward(model, like=llm, frame_sizes=(16,))
+
+    def agree() -> torch.Tensor:
+        answers = sampled(llm, 3)
+        got = forward.logprobs(
+            answers.input_ids, attention_mask=answers.attention_mask, temperature=TEMPERATURE,
+            logits_to_keep=answers.num_columns,
+        )  # fmt: skip
+        assert torch.equal(got.detach(), answers.logprobs)
+        return got
+
+    (agree() + agree()).sum().backward()
+    assert forward.num_refreshes == 1
+    got = agree()
+    llm.update_weights(model.state_dict())  # between the passes, with the weights there are
+    got.sum().backward()
+    agree()
+    assert forward.num_refreshes == 1
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.3)
+    with pytest.raises(GuaranteeLost, match="written in place"):
+        agree()
+    llm.update_weights(model.state_dict())
+    agree().sum().backward()
+    assert forward.num_refreshes == 2
+    llm.update_weights({name: tensor * 1.1 for name, tensor in model.state_dict().items()})
+    sampled(llm, 1)
+
+
 def test_an_optimizers_steps_are_followed_by_engine_and_trainer() -> None:
     model = trained_model()
     llm, forward = engine_over(model), TrainingForward(model)
@@ -427,9 +475,10 @@ def test_the_engine_over_a_model_ends_where_transformers_would() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_on_a_gpu_are_those_of_generation(family: str, dtype: torch.dtype) -> None:
     model = trained_model(family, dtype=dtype, attention="sdpa").to("cuda")
-    llm = engine_over(model, kv_memory=2**26)
+    sizes = (8, 128, 256)  # every size is compiled: few are enough
+    llm = engine_over(model, kv_memory=2**26, proposer="none", frame_sizes=sizes)
     answers = sampled(llm, 200)
-    forward = TrainingForward(model, like=llm)
+    forward = TrainingForward(model, like=llm, frame_sizes=sizes)
     options: Any = {"temperature": TEMPERATURE, "logits_to_keep": answers.num_columns}
     got = forward.logprobs(answers.input_ids, attention_mask=answers.attention_mask, **options)
     assert torch.equal(got.detach(), answers.logprobs)

@@ -1,20 +1,21 @@
 """Trying linears at every frame size: on made weights once per shape, on loaded ones once per model."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from attention_cases import CUDA  # before Triton is imported: it may choose the interpreter
 
 from samewise.config import EngineConfig
-from samewise.engine import Engine
+from samewise.engine import Engine, assemble
 from samewise.errors import GuaranteeLost
 from samewise.execute.load import Loaded
 from samewise.kernels import graph
 from samewise.kernels.linear import triton as linears
 from samewise.model.linear import FrameLinear, order_linears, pack_linears, stack_siblings
-from samewise.testing import tiny
-from samewise.verify import operators
+from samewise.testing import tiny, tiny_engine
+from samewise.verify import frame_sizes, operators
 from samewise.verify.operators import check_linears, recheck_linears
 
 FACTS = {"cpu": "this one"}
@@ -233,6 +234,30 @@ def test_replaced_weights_are_tried_again() -> None:
     linear.weight.data = linear.marked
     with pytest.raises(GuaranteeLost, match=r"layers\.0\.self_attn\.q_proj"):
         recheck_linears(loaded.model, 16, (1, 16), stacked=False)
+
+
+def test_the_products_tried_on_new_weights_are_those_that_were_tried_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where linears that share their input run as one product, as on CUDA."""
+    for module in (assemble, frame_sizes):
+        monkeypatch.setattr(module, "stacks_siblings", lambda _: True)
+    tried: list[set[str]] = []
+    kinds_of = operators._kinds_of
+
+    def record(model: torch.nn.Module, *, stacked: bool) -> Any:
+        kinds = kinds_of(model, stacked=stacked)
+        tried.append({kind.label for kind in kinds})
+        return kinds
+
+    monkeypatch.setattr(operators, "_kinds_of", record)
+    engine = tiny_engine(linear="torch", attention="torch", frame_rows=16)
+    engine.update_weights({})
+    first, again = tried
+    assert first == again
+    model = engine.runner.model
+    stacked = {one.stacked.weight.shape for one in model.modules() if getattr(one, "stacked", None)}
+    assert len(stacked) == 2  # q, k, v and gate, up
 
 
 def test_a_size_that_is_wrong_with_the_replaced_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

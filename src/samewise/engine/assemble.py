@@ -28,7 +28,7 @@ from samewise.execute.runner import Runner
 from samewise.execute.sampling import Sampler
 from samewise.kernels.attention.base import PAGE
 from samewise.kernels.cpu_sampling import pick_row_math
-from samewise.model.linear import order_linears, pack_linears, stack_siblings
+from samewise.model.linear import order_linears, pack_linears, stack_siblings, stacks_siblings
 from samewise.model.rope import frequencies_digest, pin_rope, use_exact_frequencies
 from samewise.model.surgery import copy_modules
 from samewise.schedule.limits import Limits
@@ -90,7 +90,7 @@ def _assemble(
     kernel = pick_kernel(config.attention, device)
     compiled = device.type == "cuda" if config.compile is None else config.compile
     loaded.model.to(device)
-    if device.type == "cuda":  # on a CPU the wider product is no faster
+    if stacks_siblings(device):
         stack_siblings(loaded.model)  # before any graph is captured: stacking moves the weights
     model = copy_modules(loaded.model)  # another engine may run over the same weights
     rope = _fix_rope(model, max_model_len)
@@ -108,7 +108,7 @@ def _assemble(
     weights = model_facts(loaded, model)["weights"]
     tried = operators.check_linears(
         model, frame_rows, platform | {"linear": linears}, sizes,
-        weights=weights, stacked=device.type == "cuda", use_library=config.cublas,
+        weights=weights, stacked=stacks_siblings(device), use_library=config.cublas,
     )  # fmt: skip
     num_pages = count_pages(config, arch, max_model_len, device, widest=sizes[-1])
     window, num_sets = tuning.search.window, tuning.search.batch_on(device.type)

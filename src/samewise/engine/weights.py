@@ -11,7 +11,7 @@ from torch import nn
 
 from samewise.errors import BadParameter, GuaranteeLost
 from samewise.model.folder import read_tensors
-from samewise.model.linear import pack_linears
+from samewise.model.linear import FrameLinear, pack_linears
 from samewise.model.load import count_writes, num_updates, tracked_tensors
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -121,10 +121,20 @@ def _is_same_memory(own: torch.Tensor, new: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def apply_update(update: Pairs, model: nn.Module, *, native: bool) -> None:
-    """Copy the new values in, and pack native linears again."""
+    """Copy the new values in, and pack native linears again.
+
+    Weights that were stacked are copies, but share the count of writes with a trainer's, which are not
+    written.
+    """
+    copies = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, FrameLinear) and module.stacked is not None
+        for parameter in module.parameters()
+    }
     for own, new in update:
         if not _is_same_memory(own, new):
-            own.copy_(new)
+            (own.data if own in copies else own).copy_(new)
     if native:
         pack_linears(model)
 

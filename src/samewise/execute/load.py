@@ -126,7 +126,11 @@ def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _piece_digest(piece: torch.Tensor) -> bytes:
-    return sha256(piece.cpu().contiguous().view(torch.uint8).numpy().data).digest()
+    if piece.is_cuda:  # by way of pinned memory, which is several times faster
+        host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True).copy_(piece)
+    else:
+        host = piece.contiguous()
+    return sha256(host.view(torch.uint8).numpy().data).digest()
 
 
 def refuse_other_vocabulary(loaded: Loaded, draft: Loaded, name: str) -> None:

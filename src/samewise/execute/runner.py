@@ -294,8 +294,9 @@ class Runner:
 
             return before
 
-        def after(_: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
-            record(len(layers), output[0])
+        def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            result = output[0] if isinstance(output, tuple) else output
+            record(len(layers), result[0])
 
         layers = layer_list(self._by_layer, self.arch)[1]
         hooks = [

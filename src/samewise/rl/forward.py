@@ -29,7 +29,7 @@ from samewise.model.linear import pack_linears
 from samewise.params import GREEDY_BELOW, SamplingParams
 from samewise.rl.alias import alias_model, architecture, refuse_other_models, weights_of
 from samewise.rl.batch import Block, Run, TokenBatch
-from samewise.rl.gradients import GradientModel
+from samewise.rl.gradients import HEAD_ROWS, GradientModel
 from samewise.types import Sampling, Span
 from samewise.verify.frame_sizes import recheck_frame_sizes
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 KV_TOKENS = 16_384
 """Tokens of KV that a TrainingForward keeps by default, or the longest context if that is shorter."""
+
+CUDA_SIZES = (128, 512, 2048)
+"""Rows of frames on CUDA. Each is tried again when the weights have changed, so they are few."""
 
 SHARED_SETTINGS = ("attention", "linear", "compile", "frame_rows", "max_model_len")
 """Settings that bits depend on: those of the engine whose bits are wanted."""
@@ -112,7 +115,7 @@ class TrainingForward:
             for name, tensor in self._own.items():
                 alias = self._tensors.get(name)
                 if alias is not None and alias.data_ptr() != tensor.data_ptr():
-                    alias.copy_(tensor)
+                    alias.data.copy_(tensor)  # a copy, but it shares the trainer's count of writes
             if self._parts.linears == "native":
                 pack_linears(runner.model)
             if not runner.portable:
@@ -336,8 +339,12 @@ def _span(
 
 def _entropy(logits: torch.Tensor, rows: list[int], temperature: float) -> torch.Tensor:
     """Of each row, in nats."""
-    logprobs = divided(logits[rows], [temperature] * len(rows)).log_softmax(-1)
-    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
+    parts = []
+    for start in range(0, len(rows), HEAD_ROWS):
+        part = rows[start : start + HEAD_ROWS]
+        logprobs = divided(logits[part], [temperature] * len(part)).log_softmax(-1)
+        parts.append(-(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1))
+    return torch.cat(parts)
 
 
 def _config(
@@ -347,6 +354,8 @@ def _config(
     longest = settings.get("max_model_len") or arch.max_positions
     tokens = min(longest, KV_TOKENS if kv_tokens is None else kv_tokens)
     num_pages = -(-tokens // PAGE) + 2
+    if device.type == "cuda" and not (settings.get("frame_sizes") or settings.get("frame_rows")):
+        settings = settings | {"frame_sizes": CUDA_SIZES}
     fixed = {
         "model": "a model in training", "proposer": "none", "cublas": False, "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),

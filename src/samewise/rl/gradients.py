@@ -22,7 +22,8 @@ from samewise.model.surgery import plain_copy, with_class, with_forward, with_la
 from samewise.rl.alias import set_attention
 
 HEAD_ROWS = 512
-"""Rows whose logits are computed at once in the backward pass: 100 MB in float32 at 50,000 tokens."""
+"""Rows whose logits are computed at once in the backward pass: 100 MB in float32 at 50,000 tokens. Gradients
+of several such parts are added in float32."""
 
 
 class _Replay(torch.autograd.Function):
@@ -69,6 +70,13 @@ def _gradients(
     return result
 
 
+def _added(total: torch.Tensor | None, part: torch.Tensor | None, *, more: bool) -> torch.Tensor | None:
+    """A sum of gradients, at least in float32 if there are `more` than one."""
+    if part is None or total is not None:
+        return total if part is None or total is None else total.add_(part)
+    return part.to(torch.promote_types(part.dtype, torch.float32)) if more else part
+
+
 class _HeadReplay(torch.autograd.Function):
     """The same for log-probabilities of rows, some rows at a time."""
 
@@ -104,10 +112,12 @@ class _HeadReplay(torch.autograd.Function):
             if grad_x is not None and first is not None:
                 grad_x[part] = first
             for i, other in enumerate(others):
-                total = sums[i]
-                if other is not None:
-                    sums[i] = other if total is None else total.add_(other)
-        return None, None, grad_x, *sums
+                sums[i] = _added(sums[i], other, more=x.shape[0] > HEAD_ROWS)
+        of_params = (
+            total if total is None else total.to(parameter.dtype)
+            for total, parameter in zip(sums, params, strict=True)
+        )
+        return None, None, grad_x, *of_params
 
 
 class _Unused(torch.autograd.Function):

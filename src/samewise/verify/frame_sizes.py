@@ -26,6 +26,7 @@ from samewise.execute.pack import pack_frame
 from samewise.execute.runner import Runner
 from samewise.execute.staging import StagingBuffer
 from samewise.kernels.attention.base import PAGE
+from samewise.model.linear import stacks_siblings
 from samewise.model.row_pieces import is_norm
 from samewise.types import Sampling, Span
 from samewise.verify.operators import recheck_linears
@@ -117,7 +118,8 @@ def recheck_frame_sizes(runner: Runner, max_model_len: int) -> None:
 
     Linears are tried by themselves, then frames of every size.
     """
-    recheck_linears(runner.model, runner.frame_rows, runner.sizes, stacked=runner.compiled)
+    stacked = stacks_siblings(runner.device)  # as when they were tried first
+    recheck_linears(runner.model, runner.frame_rows, runner.sizes, stacked=stacked)
     if runner.native:
         return
     trial = _SizeTrial(runner, max_model_len)

@@ -197,9 +197,9 @@ class GatedPass:
         """Logits of all rows [R, V], and the likeliest token of each and its probability [2, R]."""
         spans = [self._placed(piece.span, i) for i in range(len(sets)) for piece in pieces]
         self._gates.set(sets, _num_rows(pieces))
+        self.warm()  # packs a frame of its own
         self._runner.store.flush_moves()
         pack_frame(spans, self._staging)
-        self.warm()
         return self._pass() if self._graph is None else self._graph()
 
     def _placed(self, span: Span, number: int) -> Span:
