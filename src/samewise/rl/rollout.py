@@ -23,8 +23,8 @@ def llm_over(model: PreTrainedModel, tokenizer: Any = None, **settings: Any) -> 
 
     The model's tensors are shared: a CPU makes packed copies, CUDA copies of q/k/v and gate/up weights, which
     it stacks. After the weights have changed call `llm.update_weights(model.state_dict())`: until then the
-    engine refuses to serve. `settings` are keywords of EngineConfig; `kv_memory` is a fifth of what is free on
-    CUDA if it is not given.
+    engine refuses to serve. `settings` are keywords of EngineConfig; on CUDA `kv_memory` is by default a
+    fifth of what is free.
     """
     machine.pin_environment()
     refuse_other_models(model)
