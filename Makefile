@@ -60,7 +60,7 @@ test-kernels: $(READY) ## kernel and probe tests on each instruction set, and wi
 
 test-clients: $(CLIENTS_READY) ## openai, anthropic, lm-evaluation-harness, schemathesis, TRL against a server; Ray
 	@echo "== clients"
-	@$(PYTEST) tests/clients
+	@$(PYTEST) tests/clients tests/scale/test_channel.py
 
 # On a CUDA machine with torch, transformers and pytest: no virtual environment, nothing is installed.
 test-gpu: ## the tests marked gpu, one process per file, JOBS=8 at a time

@@ -45,6 +45,14 @@ FOLDER_NEEDS = {  # folder: packages that its tests import and torch, transforme
 collect_ignore = [folder for folder, missing in FOLDER_NEEDS.items() if missing]
 
 
+if not _missing("hypothesis"):
+    import hypothesis
+
+    # By default an example may take 200 ms, which on a busy machine any example may.
+    hypothesis.settings.register_profile("samewise", deadline=None)
+    hypothesis.settings.load_profile("samewise")
+
+
 def pytest_report_header() -> list[str]:
     """Name the folders that are left out."""
     return [

@@ -98,10 +98,15 @@ class EveryOther:
             first = True
         except FileExistsError:
             first = False
+            while not log.read_text():
+                time.sleep(0.1)
             time.sleep(5)  # so that the first has joined
-        return BuildEngine(
+        engine = BuildEngine(
             EngineConfig.of(model=folder, dtype="float32" if first else "bfloat16", **SETTINGS)
         )()
+        if first:
+            log.write_text("built")
+        return engine
 
 
 config = EngineConfig.of(model=folder, **SETTINGS)

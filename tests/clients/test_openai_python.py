@@ -187,8 +187,9 @@ def test_errors_are_raised_as_their_classes(client: OpenAI, server: ServerProces
         complete(model=NAME, prompt="x" * (9 * 2**20))
     assert large.value.status_code == 413
     assert large.value.request_id
+    slow = LONG | {"n": 16, "extra_body": {"ignore_eos": True, "proposer": "none"}}
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.05).completions.create(**LONG)
+        client.with_options(timeout=0.05).completions.create(**slow)
     with pytest.raises(openai.APIConnectionError):
         OpenAI(base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0).models.list()
     server.check_idle()  # the request that timed out was aborted
@@ -224,7 +225,9 @@ def test_sigterm_under_load_completes_active_requests(folder: Path, tmp_path: Pa
 
         def ask(i: int) -> tuple[str, str]:
             with OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120) as client:
+                undrafted = LONG["extra_body"] | {"proposer": "none"}  # repeated answers would be fast
                 request: Any = LONG | {"prompt": f"question {i}", "max_tokens": 600, "seed": i}
+                request["extra_body"] = undrafted
                 if i % 2:
                     one = client.completions.create(**request).choices[0]
                     return one.text, one.finish_reason
@@ -240,10 +243,10 @@ def test_sigterm_under_load_completes_active_requests(folder: Path, tmp_path: Pa
             asking = [pool.submit(ask, i) for i in range(10)]
             while server.metric("requests_total") < began + 10:
                 time.sleep(0.01)
-            server.process.send_signal(signal.SIGTERM)
-            server.wait_for_log("draining")
-            assert not all(one.done() for one in asking)  # otherwise nothing was drained
             with OpenAI(base_url=address, api_key="none", max_retries=0) as late:
+                server.process.send_signal(signal.SIGTERM)
+                server.wait_for_log("draining")
+                assert not all(one.done() for one in asking)  # otherwise nothing was drained
                 with pytest.raises(openai.InternalServerError) as refused:
                     late.completions.create(**LONG)
                 assert (refused.value.status_code, refused.value.code) == (503, "draining")

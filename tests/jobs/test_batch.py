@@ -367,7 +367,7 @@ def wait_for_lines(process: subprocess.Popen[str], target: Path, lines: int) -> 
 def test_killed_batch_is_completed_by_the_next_run(folder: Path, tmp_path: Path) -> None:
     num = 60
     source = write_lines(
-        tmp_path / "in.jsonl", *[completion_line(f"r{i}", max_tokens=60) for i in range(num)]
+        tmp_path / "in.jsonl", *[completion_line(f"r{i}", max_tokens=250) for i in range(num)]
     )
     target = tmp_path / "out.jsonl"
     process = start_process(folder, source, target)

@@ -36,7 +36,8 @@ class Poisoned(Scripted):
 
 def poisoned_llm(times: int = 10**9, error: Exception | None = None) -> AsyncLLM:
     proposer = Poisoned(times, error or ZeroDivisionError("a planted bug"))
-    return AsyncLLM.over(tiny_engine(make_proposer=lambda _: proposer))
+    # Paced, so that all requests are there when the engine fails.
+    return AsyncLLM.over(paced(tiny_engine(make_proposer=lambda _: proposer), 0.02))
 
 
 async def answers(llm: AsyncLLM, prompts: list[str]) -> list[Any]:

@@ -6,6 +6,7 @@ import mmap
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,17 @@ def test_digest_of_a_file_just_written_is_not_cached(model_folder, cache):
     assert not (cache / "facts").exists()  # it may change within one clock tick
 
 
+def wait_for_the_next_tick(folder):
+    """Wait until files that are written from now on have other times than those written before."""
+    probe = folder / "tick"
+    probe.touch()
+    before = probe.stat().st_mtime_ns
+    while probe.stat().st_mtime_ns == before:
+        time.sleep(0.001)
+        probe.touch()
+    probe.unlink()
+
+
 @pytest.mark.usefixtures("settled_at_once")
 def test_cached_digest_is_used_until_the_file_changes(model_folder, cache):
     source = resolve(str(model_folder))
@@ -116,15 +128,17 @@ def test_cached_digest_is_used_until_the_file_changes(model_folder, cache):
     (entry,) = (cache / "facts" / "digest").iterdir()
     entry.write_text(json.dumps({**json.loads(entry.read_text()), "value": "f" * 64}))
     assert weights_digest(source) != first  # the cached value was changed above
+    wait_for_the_next_tick(cache)
     os.utime(model_folder / "model.safetensors", ns=(2, 2))
     assert weights_digest(source) == first
 
 
 @pytest.mark.usefixtures("settled_at_once")
-def test_weights_overwritten_in_place_with_their_mtime_restored_have_another_digest(model_folder):
+def test_weights_overwritten_in_place_with_their_mtime_restored_have_another_digest(model_folder, cache):
     source, file = resolve(str(model_folder)), model_folder / "model.safetensors"
     first = weights_digest(source)
     before = file.stat()
+    wait_for_the_next_tick(cache)
     with file.open("r+b") as opened:
         opened.write(b"WEIGHTS")
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))

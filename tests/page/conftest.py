@@ -35,9 +35,17 @@ ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-s
 class Slow(Jitter):
     """Drafts that are sometimes wrong, slowed down so that the page shows intermediate states."""
 
+    pause = 0.004
+
     def propose(self, asks: list[Any]) -> list[Any]:
-        time.sleep(0.004)
+        time.sleep(self.pause)
         return super().propose(asks)
+
+
+@pytest.fixture
+def slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that last long enough to be interrupted, whatever else the machine does."""
+    monkeypatch.setattr(Slow, "pause", 0.03)
 
 
 def letters_engine() -> Engine:

@@ -73,6 +73,7 @@ return [...rows].map((row) => [...row.cells].map((cell) => cell.textContent));
 """
 
 
+@pytest.mark.usefixtures("slower")
 def test_a_question_is_asked_by_keyboard_and_again_under_load(page: Driver) -> None:
     """Drafted and rejected tokens are marked, and the answer under load is the same."""
     assert focused(page).get_attribute("id") == "question"
@@ -147,6 +148,7 @@ def test_a_receipt_can_be_downloaded(page: Driver, downloads: Path) -> None:
     assert text(page, "#contract") in json.dumps(receipt)
 
 
+@pytest.mark.usefixtures("slower")
 def test_escape_stops_an_answer_and_the_conversation_continues(page: Driver) -> None:
     set_max_tokens(page, 440)
     press(page, "<img src=x onerror=alert(1)> & more", Key.ENTER)

@@ -1,5 +1,6 @@
 """Replicas in threads of this process, which can be killed at any moment."""
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ class LocalReplicas:
 
     def __init__(self, engines: list[Engine], kill_after: int | None = None) -> None:
         self._kill_after = kill_after
+        self._lock = threading.RLock()  # of the router's thread and those of the hosts
         self._hosts = [EngineHost(engine, partial(self._send, i)) for i, engine in enumerate(engines)]
         self._intakes = [Intake(engine.loaded, engine.limits, seed=0, date=None) for engine in engines]
         self._lives = [0] * len(engines)
@@ -44,22 +46,24 @@ class LocalReplicas:
         if grammar is not None:
             compiled = self._intakes[i].start_compiling(grammar).result()
             guide = compiled.guide(job.request.sampling.stop_ids)
-        self._jobs[job.key] = self._name(i)
-        self._inbox(Started(job.key, self._name(i), self.contract_id))
-        self._hosts[i].add(job, guide)
+        with self._lock:
+            name = self._jobs[job.key] = self._name(i)
+            self._inbox(Started(job.key, name, self.contract_id))
+            self._hosts[i].add(job, guide)
 
     def end(self, key: JobKey, replica: str | None) -> None:
         for host in self._hosts:
             host.end(key)
 
     def _send(self, i: int, progress: list[Progress]) -> None:
-        for one in progress:
-            if self._jobs[one.key] != self._name(i):
-                continue  # it was lost with the replica
-            self._inbox(one)
-            self._sent[i] += 1
-            if self._kill_after is not None and self._sent[i] % self._kill_after == 0:
-                self._kill(i)
+        with self._lock:
+            for one in progress:
+                if self._jobs[one.key] != self._name(i):
+                    continue  # it was lost with the replica
+                self._inbox(one)
+                self._sent[i] += 1
+                if self._kill_after is not None and self._sent[i] % self._kill_after == 0:
+                    self._kill(i)
 
     def _kill(self, i: int) -> None:
         name = self._name(i)

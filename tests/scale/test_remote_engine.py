@@ -37,8 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_engine() -> Engine:
-    return tiny_engine(max_num_seqs=32)
+def make_engine(**settings: Any) -> Engine:
+    return tiny_engine(max_num_seqs=32, **settings)
 
 
 def params_of(case: str) -> SamplingParams:
@@ -82,7 +82,7 @@ def wanted() -> list[tuple[list[Any], list[str]]]:
         async with AsyncLLM.over(make_engine()) as llm:
             return await answers(llm, [*CASES, *CASES])
 
-    return asyncio.run(alone())
+    return asyncio.run(asyncio.wait_for(alone(), 240))
 
 
 @pytest.mark.parametrize("kill_after", [None, 31, 90])
@@ -90,7 +90,9 @@ def test_answers_are_those_of_one_engine(
     wanted: list[tuple[list[Any], list[str]]], kill_after: int | None
 ) -> None:
     async def main() -> None:
-        replicas = LocalReplicas([make_engine(), make_engine()], kill_after)
+        # Without drafts every delta has one token, however fast drafts are: enough for several deaths.
+        settings = {} if kill_after is None else {"proposer": "none"}
+        replicas = LocalReplicas([make_engine(**settings), make_engine(**settings)], kill_after)
         async with over(replicas) as llm:
             assert await answers(llm, [*CASES, *CASES]) == wanted
             stats = await llm.stats()
@@ -101,7 +103,7 @@ def test_answers_are_those_of_one_engine(
 
     for text, streamed in ((o[0], o[1]) for o in wanted):
         assert [choice[1] for choice in text[2:]] == streamed
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 class NoReplicas:
@@ -156,7 +158,7 @@ def test_a_request_given_up_is_a_failed_request_for_its_reader() -> None:
             with pytest.raises(RequestFailed):
                 await llm.generate("hello", SamplingParams(max_tokens=4))
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 def test_a_replica_of_another_contract_is_not_used() -> None:

@@ -82,7 +82,7 @@ def test_streams_receipts_and_metrics_over_replicas_that_die() -> None:
             assert float(failed_over.split()[-1]) > 0
             assert replicas.num_killed > 0
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 AGENTS: dict[str, dict[str, Any]] = {
@@ -125,4 +125,4 @@ def test_agents_streams_go_on_when_replicas_die() -> None:
             assert await asyncio.gather(*asked) == [*wanted, *wanted]
             assert (await llm.stats())["failovers"] > 0
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 240))

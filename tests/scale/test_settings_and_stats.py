@@ -31,7 +31,7 @@ def test_a_wrong_setting_is_refused_by_name(values: dict[str, Any], param: str) 
 
 
 def test_counters_are_added_and_means_are_means_of_all() -> None:
-    engines = [tiny_engine(proposer="ngram") for _ in range(2)]
+    engines = [tiny_engine(proposer="ngram", clock=lambda: 0.0) for _ in range(2)]
     for number, engine in enumerate(engines):
         run(engine, [([65, 66] * 20, Sampling(), 20 + 10 * number)])
     stats = [engine.stats() for engine in engines]

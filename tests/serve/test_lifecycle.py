@@ -162,6 +162,7 @@ def test_a_failing_request_ends_and_the_server_goes_on(caplog: pytest.LogCapture
         async with served_app(make_proposer=lambda _: proposer) as served:
             asking = asyncio.create_task(served.client.post(COMPLETIONS, json=LONG))
             streaming = asyncio.create_task(served.client.post(COMPLETIONS, json=LONG | {"stream": True}))
+            await wait_until(lambda: served.llm._engine.scheduler.num_running == 2)
             await wait_for_tokens(served)
             proposer.now.set()
             whole, stream = await asking, await streaming

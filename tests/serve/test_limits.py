@@ -175,17 +175,18 @@ def test_warnings_of_one_kind_are_logged_once_a_second(caplog: pytest.LogCapture
 
 def test_places_are_given_back_when_the_engine_is_done_though_answers_are_unread() -> None:
     async def work() -> None:
-        async with served_app(on_port=True, max_queued=32, max_num_seqs=16) as served:
+        settings = ServeSettings(limits=ServeLimits(write_timeout=900))
+        async with served_app(settings, on_port=True, max_queued=32, max_num_seqs=16) as served:
             body = SHORT | {"n": 16, "max_tokens": 450, "logprobs": 20, "ignore_eos": True}
             counters = served.llm._engine.scheduler.counters
             with unread_stream(served, body), unread_stream(served, body):
                 await wait_until(lambda: counters.requests == 32)
-                await wait_until(lambda: not served.worker._num_choices, 120)
+                await wait_until(lambda: not served.worker._num_choices, 400)
                 assert served.worker.num_active  # answers are still being sent
                 assert (await served.complete())["choices"]
             await served.check_idle()
 
-    run(work())
+    run(work(), 900)
 
 
 def test_a_client_that_does_not_read_is_closed_at_the_deadline() -> None:

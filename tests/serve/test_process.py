@@ -103,14 +103,17 @@ def test_a_server_listens_loads_answers_drains_and_exits_with_0(folder: str, tmp
             assert early.status_code in (200, 503)
             contract = server.wait_for("ready")["message"].split()[-1]
             assert client.get("/version").json()["contract"] == contract
-            with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+            long = LONG | {"stream": True, "n": 16, "proposer": "none"}
+            with (
+                connect("secret-one") as other,
+                client.stream("POST", "/v1/completions", json=long) as stream,
+            ):
                 lines = stream.iter_lines()
                 next(lines)
                 server.process.send_signal(signal.SIGTERM)
                 server.wait_for("draining")
-                with connect("secret-one") as other:
-                    late = other.post("/v1/completions", json=LONG)
-                    assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
+                late = other.post("/v1/completions", json=LONG)
+                assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
                 remaining = [line for line in lines if line]
             assert remaining[-1] == "data: [DONE]"
             assert json.loads(remaining[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
@@ -186,7 +189,9 @@ def test_requests_are_aborted_after_the_timeout_or_a_second_signal(signals: int)
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
             lines = stream.iter_lines()
             next(lines)
-            for _ in range(signals):
+            for number in range(signals):
+                while number and httpx.get(f"{url}/ready", timeout=30).json().get("status") != "draining":
+                    time.sleep(0.001)  # two signals that wait together are one
                 send_sigterm()
                 time.sleep(0.05)
             return [line for line in lines if line]
@@ -299,7 +304,7 @@ def test_the_server_speaks_tls(tmp_path: Path) -> None:
             wait_until_ready(url, verify=trust)
             return httpx.get(f"{url}/v1/models", verify=trust).status_code
         finally:
-            time.sleep(0.3)  # TLS closes with two messages, and the event loop must still run to receive them
+            time.sleep(1)  # TLS closes with two messages, and the event loop must still run to receive them
             send_sigterm()
 
     code, status = serve_here(client, tiny, certificate=cert, key=key)

@@ -16,7 +16,7 @@ SECONDS = float(os.environ.get("SAMEWISE_SOAK_SECONDS", "25"))  # of load, witho
 def test_answers_stay_the_same_under_load_and_disconnects() -> None:
     script, minutes = str(ROOT / "bench" / "soak.py"), str(SECONDS / 60)
     ran = subprocess.run(
-        [sys.executable, script, "--minutes", minutes, "--clients", "16", "--rounds", "3", "--asks", "24"],
+        [sys.executable, script, "--minutes", minutes, "--clients", "16", "--rounds", "6", "--asks", "24"],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False, timeout=300 + 2 * SECONDS,
     )  # fmt: skip

@@ -74,9 +74,9 @@ def is_running(pid):
 
 def test_trial_reports_what_compiling_took(process):
     small = process.trial(SMALL, **UNBOUNDED)
-    medium = process.trial(multiples(9973), **UNBOUNDED)
+    medium = process.trial(MEDIUM, **UNBOUNDED)
     assert 0 <= small.seconds < medium.seconds
-    assert small.num_bytes < 1 << 20 < medium.num_bytes
+    assert small.num_bytes < 8 << 20 < medium.num_bytes  # on large machines Linux counts roughly
 
 
 def test_trial_that_takes_too_long_is_ended(process):
@@ -216,7 +216,7 @@ def test_preparing_converts_the_tokenizer_and_starts_no_child(monkeypatch):
 
 
 def test_quick_grammars_do_not_wait_for_slow_ones(make_grammars):
-    grammars = make_grammars(slow_seconds=60.0)
+    grammars = make_grammars(quick_seconds=0.5, slow_seconds=60.0)
     slow = grammars.start(LONG)
     for number in range(3):
         grammars.compile(Grammar.regex(f"a{{1,{number + 1}}}"))
@@ -268,10 +268,10 @@ def test_one_owner_may_take_a_share_of_the_queue(make_grammars):
 
 
 def test_full_slow_lane_refuses_further_slow_grammars(make_grammars):
-    grammars = make_grammars(quick_seconds=0.05, slow_seconds=60.0, slow_waiting=1)
+    grammars = make_grammars(quick_seconds=0.5, slow_seconds=60.0, slow_waiting=1)
     slow = [grammars.start(multiples(number)) for number in (999961, 999959, 999953)]
     with pytest.raises(QueueFull):
-        slow[2].result(timeout=30)
+        slow[2].result(timeout=60)
     grammars.check(SMALL)
     assert not slow[0].done()
     assert not slow[1].done()

@@ -622,15 +622,19 @@ class AsyncLLM:
 
     def _fail_calls(self) -> None:
         """Fail the calls that are still queued: the engine's thread has ended."""
-        while self._held:
-            self._held.pop().fail(self._stopped_error())
         while True:
             try:
-                call = self._calls.get_nowait()
+                call = self._held.pop()  # a caller's thread may be here too
+            except IndexError:
+                break
+            call.fail(self._stopped_error())
+        while True:
+            try:
+                queued = self._calls.get_nowait()
             except queue.Empty:
                 return
-            if call is not None:
-                call.fail(self._stopped_error())
+            if queued is not None:
+                queued.fail(self._stopped_error())
 
 
 __all__ = ["GATHER", "AsyncLLM", "GatherTimes", "ResponseReader"]

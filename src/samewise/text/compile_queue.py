@@ -151,12 +151,12 @@ class _Lane(Generic[C]):
             except BaseException as error:
                 job.result.set_exception(_closed() if self._closed else error)
             del job  # what was compiled must not live until the next job
-        self._process.stop()
 
     def _take(self) -> _Job[C] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, self._limits.idle_seconds)
             if self._closed or not self._waiting:
+                self._process.stop()  # before another thread may start to use it
                 self._running = False
                 return None
             return self._waiting.popleft()

@@ -246,12 +246,11 @@ class Grammars:
 
     def _make_room(self, compiled: CompiledGrammar) -> None:
         """Count a heavy grammar, and drop others that no request holds. Raises QueueFull."""
-        for kept in list(self._kept.values()):
+        for grammar in list(self._kept):
             if self._heavy_bytes() + compiled.num_bytes <= HEAVY_BYTES:
                 break
-            if kept.is_heavy:
-                del self._kept[kept.grammar]
-            del kept
+            if self._kept[grammar].is_heavy:
+                del self._kept[grammar]
         if self._heavy_bytes() + compiled.num_bytes > HEAVY_BYTES:
             raise QueueFull(
                 f"grammar={compiled.grammar.kind}: requests under way hold {HEAVY_BYTES >> 20} MB of large "
