@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -277,6 +278,29 @@ def test_full_slow_lane_refuses_further_slow_grammars(make_grammars):
     assert not slow[1].done()
 
 
+def test_no_trial_begins_while_the_idle_child_is_ended(make_grammars, monkeypatch):
+    stopping, overlaps = threading.Event(), []
+    stop, trial = CompileProcess.stop, CompileProcess.trial
+
+    def slow_stop(process):
+        stopping.set()
+        time.sleep(0.2)
+        stop(process)
+        stopping.clear()
+
+    def noted_trial(process, *args, **limits):
+        overlaps.append(stopping.is_set())
+        return trial(process, *args, **limits)
+
+    monkeypatch.setattr(CompileProcess, "stop", slow_stop)
+    monkeypatch.setattr(CompileProcess, "trial", noted_trial)
+    grammars = make_grammars(idle_seconds=0.05)
+    grammars.check(SMALL)
+    assert stopping.wait(30)
+    grammars.check(Grammar.regex("b+"))
+    assert overlaps == [False, False]
+
+
 def test_closing_kills_the_children_at_once(make_grammars):
     grammars = make_grammars(quick_seconds=60.0)
     future = grammars.start(LONG)
@@ -376,6 +400,16 @@ def test_heavy_grammars_of_requests_under_way_are_bounded_in_bytes(make_grammars
     held.pop(0)
     assert grammars.compile(schemas[2]).is_heavy
     assert schemas[0] not in grammars._live  # dropped, because no request held it
+
+
+def test_no_more_heavy_grammars_are_dropped_than_have_to_be(make_grammars, monkeypatch):
+    monkeypatch.setattr(grammar_module, "LIGHT", Trial(seconds=60.0, num_bytes=1 << 20))
+    monkeypatch.setattr(grammar_module, "HEAVY_BYTES", 120 << 20)
+    grammars = make_grammars(quick_seconds=60.0)
+    schemas = [Grammar.json_schema({"title": name, "type": "integer", "multipleOf": 99991}) for name in "abc"]
+    for schema in schemas:  # about 50 MB each
+        grammars.check(schema)
+    assert [schema in grammars._live for schema in schemas] == [False, True, True]
 
 
 # ---- as a library
