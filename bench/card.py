@@ -3,7 +3,7 @@
     python bench/card.py --list                          # the steps and their time limits
     python bench/card.py --out card                      # all of them, for at most 25 minutes
     python bench/card.py --only decode tiles --budget 540
-    python bench/card.py --only text --model FOLDER --questions FILE.jsonl [--draft-model FOLDER]
+    python bench/card.py --only text serve --model FOLDER --questions FILE.jsonl [--draft-model FOLDER]
 
 Each step is another script of this folder, or tests, in a process of its own with a time limit of its own:
 one that fails or takes too long does not stop the others. `--out` gets everything they print in `card.log`,
@@ -87,6 +87,12 @@ def text_step(args: argparse.Namespace) -> Step:
     return Step("text", 420, shown, command, "tokens/s of proposers beside `none`")
 
 
+def serve_step(args: argparse.Namespace) -> Step:
+    """The server's pace beside the engine's own, on real weights."""
+    options = ["--model", str(args.model.resolve()), "--clients", "64", "--repeats", "3"]
+    return Step("serve", 240, r"^median: |did not start", (*script("serve.py"), *options), "64 clients")
+
+
 def run(step: Step, seconds: float, out: Path, log: Path) -> tuple[str, list[str]]:
     """Run a step for at most this long. Returns how it ended, and its output."""
     paths = {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
@@ -155,7 +161,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps, in this order")
     parser.add_argument("--budget", type=float, default=1500, help="seconds for all of them")
     parser.add_argument("--out", type=Path, default=Path("bench-out/card"))
-    parser.add_argument("--model", type=Path, help="a folder with real weights, for the step `text`")
+    parser.add_argument(
+        "--model", type=Path, help="real weights, for the steps `text` and `serve`"
+    )
     parser.add_argument("--draft-model", type=Path, help="a smaller model of the same vocabulary")
     parser.add_argument("--questions", type=Path, help="a file of questions, see bench/real_text.py")
     args = parser.parse_args()
@@ -164,7 +172,8 @@ def main() -> None:
     steps = {step.name: step for step in STEPS}
     if args.model:
         before = ("decode", "profile", "tiles")
-        steps = {name: steps[name] for name in before} | {"text": text_step(args)} | steps
+        real = {"text": text_step(args), "serve": serve_step(args)}
+        steps = {name: steps[name] for name in before} | real | steps
     if unknown := [name for name in args.only or () if name not in steps]:
         parser.error(f"no step {unknown[0]!r}: there are {', '.join(steps)}")
     chosen = [steps[name] for name in args.only or steps]

@@ -175,7 +175,9 @@ def main() -> None:
         [sys.executable, __file__, "--serve", *sys.argv[1:]], stdout=subprocess.PIPE, text=True
     )
     try:
-        started = json.loads(server.stdout.readline())
+        if not (line := server.stdout.readline()):
+            sys.exit("the server did not start: it says why above; what it needs brings the extra `serve`")
+        started = json.loads(line)
         print(f"{args.model}, proposer {args.proposer}, {args.clients} clients of {args.tokens} tokens, "
               f"contract {started['contract']}; {platform.machine()}, {os.cpu_count()} cores, "
               f"load {os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
