@@ -161,9 +161,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps, in this order")
     parser.add_argument("--budget", type=float, default=1500, help="seconds for all of them")
     parser.add_argument("--out", type=Path, default=Path("bench-out/card"))
-    parser.add_argument(
-        "--model", type=Path, help="real weights, for the steps `text` and `serve`"
-    )
+    parser.add_argument("--model", type=Path, help="real weights, for the steps `text` and `serve`")
     parser.add_argument("--draft-model", type=Path, help="a smaller model of the same vocabulary")
     parser.add_argument("--questions", type=Path, help="a file of questions, see bench/real_text.py")
     args = parser.parse_args()
