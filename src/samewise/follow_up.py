@@ -20,7 +20,7 @@ SPAN_LEN = 6
 
 
 class FollowedSequence(NamedTuple):
-    """A sequence of the frame in flight, of the next one, or of both. FollowedSequence of drafter.cpp.
+    """A sequence of the frame in flight, of the next one, or of both. FollowedSequence of interface.h.
 
     Where `next_given` is 0 the frame in flight brings its next tokens, and its next rows depend on them.
     Above 0 it has that many known tokens after those of the frame in flight, and `next_rows` of them are in

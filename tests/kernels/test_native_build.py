@@ -66,6 +66,30 @@ def test_another_cpu_or_compiler_has_another_library(empty_cache, monkeypatch, t
 
 
 @needs_compiler
+def test_an_edited_header_beside_a_source_has_another_library(tmp_path):
+    sources = tmp_path / "one.cpp", tmp_path / "two.cpp"
+    for source in sources:
+        source.write_text('#include "part.h"\n')
+    header = tmp_path / "part.h"
+    paths = []
+    for text in ("", "inline int part() { return 1; }\n", "inline int part() { return 2; }\n"):
+        header.write_text(text)
+        paths.append(native_build.library_path(sources))
+    assert len(set(paths)) == 3
+    (tmp_path / "notes.txt").write_text("no source of the library")
+    assert native_build.library_path(sources) == paths[-1]
+
+
+@needs_compiler
+def test_a_header_is_read_once_for_all_sources_beside_it(monkeypatch):
+    read, text = [], Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *args: read.append(path) or text(path, *args))
+    native_build.library_path()
+    ours = [path for path in read if path.suffix in {".h", ".cpp"}]
+    assert sorted(ours) == sorted({*native_build.HEADERS, *native_build.SOURCES})
+
+
+@needs_compiler
 def test_options_in_cxx_reach_the_compiler_and_have_a_library_of_their_own(monkeypatch):
     program, default = native_build.find_compiler()[0], native_build.library_path()
     monkeypatch.setenv("CXX", f"{program} -DONE -DTWO")

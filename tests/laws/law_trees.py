@@ -102,7 +102,7 @@ def known_trees(cases, expected, **settings):
 
 
 class FollowedTrees(KnownTrees):
-    """The same trees, also as follow-ups: judged and packed here in Python, as drafter.cpp does in C++."""
+    """The same trees, also as follow-ups: judged and packed here in Python, as follow_up.h does in C++."""
 
     def __init__(self, known, *, num, shape, max_nodes):
         super().__init__(known, num=num, shape=shape)

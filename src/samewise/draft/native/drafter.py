@@ -35,13 +35,13 @@ _REAL = ("step", "first_squares", "max_squares", "patience")
 
 
 class _Tuning(ctypes.Structure):
-    """DrafterTuning of drafter.cpp."""
+    """DrafterTuning of interface.h."""
 
     _fields_ = [(name, ctypes.c_int64) for name in _WHOLE] + [(name, ctypes.c_double) for name in _REAL]
 
 
 class _FrameToFollow(ctypes.Structure):
-    """FrameToFollow of drafter.cpp."""
+    """FrameToFollow of interface.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("num", "page", "max_nodes", "max_depth")),
@@ -53,7 +53,7 @@ class _FrameToFollow(ctypes.Structure):
 
 
 class _NextFrame(ctypes.Structure):
-    """NextFrame of drafter.cpp."""
+    """NextFrame of interface.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("numbers", "pages")),
@@ -62,7 +62,7 @@ class _NextFrame(ctypes.Structure):
 
 
 class _FrameOutputs(ctypes.Structure):
-    """FrameOutputs of drafter.cpp."""
+    """FrameOutputs of interface.h."""
 
     _fields_ = [("rows", ctypes.c_void_p), ("stride", ctypes.c_int64), ("candidates", ctypes.c_int64)]
 

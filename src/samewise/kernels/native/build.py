@@ -172,9 +172,14 @@ def _digest_line(digest: str, library: Path) -> bytes:
 
 
 def _build_digest(compiler: list[str], sources: tuple[Path, ...]) -> str:
-    """SHA-256 of all the machine code depends on; of the CPU too, as machines may share a home folder."""
+    """SHA-256 of all the machine code depends on, headers beside the sources too.
+
+    Of the CPU as well, as machines may share a home folder.
+    """
     version = _run([*compiler, "--version"]).stdout
-    texts = [path.read_text() for path in (*HEADERS, *sources)]
+    folders = dict.fromkeys(source.parent for source in sources)
+    beside = [header for folder in folders for header in sorted(folder.glob("*.h"))]
+    texts = [path.read_text() for path in dict.fromkeys((*HEADERS, *beside, *sources))]
     parts = [*texts, " ".join(flags()), " ".join(compiler), version, _cpu()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
