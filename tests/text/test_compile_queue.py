@@ -279,22 +279,23 @@ def test_full_slow_lane_refuses_further_slow_grammars(make_grammars):
 
 
 def test_no_trial_begins_while_the_idle_child_is_ended(make_grammars, monkeypatch):
+    grammars = make_grammars(idle_seconds=0.05)
+    process = grammars._get_queue()._lanes[0]._process
     stopping, overlaps = threading.Event(), []
-    stop, trial = CompileProcess.stop, CompileProcess.trial
+    stop, trial = process.stop, process.trial
 
-    def slow_stop(process):
+    def slow_stop():
         stopping.set()
         time.sleep(0.2)
-        stop(process)
+        stop()
         stopping.clear()
 
-    def noted_trial(process, *args, **limits):
+    def noted_trial(*args, **limits):
         overlaps.append(stopping.is_set())
-        return trial(process, *args, **limits)
+        return trial(*args, **limits)
 
-    monkeypatch.setattr(CompileProcess, "stop", slow_stop)
-    monkeypatch.setattr(CompileProcess, "trial", noted_trial)
-    grammars = make_grammars(idle_seconds=0.05)
+    monkeypatch.setattr(process, "stop", slow_stop)
+    monkeypatch.setattr(process, "trial", noted_trial)
     grammars.check(SMALL)
     assert stopping.wait(30)
     grammars.check(Grammar.regex("b+"))
