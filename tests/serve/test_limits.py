@@ -16,10 +16,11 @@ from served_app import COMPLETIONS, ServedApp, error_of, run, served_app, wait_u
 
 from samewise.errors import BadParameter
 from samewise.llm.mailbox import UnreadBudget
+from samewise.llm.shares import SharedBudget
 from samewise.openai.replies import encode_slices
 from samewise.serve import app
 from samewise.serve.connections import RateLimitedWarning
-from samewise.serve.http import BodyBudget, refuse_crowded
+from samewise.serve.http import refuse_crowded
 from samewise.serve.limits import ServeLimits
 from samewise.serve.settings import Keys, ServeSettings
 from samewise.serve.threads import FairThreads
@@ -170,6 +171,75 @@ def test_warnings_of_one_kind_are_logged_once_a_second(caplog: pytest.LogCapture
     ]
 
 
+def test_requests_of_one_key_leave_connections_to_others_and_to_public_paths() -> None:
+    async def work() -> None:
+        settings = ServeSettings(
+            keys=Keys.of(["greedy", "modest"]), limits=ServeLimits(max_connections=16, max_listeners=64)
+        )
+        async with served_app(settings, on_port=True) as served:
+            request = b"GET /samewise/live HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer greedy\r\n\r\n"
+            heads = []
+            for _ in range(20):
+                reader, writer = await connect(served)
+                writer.write(request)
+                heads.append((await reader.readline(), writer))
+            answered = [head for head, _ in heads].count(b"HTTP/1.1 200 OK\r\n")
+            assert 1 < answered <= 11  # three times of what is free, of 14
+            assert all(b" 429 " in head for head, _ in heads[answered:])
+            assert (await served.client.get("/health")).status_code == 200
+            response = await served.client.post(
+                COMPLETIONS, json=SHORT, headers={"Authorization": "Bearer modest"}
+            )
+            assert response.status_code == 200
+            for _, writer in heads:
+                writer.transport.abort()
+
+    run(work())
+
+
+def test_public_paths_are_answered_while_requests_without_keys_fill_the_server() -> None:
+    async def work() -> None:
+        settings = ServeSettings(limits=ServeLimits(max_connections=16, max_listeners=64))
+        async with served_app(settings, on_port=True) as served:
+            writers = []
+            for _ in range(16):
+                reader, writer = await connect(served)
+                writer.write(b"GET /samewise/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                await reader.readline()
+                writers.append(writer)
+            for path in ("/health", "/live", "/metrics"):
+                assert (await served.client.get(path)).status_code == 200
+            status, error = await served.refusal(COMPLETIONS, SHORT)
+            assert (status, error["code"]) == (429, "queue_full")
+            for writer in writers:
+                writer.transport.abort()
+            await wait_until(lambda: not served.app.state.service.worker.num_active)
+
+    run(work())
+
+
+def test_one_key_cannot_take_every_listener_of_the_live_feed() -> None:
+    async def work() -> None:
+        settings = ServeSettings(keys=Keys.of(["greedy", "modest"]), limits=ServeLimits(max_listeners=8))
+        async with served_app(settings, on_port=True) as served:
+
+            async def listen(key: str) -> tuple[bytes, asyncio.StreamWriter]:
+                reader, writer = await connect(served)
+                writer.write(
+                    f"GET /samewise/live HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
+                )
+                return await reader.readline(), writer
+
+            listening = [await listen("greedy") for _ in range(8)]
+            assert [b" 200 " in head for head, _ in listening] == [True] * 6 + [False] * 2
+            listening.append(await listen("modest"))
+            assert b" 200 " in listening[-1][0]
+            for _, writer in listening:
+                writer.transport.abort()
+
+    run(work())
+
+
 # ---- places and unread answers
 
 
@@ -301,7 +371,7 @@ def test_one_key_cannot_take_every_place() -> None:
 
 
 def test_bodies_share_a_budget() -> None:
-    budget = BodyBudget(100)
+    budget = SharedBudget(100)
     assert budget.take("a", 60)
     assert not budget.take("a", 30)  # more than three times of what would be left
     assert budget.take("b", 40)  # the first of an owner takes what is free

@@ -34,6 +34,7 @@ from samewise.anthropic.parse import parse_count
 from samewise.errors import CallerError, MachineError, SamewiseError
 from samewise.llm.aio import AsyncLLM
 from samewise.llm.mailbox import UnreadBudget
+from samewise.llm.shares import SharedBudget
 from samewise.openai.bodies import (
     CHAT,
     COMPLETIONS,
@@ -74,7 +75,6 @@ from samewise.receipts import Receipt, is_complete
 from samewise.receipts.store import save
 from samewise.serve.http import (
     SLICE_BYTES,
-    BodyBudget,
     EventStream,
     HeldBody,
     JsonResponse,
@@ -84,7 +84,12 @@ from samewise.serve.http import (
     until_disconnect,
 )
 from samewise.serve.metrics import Metrics
-from samewise.serve.middleware import AuthMiddleware, RequestIdMiddleware, WebPageMiddleware
+from samewise.serve.middleware import (
+    AuthMiddleware,
+    PlaceMiddleware,
+    RequestIdMiddleware,
+    WebPageMiddleware,
+)
 from samewise.serve.openapi import Endpoint, docs_page, openapi_document
 from samewise.serve.settings import ServeSettings
 from samewise.serve.stored import ResponseStore
@@ -130,7 +135,7 @@ class Service:
         self.metrics = Metrics(worker, settings)
         self.unread = UnreadBudget(settings.limits.max_unread)
         self.stored = ResponseStore(settings.limits.max_stored)
-        self._bodies = BodyBudget(settings.limits.max_bodies)
+        self._bodies = SharedBudget(settings.limits.max_bodies)
         self._intakes, self._renders = FairThreads(INTAKE_THREADS), FairThreads(RENDER_THREADS)
         self._started = int(time.time())
         self._parse_options: ParseOptions | None = None  # of the current contract
@@ -534,7 +539,7 @@ def make_app(
         Route(path, _by_method(handlers), methods=list(handlers))
         for path, handlers in _handlers(service.endpoints).items()
     ]
-    routes += [*_document_routes(service), *page_routes(worker, settings.limits.max_listeners)]
+    routes += [*_document_routes(service), *page_routes(worker, settings)]
     if settings.training:
         routes += TrainingRoutes(service).routes()
     # A key is not sent by browsers of their own accord, so with keys any page may try.
@@ -556,6 +561,10 @@ def make_app(
             AuthMiddleware, keys=settings.keys, public_paths=public_paths, basic=settings.training
         )
     )  # fmt: skip
+    places = SharedBudget(settings.limits.answered_connections())
+    middleware.append(
+        Middleware(PlaceMiddleware, places=places, public_paths=public_paths, shared=settings.several_owners)
+    )
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
     app.state.service = service
     return app

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from samewise.anthropic.bodies import MESSAGES
 from samewise.anthropic.errors import error_body
 from samewise.llm.mailbox import UnreadBudget
-from samewise.llm.shares import within_share
+from samewise.llm.shares import SharedBudget
 from samewise.openai.errors import RETRY_AFTER, ApiError
 from samewise.openai.replies import encode_json
 
@@ -109,41 +109,13 @@ def is_anthropic(scope: Scope) -> bool:
 # ---- bodies
 
 
-class BodyBudget:
-    """Bytes of all request bodies that are being received or read, with a share for each owner."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-        self._owners: dict[object, int] = {}  # bytes by owner, none of them 0
-
-    def take(self, owner: object, size: int) -> bool:
-        """Take bytes for an owner; False where its share, or the whole, would be exceeded."""
-        own = self._owners.get(owner, 0)
-        if not within_share(own, self.used, self.limit, size):
-            return False
-        if size:
-            self.used += size
-            self._owners[owner] = own + size
-        return True
-
-    def give_back(self, owner: object, size: int) -> None:
-        """Give bytes back."""
-        self.used -= size
-        left = self._owners.get(owner, 0) - size
-        if left > 0:
-            self._owners[owner] = left
-        else:
-            self._owners.pop(owner, None)
-
-
 class HeldBody:
     """The body of one request, counted in a budget while it is held. Use it in a `with`.
 
     `owner` is the key the request came with; where there is none, each request is an owner of its own.
     """
 
-    def __init__(self, request: Request, budget: BodyBudget, *, max_body: int, owner: bytes | None) -> None:
+    def __init__(self, request: Request, budget: SharedBudget, *, max_body: int, owner: bytes | None) -> None:
         self._request, self._budget, self._max_body = request, budget, max_body
         self._owner: object = self if owner is None else owner
         self._size = 0
@@ -297,7 +269,6 @@ class EventStream(Response):
 
 __all__ = [
     "SLICE_BYTES",
-    "BodyBudget",
     "EventStream",
     "HeldBody",
     "JsonResponse",

@@ -14,12 +14,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from samewise.llm.gate import check_mode
+from samewise.llm.shares import SharedBudget
 from samewise.openai import training as wire
 from samewise.openai.bodies import CHAT, COMPLETIONS
 from samewise.openai.errors import ApiError, invalid
 from samewise.openai.parse import read_json
 from samewise.outputs import RequestOutput
-from samewise.serve.http import BodyBudget, HeldBody, JsonResponse
+from samewise.serve.http import HeldBody, JsonResponse
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ class TrainingRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._bodies = BodyBudget(MAX_PIECE)
+        self._bodies = SharedBudget(MAX_PIECE)
         self._pieces: dict[str, torch.Tensor] = {}
         self._collecting = False  # between /start_weight_update and /finish_weight_update
         self._labels: dict[int, str] = {}  # versions that trainers named, by number

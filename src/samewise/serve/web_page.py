@@ -15,9 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from samewise.llm.shares import SharedBudget
 from samewise.openai.errors import RETRY_AFTER, ApiError, unavailable
 from samewise.serve.http import EventStream
 from samewise.serve.live_feed import LiveFeed
+from samewise.serve.settings import ServeSettings
 from samewise.serve.worker import State, Worker
 
 PAGE_FOLDER = Path(__file__).parent / "page"
@@ -35,7 +37,7 @@ PAGE_HEADERS = {
 }
 
 
-def page_routes(worker: Worker, max_listeners: int) -> list[Route]:
+def page_routes(worker: Worker, settings: ServeSettings) -> list[Route]:
     """The page, its files, and the live feed of a worker's engine."""
 
     async def live_stats(since: int) -> dict[str, Any]:
@@ -45,14 +47,18 @@ def page_routes(worker: Worker, max_listeners: int) -> list[Route]:
 
     feed = LiveFeed(live_stats, facts=lambda: dict(worker.llm.contract.facts))
 
-    async def live(_: Request) -> Response:
+    places = SharedBudget(settings.limits.max_listeners)
+
+    async def live(request: Request) -> Response:
         worker.llm  # noqa: B018 - raises 503 while there is none
-        if feed.listeners >= max_listeners:
+        owner: object = request.state.key_digest if settings.several_owners else object()
+        if not places.take(owner):
             raise ApiError(
-                f"{max_listeners} pages listen to the live feed, the most allowed; close one, or try later",
+                f"{places.used} of {places.limit} places of the live feed are taken, your share; close "
+                "one, or try later",
                 status=429, kind="rate_limit_error", code="listeners_full", retry_after=RETRY_AFTER,
             )  # fmt: skip
-        return EventStream(feed.events(), close=lambda: None)
+        return EventStream(feed.events(), close=lambda: places.give_back(owner))
 
     async def index(request: Request) -> Response:
         return _file_response(request, "index.html")
