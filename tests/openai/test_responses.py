@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 from samewise.openai.errors import ApiError
 from samewise.openai.parse import ParseOptions
 from samewise.openai.responses.builder import ResponseBuilder
+from samewise.openai.responses.exchange import Records, ResponseRecord
 from samewise.openai.responses.items import input_items, messages_of, seal
 from samewise.openai.responses.parse import parse_response
 from samewise.params import SamplingParams
@@ -332,6 +333,39 @@ def test_a_forgotten_conversation_is_found_by_its_items():
     }
     (message,) = messages([{"type": "item_reference", "id": "msg_0_0"}], find=lambda name: stored)
     assert message == {"role": "assistant", "content": "x"}
+
+
+def record(items):
+    return ResponseRecord("resp_1", b"{}", json.dumps(items).encode())
+
+
+def test_a_stored_response_is_read_once_however_often_it_is_referred_to():
+    asked = []
+    stored = record([{"id": "msg_1_0", "role": "user", "content": "x"}, {"id": ["no text"]}])
+    records = Records(lambda name: asked.append(name) or stored)
+    references = [{"type": "item_reference", "id": "msg_1_0"}] * 1000
+    assert len(messages(references, find=records.item)) == 1000
+    for _ in range(2):
+        with pytest.raises(ApiError, match="'msg_1_7' is not stored here") as caught:
+            records.item("msg_1_7")
+        assert caught.value.code == "item_not_found"
+    records.conversation("resp_1")
+    assert asked == ["resp_1"]
+
+
+def test_a_request_repeats_no_more_of_stored_responses_than_a_limit():
+    stored = record([{"id": "msg_1_0", "role": "user", "content": "x" * 2**20}])
+    references = [{"type": "item_reference", "id": "msg_1_0"}] * 40
+    with pytest.raises(ApiError, match="more than 32 MiB of stored responses") as caught:
+        messages(references, find=Records(lambda _: stored).item)
+    assert (caught.value.status, caught.value.param) == (400, "input")
+
+
+def test_items_are_counted_before_they_are_read():
+    options = replace(OPTIONS, max_messages=2)
+    body = {"input": [{"type": "item_reference", "id": "msg_1_0"}] * 9}
+    with pytest.raises(ApiError, match="9 items are more than 8"):
+        parse_response(body, options, earlier=not_stored, find=not_stored)
 
 
 def test_an_answer_may_be_ended_by_the_context():

@@ -134,7 +134,7 @@ class Service:
         self.worker, self.settings, self.version = worker, settings, version
         self.metrics = Metrics(worker, settings)
         self.unread = UnreadBudget(settings.limits.max_unread)
-        self.stored = ResponseStore(settings.limits.max_stored)
+        self.stored = ResponseStore(settings.limits.max_stored, settings.limits.max_values)
         self._bodies = SharedBudget(settings.limits.max_bodies)
         self._intakes, self._renders = FairThreads(INTAKE_THREADS), FairThreads(RENDER_THREADS)
         self._started = int(time.time())

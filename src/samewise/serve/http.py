@@ -179,16 +179,18 @@ class HeldBody:
 
 
 def refuse_crowded(raw: bytes, max_values: int) -> None:
-    """Refuse a body of too many values: reading JSON cannot be interrupted, and delays other clients.
-
-    Separators inside of texts count too, so that counting is fast.
-    """
-    if len(raw) > max_values and sum(map(raw.count, (b",", b":", b"[", b"{"))) > max_values:
+    """Refuse a body of too many values: reading JSON cannot be interrupted, and delays other clients."""
+    if is_crowded(raw, max_values):
         raise ApiError(
             f"the body has more than {max_values} values; send less at once",
             status=413,
             code="body_too_large",
         )
+
+
+def is_crowded(raw: bytes, max_values: int) -> bool:
+    """Whether JSON has too many values. Separators inside of texts count too, so that counting is fast."""
+    return len(raw) > max_values and sum(map(raw.count, (b",", b":", b"[", b"{"))) > max_values
 
 
 async def _discard(stream: AsyncGenerator[bytes], most: int) -> None:
@@ -275,6 +277,7 @@ __all__ = [
     "SlicedResponse",
     "error_response",
     "is_anthropic",
+    "is_crowded",
     "refuse_crowded",
     "until_disconnect",
 ]

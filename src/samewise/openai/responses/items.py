@@ -81,21 +81,19 @@ class _Reader:
     def __init__(self, find: FindItem) -> None:
         self._find = find
         self.messages: list[dict[str, Any]] = []
-        self._reasoning = ""
+        self._reasoning: list[str] = []
 
     def read(self, i: int, item: Item) -> None:
         """Add an item."""
         where = f"input[{i}]"
-        kind = item.get("type") or ("message" if "role" in item else None)
-        if not isinstance(kind, str):
-            raise invalid("input", f"{where} has no type; give 'message' or another type of item")
+        kind = _type_of(where, item)
         if kind == "item_reference":
             item = self._find(_text_field(where, item, "id"))
-            kind = item["type"]
+            kind = _type_of(where, item)
         if kind == "message":
             self._message(where, item)
         elif kind == "reasoning":
-            self._reasoning += _reasoning_of(where, item)
+            self._reasoning.append(_reasoning_of(where, item))
         elif kind == "function_call":
             self._call(where, item, _arguments(item.get("arguments")))
         elif kind in _CALLS:
@@ -148,8 +146,15 @@ class _Reader:
             self.messages.append({"role": "assistant", "content": ""} | reasoning)
 
     def _take_reasoning(self) -> dict[str, str]:
-        taken, self._reasoning = self._reasoning, ""
+        taken, self._reasoning = "".join(self._reasoning), []
         return {"reasoning_content": taken} if taken else {}
+
+
+def _type_of(where: str, item: Item) -> str:
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if not isinstance(kind, str):
+        raise invalid("input", f"{where} has no type; give 'message' or another type of item")
+    return kind
 
 
 def _reasoning_of(where: str, item: Item) -> str:

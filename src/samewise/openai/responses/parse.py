@@ -20,6 +20,10 @@ from samewise.openai.responses.items import FindItem, Item, input_items, message
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
+ITEMS_PER_MESSAGE = 4
+"""Items of a conversation for every message that a chat may have: reasoning and calls are part of a message
+there. Set by hand."""
+
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     # name: (values that change nothing, what to do instead)
     "background": ((False,), "is not supported; stream the response instead"),
@@ -80,8 +84,7 @@ def _parse(
         raise unsupported("truncation", "is not supported; send fewer items")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise invalid("max_output_tokens", "give 1 or more")
-    items = [*(earlier(body.previous_response_id) if body.previous_response_id else ())]
-    items += input_items(body.input)
+    items = _items(body, earlier, ITEMS_PER_MESSAGE * options.max_messages)
     if not items and body.instructions is None:
         raise ApiError("input is missing", param="input", code="missing_required_parameter")
     tools, choice = _tools(body)
@@ -116,6 +119,15 @@ def _parse(
         parsed=parsed, items=tuple(items), store=body.store is not False, logprobs=logprobs,
         encrypted=ENCRYPTED in include, echo=_echo(body, parsed, tools),
     )  # fmt: skip
+
+
+def _items(body: ResponsesBody, earlier: FindConversation, most: int) -> list[Item]:
+    """The conversation before the answer."""
+    items = [*(earlier(body.previous_response_id) if body.previous_response_id else ())]
+    items += input_items(body.input)
+    if len(items) > most:
+        raise invalid("input", f"{len(items)} items are more than {most}; send fewer")
+    return items
 
 
 def _echo(body: ResponsesBody, parsed: ParsedRequest, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
