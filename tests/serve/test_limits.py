@@ -428,6 +428,7 @@ def test_prompts_are_refused_by_their_characters_first() -> None:
             status, error = await served.refusal(COMPLETIONS, {"prompt": text})
             assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
             assert "characters" in error["message"]
+            assert await served.refusal("/tokenize", {"prompt": text}) == (status, error)
 
     run(work())
 

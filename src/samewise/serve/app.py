@@ -457,6 +457,7 @@ class Service:
         try:
             if body.prompt is not None:
                 special = body.add_special_tokens is not False
+                llm.intake.refuse_endless(body.prompt)
                 tokens = llm.intake.encode(body.prompt, add_special_tokens=special)
             else:
                 refuse_unsupported(body, add_special_tokens=False)
