@@ -368,5 +368,13 @@ def test_items_are_counted_before_they_are_read():
         parse_response(body, options, earlier=not_stored, find=not_stored)
 
 
+@pytest.mark.parametrize("levels", [200, *range(940, 1000)])
+def test_arguments_of_calls_that_nest_too_deeply_go_back_as_text(levels):
+    text = '{"a":' * levels + "1" + "}" * levels
+    (message,) = messages([{"type": "function_call", "call_id": "c", "name": "f", "arguments": text}])
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(arguments) == {"arguments": text}
+
+
 def test_an_answer_may_be_ended_by_the_context():
     assert replace(read(max_output_tokens=10**6).parsed).fit_max_tokens

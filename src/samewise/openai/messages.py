@@ -9,6 +9,7 @@ from typing import Any
 
 from samewise.openai.bodies import ROLE_PATTERN, ChatBody, TokenizeBody
 from samewise.openai.errors import ApiError, invalid, unsupported
+from samewise.openai.nesting import MAX_NESTING, nests_deeper
 from samewise.text.chat_template import KNOWN_ROLES
 
 ROLE = re.compile(ROLE_PATTERN)
@@ -130,8 +131,8 @@ def _arguments(where: str, function: dict[str, Any]) -> Any:
         value = json.loads(given or "{}")
     except (TypeError, ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
-        raise invalid("messages", f"{where}: arguments are a JSON object, written as text")
+    if not isinstance(value, dict) or nests_deeper(value, MAX_NESTING):
+        raise invalid("messages", f"{where}: arguments are a JSON object, written as text; not too deep")
     return value
 
 

@@ -33,6 +33,7 @@ from samewise.openai.bodies import (
 from samewise.openai.errors import ApiError, invalid, unsupported
 from samewise.openai.formats import grammar_of, grammar_of_outputs
 from samewise.openai.messages import conversation, predicted_text, template_kwargs
+from samewise.openai.nesting import MAX_NESTING, nests_deeper
 from samewise.openai.reasoning import (
     TAIL_TOKENS,
     AnswerParser,
@@ -62,10 +63,6 @@ SAMPLING_FIELDS = tuple(
 )
 """Fields of a body that are SamplingParams' own. Those left out have another form in a body, or mean
 something else at each endpoint."""
-
-MAX_NESTING = 128
-"""Levels of a body's objects and lists, at most. Schemas, templates and conversations are read by functions
-that call themselves up to three times a level, and Python allows about 1000 calls within each other."""
 
 
 class DeltaParser(Protocol):
@@ -250,7 +247,7 @@ def validate(kind: type[B], body: object) -> B:
     if not isinstance(body, dict):
         raise ApiError(f"the body is a JSON object, not {_quote(body)}", code="invalid_body")
     for name, value in body.items():
-        if _nests_deeper(value, MAX_NESTING - 1):
+        if nests_deeper(value, MAX_NESTING - 1):
             raise invalid(name, f"nests more than {MAX_NESTING} levels deep; make it flatter")
     try:
         return kind.model_validate(body)
@@ -264,17 +261,6 @@ def validate(kind: type[B], body: object) -> B:
         raise ApiError(
             f"{where}={_quote(first['input'])}: {message}", param=param, code="invalid_type"
         ) from None
-
-
-def _nests_deeper(value: object, levels: int) -> bool:
-    """Whether objects and lists lie within each other more than `levels` deep."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(levels):
-        if not level:
-            return False
-        parts = (part.values() if isinstance(part, dict) else part for part in level)
-        level = [one for part in parts for one in part if isinstance(one, dict | list)]
-    return bool(level)
 
 
 def parse(endpoint: str, body: object, options: ParseOptions | None = None) -> ParsedRequest:
@@ -610,12 +596,16 @@ def _checked(make: Callable[[], C]) -> C:
 
 
 def _quote(value: object) -> str:
-    """A value for a message: JSON, at most 80 characters."""
+    """A value for a message: JSON, at most 80 characters. No more of it is written than is shown."""
+    text = ""
     try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = type(value).__name__
-    return text if len(text) <= 80 else text[:80] + "…"
+        for piece in json.JSONEncoder().iterencode(value):
+            text += piece
+            if len(text) > 80:
+                return text[:80] + "…"
+    except (TypeError, ValueError, RecursionError):
+        return type(value).__name__
+    return text
 
 
 __all__ = [

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from samewise.openai.errors import invalid, unsupported
+from samewise.openai.nesting import MAX_NESTING, nests_deeper
 
 Item = dict[str, Any]
 FindItem = Callable[[str], Item]
@@ -197,7 +198,8 @@ def _arguments(given: Any) -> dict[str, Any]:
         value = given if isinstance(given, dict) else json.loads(given or "{}")
     except (TypeError, ValueError, RecursionError):
         value = None
-    return value if isinstance(value, dict) else {"arguments": str(given)}
+    flat = isinstance(value, dict) and not nests_deeper(value, MAX_NESTING)
+    return value if flat else {"arguments": str(given)}
 
 
 def _text_field(where: str, item: Item, name: str) -> str:
