@@ -392,6 +392,14 @@ def nested(levels: int) -> Any:
     return value
 
 
+def test_chat_template_kwargs_have_a_limit() -> None:
+    chat(chat_template_kwargs={"x": "a" * 65_000})
+    for value in ("a" * 2**16, [0] * 2**16, {str(i): i for i in range(10_000)}):
+        with pytest.raises(ApiError, match="longer than 64 KiB") as caught:
+            chat(chat_template_kwargs={"x": value})
+        assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
+
+
 @pytest.mark.parametrize("levels", range(900, 1000))
 def test_bodies_that_are_nested_lists_are_refused(levels: int) -> None:
     """Some of them can be read, but not be written again."""

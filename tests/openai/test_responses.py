@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from samewise.openai.errors import ApiError
 from samewise.openai.parse import ParseOptions
 from samewise.openai.responses.builder import ResponseBuilder
-from samewise.openai.responses.exchange import Records, ResponseRecord
+from samewise.openai.responses.exchange import Records, ResponseRecord, ResponsesExchange
 from samewise.openai.responses.items import input_items, messages_of, seal
 from samewise.openai.responses.parse import parse_response
 from samewise.params import SamplingParams
@@ -359,6 +359,50 @@ def test_a_request_repeats_no_more_of_stored_responses_than_a_limit():
     with pytest.raises(ApiError, match="more than 32 MiB of stored responses") as caught:
         messages(references, find=Records(lambda _: stored).item)
     assert (caught.value.status, caught.value.param) == (400, "input")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({str(i): "x" for i in range(17)}, "17 entries are more than 16"),
+        ({"x" * 65: "x"}, "at most 64 characters"),
+        ({"x": "x" * 513}, "a value 512"),
+        ({"x": 1}, "valid string"),
+    ],
+)
+def test_metadata_has_openais_limits(metadata, message):
+    with pytest.raises(ApiError, match=message) as caught:
+        read(metadata=metadata)
+    assert (caught.value.status, caught.value.param) == (400, "metadata")
+    assert read(metadata={"x" * 64: "x" * 512}).echo["metadata"] == {"x" * 64: "x" * 512}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "web_search", "x": "a" * 2**20}]),
+        ("tool_choice", {"type": "allowed_tools", "tools": [{}] * 2**19}),
+        ("text", {"format": {"type": "json_schema", "schema": {"x": "a" * 2**20}}}),
+        ("reasoning", {"summary": ["a"] * 2**18}),
+    ],
+)
+def test_what_a_response_repeats_has_a_limit(field, value):
+    with pytest.raises(ApiError, match="is longer than 1024 KiB") as caught:
+        read(**{field: value})
+    assert (caught.value.status, caught.value.param) == (400, field)
+
+
+def test_a_request_keeps_what_its_answer_needs_and_says_how_much():
+    body = {"input": "hi" * 500, "instructions": "so" * 5000, "tools": [TOOL]}
+    exchange = ResponsesExchange(body, OPTIONS, records=Records(not_stored), keep=lambda _: None)
+    assert exchange.parsed.messages
+    assert 11_000 < exchange.kept_bytes < 13_000
+    exchange.begun()
+    assert (exchange.parsed.messages, exchange.parsed.template) == ((), {})
+    unstored = ResponsesExchange(
+        body | {"store": False}, OPTIONS, records=Records(not_stored), keep=lambda _: None
+    )
+    assert unstored.kept_bytes < exchange.kept_bytes - 1000
 
 
 def test_items_are_counted_before_they_are_read():

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ from samewise.llm.shares import SharedBudget
 from samewise.openai.replies import encode_slices
 from samewise.serve import app
 from samewise.serve.connections import RateLimitedWarning
-from samewise.serve.http import refuse_crowded
+from samewise.serve.http import EventStream, refuse_crowded
 from samewise.serve.limits import ServeLimits
 from samewise.serve.settings import Keys, ServeSettings
 from samewise.serve.threads import FairThreads
@@ -402,6 +402,53 @@ def test_held_bodies_do_not_fill_the_memory() -> None:
             await wait_until(lambda: bodies.used == 0)
 
     run(work())
+
+
+def test_parts_of_a_body_that_are_kept_count_until_the_answer_ends() -> None:
+    async def work() -> None:
+        async with served_app(on_port=True) as served:
+            bodies = served.app.state.service._bodies
+            large = {"prediction": {"type": "content", "content": "a" * 300_000}}
+            for more, kept in ((large, 300_005), ({}, 0)):
+                with unread_stream(served, SHORT | {"max_tokens": 450, "ignore_eos": True} | more):
+                    await wait_until(lambda: any(one.readers for one in served.worker._active))
+                    assert bodies.used == kept
+                await served.check_idle()
+                assert bodies.used == 0
+            raw = SHORT | {"max_tokens": 450, "ignore_eos": True, "stream": True} | large
+            bodies.limit = 310_000  # the body itself has more, and a second one finds no room
+            assert (await served.refusal(COMPLETIONS, raw))[1]["code"] == "bodies_full"
+            assert bodies.used == 0
+
+    run(work())
+
+
+@pytest.mark.parametrize(("limit", "complete"), [(2**21, True), (2**19, False)])
+def test_large_events_are_sent_in_slices_and_counted(limit: int, complete: bool) -> None:
+    event, sent, unread = b"x" * 2**20, [], UnreadBudget(limit)
+
+    async def events() -> AsyncGenerator[bytes]:
+        yield b"first"
+        yield event
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        if len(sent) == 4:
+            assert unread.used == 2**20 - 2**16
+        await asyncio.sleep(0)
+
+    async def receive() -> Any:
+        await asyncio.sleep(100)
+
+    async def work() -> None:
+        closed: list[bool] = []
+        stream = EventStream(events(), close=lambda: closed.append(True), unread=unread, owner=None)
+        await stream({"type": "http"}, receive, send)
+        assert (unread.used, closed) == (0, [True])
+
+    run(work())
+    assert (b"".join(sent) == b"first" + event) == complete
+    assert max(map(len, sent)) <= 2**16
 
 
 def test_a_body_of_too_many_values_is_refused() -> None:

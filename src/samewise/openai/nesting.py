@@ -1,6 +1,8 @@
-"""How deep values of a body may nest."""
+"""How deep values of a body nest, and how long they are."""
 
 from __future__ import annotations
+
+import json
 
 MAX_NESTING = 128
 """Levels of a body's objects and lists, at most. Schemas, templates and conversations are read by functions
@@ -18,4 +20,16 @@ def nests_deeper(value: object, levels: int) -> bool:
     return bool(level)
 
 
-__all__ = ["MAX_NESTING", "nests_deeper"]
+def is_longer(value: object, most: int) -> bool:
+    """Whether a value, as JSON, has more than `most` characters. No more of it is written than that."""
+    if isinstance(value, str):
+        return len(value) > most
+    length = 0
+    for piece in json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value):
+        length += len(piece)
+        if length > most:
+            return True
+    return False
+
+
+__all__ = ["MAX_NESTING", "is_longer", "nests_deeper"]

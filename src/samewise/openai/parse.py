@@ -190,6 +190,10 @@ class ParsedRequest:
         """Number of answers asked for, over all prompts."""
         return self.params.n * (1 if self.chat else len(self.prompts))
 
+    def without_conversation(self) -> ParsedRequest:
+        """The request once it was checked: from then on only the tokens of its prompts matter."""
+        return replace(self, messages=(), template={}, prompts=("",) * len(self.prompts))
+
     def check(self, intake: RequestChecker[C]) -> list[C]:
         """Render the chat template, tokenise and check; one result per prompt. Raises ApiError."""
         try:
@@ -354,7 +358,7 @@ def _chat(body: ChatBody, options: ParseOptions) -> ParsedRequest:
         params=params,
         messages=conversation(body.messages),
         template=template | ({"tools": list(tools.tools)} if tools.tools else {}),
-        make_parser=_make_parser(tools, options.contract_id, reasoning),
+        make_parser=_make_parser(replace(tools, tools=()), options.contract_id, reasoning),
         count_reasoning=None if reasoning is None else reasoning.count,
         **_common(body, options),
     )

@@ -237,6 +237,7 @@ class Service:
             closing.callback(active.close)
             exchange, name = await until_disconnect(request.receive, self._submit(request, read, raw, active))
             del raw
+            closing.callback(body.keep(exchange.kept_bytes))
             answering = closing.pop_all()
         with answering:
             facts = AnswerFacts(
@@ -245,8 +246,8 @@ class Service:
             )  # fmt: skip
             parsed = exchange.parsed
             if parsed.stream:
-                events = self._events(parsed, active, exchange.writer(facts))
-                return EventStream(events, close=answering.pop_all().close)
+                events = self._events(exchange, active, exchange.writer(facts))
+                return EventStream(events, close=answering.pop_all().close, unread=self.unread, owner=owner)
             return await until_disconnect(request.receive, self._reply(exchange, active, facts))
 
     async def complete(self, request: Request, endpoint: str, body: dict[str, Any]) -> list[RequestOutput]:
@@ -286,6 +287,7 @@ class Service:
             checked = await self._intakes.run(lambda: parsed.check(llm.intake), owner=active.owner)
             del compiled
         salt = salt_of(request.state.key_digest, parsed.cache_salt)
+        exchange.begun()
         readers = await llm.submit(checked, salt=salt, owner=active.owner, streamed=parsed.stream)
         active.read_from(readers, self.unread)
         return exchange, name
@@ -310,24 +312,25 @@ class Service:
             outputs, receipts = self._finish(parsed, active)
             return outputs, list(encode_slices(exchange.reply(facts, outputs, receipts)))
 
-        large = _is_large(parsed, active)
-        outputs, pieces = await self._run(render, parsed, active)
+        large = _is_large(exchange, active)
+        outputs, pieces = await self._run(render, exchange, active)
         self.metrics.finished(parsed, outputs)
         if large:
             return SlicedResponse(pieces, unread=self.unread, owner=active.owner)
         return Response(b"".join(pieces), media_type=JsonResponse.media_type)
 
     async def _events(
-        self, parsed: ParsedRequest, active: ActiveRequest, writer: EventWriter
+        self, exchange: Exchange, active: ActiveRequest, writer: EventWriter
     ) -> AsyncGenerator[bytes]:
         """An answer as events. An error in the middle is an event too, the last one."""
+        parsed = exchange.parsed
 
         def end() -> tuple[list[RequestOutput], bytes]:
             outputs, receipts = self._finish(parsed, active)
             return outputs, writer.last(outputs, receipts)
 
         try:
-            if first := writer.first():
+            if first := await self._first(exchange, active, writer):
                 yield first
             async with aclosing(active.chunks()) as batches:
                 async for batch in batches:
@@ -335,16 +338,22 @@ class Service:
                         if number:  # a late reader has many; others are served between them
                             await asyncio.sleep(0)
                         yield data
-            outputs, last = await self._run(end, parsed, active)
+            outputs, last = await self._run(end, exchange, active)
             self.metrics.finished(parsed, outputs)
-            for start in range(0, len(last), SLICE_BYTES):
-                yield last[start : start + SLICE_BYTES]
+            yield last
         except SamewiseError as error:
             yield writer.failed(ApiError.of(error))
 
-    async def _run(self, work: Callable[[], T], parsed: ParsedRequest, active: ActiveRequest) -> T:
+    async def _first(self, exchange: Exchange, active: ActiveRequest, writer: EventWriter) -> bytes:
+        """What is sent before the first chunk: made in a thread where it repeats much of the request."""
+        if exchange.kept_bytes <= SLICE_BYTES:
+            return writer.first()
+        return await self._renders.run(writer.first, owner=active.owner)
+
+    async def _run(self, work: Callable[[], T], exchange: Exchange, active: ActiveRequest) -> T:
         """The result of `work` on a complete answer: in a thread, unless it is small and stores nothing."""
-        if self.settings.receipts is None and not parsed.receipt and not _is_large(parsed, active):
+        stores = self.settings.receipts is not None or exchange.parsed.receipt
+        if not stores and not _is_large(exchange, active):
             return work()
         return await self._renders.run(work, owner=active.owner)
 
@@ -540,7 +549,7 @@ def make_app(
         Route(path, _by_method(handlers), methods=list(handlers))
         for path, handlers in _handlers(service.endpoints).items()
     ]
-    routes += [*_document_routes(service), *page_routes(worker, settings)]
+    routes += [*_document_routes(service), *page_routes(worker, settings, service.unread)]
     if settings.training:
         routes += TrainingRoutes(service).routes()
     # A key is not sent by browsers of their own accord, so with keys any page may try.
@@ -606,12 +615,14 @@ def _document_routes(service: Service) -> list[Route]:
     return [Route("/openapi.json", openapi), Route("/docs", docs)]
 
 
-def _is_large(parsed: ParsedRequest, active: ActiveRequest) -> bool:
-    """Whether rendering a complete answer takes long."""
+def _is_large(exchange: Exchange, active: ActiveRequest) -> bool:
+    """Whether rendering a complete answer takes long: it has many values, or repeats much of the request."""
+    parsed = exchange.parsed
     params = parsed.params
     answers = sum(reader.num_tokens for reader in active.readers) * (1 + (params.logprobs or 0))
-    prompts = sum(reader.num_prompt_tokens for reader in active.readers)
-    return answers + prompts * (1 + (params.prompt_logprobs or 0)) > LARGE_ANSWER
+    prompts = sum(reader.num_prompt_tokens for reader in active.readers) * (1 + (params.prompt_logprobs or 0))
+    repeated = prompts * (params.n if parsed.echo or parsed.return_token_ids else 1)
+    return answers + repeated > LARGE_ANSWER or exchange.kept_bytes > SLICE_BYTES
 
 
 def _encoded(batch: list[tuple[int, Chunk]], active: ActiveRequest, writer: EventWriter) -> Iterator[bytes]:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from samewise.llm.mailbox import UnreadBudget
 from samewise.llm.shares import SharedBudget
 from samewise.openai.errors import RETRY_AFTER, ApiError, unavailable
 from samewise.serve.http import EventStream
@@ -37,7 +38,7 @@ PAGE_HEADERS = {
 }
 
 
-def page_routes(worker: Worker, settings: ServeSettings) -> list[Route]:
+def page_routes(worker: Worker, settings: ServeSettings, unread: UnreadBudget) -> list[Route]:
     """The page, its files, and the live feed of a worker's engine."""
 
     async def live_stats(since: int) -> dict[str, Any]:
@@ -51,14 +52,15 @@ def page_routes(worker: Worker, settings: ServeSettings) -> list[Route]:
 
     async def live(request: Request) -> Response:
         worker.llm  # noqa: B018 - raises 503 while there is none
-        owner: object = request.state.key_digest if settings.several_owners else object()
+        key: bytes | None = request.state.key_digest if settings.several_owners else None
+        owner: object = key or object()
         if not places.take(owner):
             raise ApiError(
                 f"{places.used} of {places.limit} places of the live feed are taken, your share; close "
                 "one, or try later",
                 status=429, kind="rate_limit_error", code="listeners_full", retry_after=RETRY_AFTER,
             )  # fmt: skip
-        return EventStream(feed.events(), close=lambda: places.give_back(owner))
+        return EventStream(feed.events(), close=lambda: places.give_back(owner), unread=unread, owner=key)
 
     async def index(request: Request) -> Response:
         return _file_response(request, "index.html")

@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
 from samewise.openai.errors import ApiError, invalid
-from samewise.openai.exchange import AnswerFacts, ChoiceDeltas, EventWriter, Receipts, named_event
+from samewise.openai.exchange import (
+    VALUE_BYTES,
+    AnswerFacts,
+    ChoiceDeltas,
+    EventWriter,
+    Receipts,
+    kept_bytes,
+    named_event,
+)
 from samewise.openai.parse import ParsedRequest, ParseOptions
 from samewise.openai.replies import BytesOfToken, chat_logprobs, encode_json, usage
 from samewise.openai.responses.builder import Event, ResponseBuilder
@@ -110,11 +118,19 @@ class ResponsesExchange:
         self._keep, self._id = keep, PREFIX + uuid4().hex
         # Encoded now, in the thread that read the body: conversations may be long where answers are short.
         self._before = encode_json(list(self._request.items)) if self._request.store else b""
+        repeated = encode_json(self._request.echo)
+        self.kept_bytes = (
+            kept_bytes(self.parsed) + len(self._before) + len(repeated) + VALUE_BYTES * repeated.count(b",")
+        )
 
     @property
     def parsed(self) -> ParsedRequest:
         """The request, as a chat."""
         return self._request.parsed
+
+    def begun(self) -> None:
+        """The request was checked: what only its prompt needed is dropped."""
+        self._request = replace(self._request, parsed=self.parsed.without_conversation(), items=())
 
     def reply(
         self, facts: AnswerFacts, outputs: Sequence[RequestOutput], receipts: Receipts | None

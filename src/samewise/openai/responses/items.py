@@ -198,8 +198,9 @@ def _arguments(given: Any) -> dict[str, Any]:
         value = given if isinstance(given, dict) else json.loads(given or "{}")
     except (TypeError, ValueError, RecursionError):
         value = None
-    flat = isinstance(value, dict) and not nests_deeper(value, MAX_NESTING)
-    return value if flat else {"arguments": str(given)}
+    if isinstance(value, dict) and not nests_deeper(value, MAX_NESTING):
+        return value
+    return {"arguments": str(given)}
 
 
 def _text_field(where: str, item: Item, name: str) -> str:
