@@ -392,6 +392,17 @@ def nested(levels: int) -> Any:
     return value
 
 
+def test_a_long_prompts_log_probabilities_are_in_few_choices() -> None:
+    complete(echo=True, n=128).refuse_repeats(10**6)
+    complete(echo=True, logprobs=20, n=1).refuse_repeats(10**6)
+    complete(echo=True, logprobs=20, n=51).refuse_repeats(998)
+    for one in ({"echo": True, "logprobs": 20}, {"prompt_logprobs": 20}):
+        with pytest.raises(ApiError, match="ask for fewer") as caught:
+            complete(**one, n=51).refuse_repeats(1000)
+        assert (caught.value.status, caught.value.param) == (400, "n")
+    chat(prompt_logprobs=20, n=128).refuse_repeats(8000)
+
+
 def test_chat_template_kwargs_have_a_limit() -> None:
     chat(chat_template_kwargs={"x": "a" * 65_000})
     for value in ("a" * 2**16, [0] * 2**16, {str(i): i for i in range(10_000)}):

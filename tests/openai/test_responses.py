@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from samewise.openai.errors import ApiError
 from samewise.openai.parse import ParseOptions
+from samewise.openai.replies import encode_json, encode_slices
 from samewise.openai.responses.builder import ResponseBuilder
 from samewise.openai.responses.exchange import Records, ResponseRecord, ResponsesExchange
 from samewise.openai.responses.items import input_items, messages_of, seal
@@ -403,6 +404,21 @@ def test_a_request_keeps_what_its_answer_needs_and_says_how_much():
         body | {"store": False}, OPTIONS, records=Records(not_stored), keep=lambda _: None
     )
     assert unstored.kept_bytes < exchange.kept_bytes - 1000
+
+
+def test_log_probabilities_of_a_response_are_encoded_in_slices():
+    row = {
+        "token": "a",
+        "bytes": [97],
+        "logprob": -1.0,
+        "top_logprobs": [{"token": "b", "logprob": -2.5}] * 20,
+    }
+    part = {"type": "output_text", "text": "é", "logprobs": [row] * 3000, "annotations": []}
+    response = {"id": "r", "output": [{"type": "message", "content": [part]}], "usage": None, "tools": []}
+    for body in (response, {"type": "response.completed", "response": response}):
+        pieces = list(encode_slices(body))
+        assert b"".join(pieces) == encode_json(body)
+        assert max(map(len, pieces)) < len(encode_json(row)) * 33
 
 
 def test_items_are_counted_before_they_are_read():

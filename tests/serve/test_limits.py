@@ -1,6 +1,7 @@
 """Clients that hold what others need: connections, memory, places, the event loop."""
 
 import asyncio
+import encodings.idna  # noqa: F401 - loaded by the first connection, also where no more files can be opened
 import json
 import os
 import socket
@@ -12,18 +13,19 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from served_app import COMPLETIONS, ServedApp, error_of, run, served_app, wait_until
+from served_app import CHAT, COMPLETIONS, ServedApp, error_of, run, served_app, wait_until
 
 from samewise.errors import BadParameter
 from samewise.llm.mailbox import UnreadBudget
-from samewise.llm.shares import SharedBudget
 from samewise.openai.replies import encode_slices
+from samewise.openai.stream import StreamWriter
 from samewise.serve import app
 from samewise.serve.connections import RateLimitedWarning
 from samewise.serve.http import EventStream, refuse_crowded
 from samewise.serve.limits import ServeLimits
 from samewise.serve.settings import Keys, ServeSettings
 from samewise.serve.threads import FairThreads
+from samewise.shares import SharedBudget
 from samewise.testing import tiny_engine
 
 SHORT = {"prompt": "hello", "temperature": 0, "max_tokens": 2}
@@ -367,6 +369,25 @@ def test_one_key_cannot_take_every_place() -> None:
     run(work())
 
 
+def test_keys_do_not_share_compiled_grammars() -> None:
+    async def work() -> None:
+        settings = ServeSettings(keys=Keys.of(["one", "other"]))
+        async with served_app(settings, eos=True) as served:
+            body = SHORT | {"max_tokens": 20, "structured_outputs": {"regex": "[ab]{2}"}}
+            answers = []
+            for key in ("one", "other", "one"):
+                response = await served.client.post(
+                    COMPLETIONS, json=body, headers={"Authorization": f"Bearer {key}"}
+                )
+                assert response.status_code == 200, response.text
+                answers.append(response.json()["choices"][0]["text"])
+            assert len(set(answers)) == 1
+            kept = served.llm.intake._grammars._kept
+            assert {owner for owner, _ in kept} == set(settings.keys.digests)
+
+    run(work())
+
+
 # ---- bodies
 
 
@@ -499,6 +520,42 @@ def test_health_is_answered_while_large_answers_are_rendered(monkeypatch: pytest
             answered.set()
             answer = (await asking).json()
             assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [100] * 16
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 400, "echo": True, "logprobs": 20, "n": 2}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 400}], "return_token_ids": True, "n": 6}),
+    ],
+)
+def test_events_that_repeat_a_long_prompt_are_made_in_threads(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    events = StreamWriter.events
+
+    def noted(self: Any, *given: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return events(self, *given)
+
+    monkeypatch.setattr(StreamWriter, "events", noted)
+
+    async def work() -> None:
+        async with served_app() as served:
+            body_ = body | {"max_tokens": 3, "temperature": 0}
+            whole = await served.post(path, body_)
+            streamed = await served.events(path, body_)
+            assert threads
+            assert not any(threads)
+            if path == COMPLETIONS:
+                first = [one["choices"][0] for one in streamed if one["choices"][0]["text"][:1] == "a"]
+                tables = [choice["logprobs"]["top_logprobs"] for choice in whole["choices"]]
+                assert [choice["logprobs"]["top_logprobs"][:400] for choice in first] == [
+                    table[:400] for table in tables
+                ]
 
     run(work())
 

@@ -111,8 +111,11 @@ class Intake:
 
     # ---- requests
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> CheckedRequest:
-        """A request that can be submitted, or the error that says what is wrong with it."""
+    def check(self, prompt: Prompt, params: SamplingParams, *, owner: bytes | None = None) -> CheckedRequest:
+        """A request that can be submitted, or the error that says what is wrong with it.
+
+        `owner` is that which its grammar was compiled for.
+        """
         params = copy(params)  # the caller may assign to its own while this request runs
         keep = params.truncate_prompt_tokens
         text, ids = self._token_ids(prompt, kept_side=None if keep is None else params.truncation_side)
@@ -127,7 +130,7 @@ class Intake:
             raise BadParameter(
                 f"stop={params.stop!r}: this model has no tokenizer; use stop_token_ids", param="stop"
             )
-        grammar = None if params.grammar is None else self._grammars.compile(params.grammar)
+        grammar = None if params.grammar is None else self._grammars.compile(params.grammar, owner=owner)
         sampling = params.resolve(
             vocab=self._vocab,
             eos_ids=self._eos_ids,
@@ -164,8 +167,8 @@ class Intake:
     def start_compiling(self, grammar: Grammar, *, owner: bytes | None = None) -> Future[CompiledGrammar]:
         """A future of a compiled grammar, for a caller that must not block in `check`.
 
-        Raises, and fails, as `check` does. `check` finds the grammar as long as the result is held. Grammars
-        of one `owner` take no more than a share of the queue.
+        Raises, and fails, as `check` does. `check` finds the grammar as long as the result is held, for the
+        same `owner`. Grammars of one owner take no more than a share of the queue and of memory.
         """
         return self._grammars.start(grammar, owner=owner)
 

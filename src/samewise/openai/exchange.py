@@ -13,7 +13,7 @@ from samewise.openai.bodies import CHAT
 from samewise.openai.errors import ApiError
 from samewise.openai.parse import DeltaParser, ParsedRequest, ParseOptions, parse
 from samewise.openai.replies import BytesOfToken, DecodeTokens, respond
-from samewise.openai.stream import DONE, StreamWriter, encode_event
+from samewise.openai.stream import DONE, StreamWriter, encode_event, encode_large_event
 from samewise.outputs import Chunk, RequestOutput
 
 Receipts = Sequence[Mapping[str, Any]]
@@ -175,9 +175,10 @@ class ChoiceDeltas:
         return self._parser.push(text) + (self._parser.flush() if finished else [])
 
 
-def named_event(body: Mapping[str, Any]) -> bytes:
-    """One server-sent event with its type as the event's name."""
-    return b"event: " + str(body["type"]).encode() + b"\n" + encode_event(body)
+def named_event(body: Mapping[str, Any], *, large: bool = False) -> bytes:
+    """One server-sent event with its type as the event's name. `large`: it is encoded in a thread."""
+    encode = encode_large_event if large else encode_event
+    return b"event: " + str(body["type"]).encode() + b"\n" + encode(body)
 
 
 __all__ = [

@@ -65,6 +65,11 @@ SAMPLING_FIELDS = tuple(
 something else at each endpoint."""
 
 
+MAX_REPEATS = 1 << 20
+"""Tokens and log-probabilities of prompts in an answer's choices after the first, at most. Set by hand: they
+take 100 to 200 bytes of memory each, which nothing else counts."""
+
+
 class DeltaParser(Protocol):
     """Turns a choice's text into OpenAI's deltas: reasoning, content or tool calls."""
 
@@ -98,8 +103,8 @@ class RequestChecker(Protocol[Checked_co]):
         """The text of token ids, special tokens included."""
         ...
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> Checked_co:
-        """A checked request."""
+    def check(self, prompt: Prompt, params: SamplingParams, *, owner: bytes | None = None) -> Checked_co:
+        """A checked request; its grammar was compiled for this owner."""
         ...
 
 
@@ -190,17 +195,32 @@ class ParsedRequest:
         """Number of answers asked for, over all prompts."""
         return self.params.n * (1 if self.chat else len(self.prompts))
 
+    def refuse_repeats(self, num_prompt_tokens: int) -> None:
+        """Refuse n answers that would each show the log-probabilities of long prompts. Raises ApiError."""
+        if self.chat or self.params.prompt_logprobs is None:  # a chat shows them once
+            return
+        values = num_prompt_tokens * (1 + self.params.prompt_logprobs)
+        if (self.params.n - 1) * values > MAX_REPEATS:
+            raise invalid(
+                "n",
+                f"the prompt's {values} tokens and log-probabilities would be in {self.params.n} choices; "
+                f"together they may have {MAX_REPEATS} more than one has, so ask for fewer",
+            )
+
     def without_conversation(self) -> ParsedRequest:
         """The request once it was checked: from then on only the tokens of its prompts matter."""
         return replace(self, messages=(), template={}, prompts=("",) * len(self.prompts))
 
-    def check(self, intake: RequestChecker[C]) -> list[C]:
-        """Render the chat template, tokenise and check; one result per prompt. Raises ApiError."""
+    def check(self, intake: RequestChecker[C], *, owner: bytes | None = None) -> list[C]:
+        """Render the chat template, tokenise and check; one result per prompt. Raises ApiError.
+
+        `owner` is that which the grammar was compiled for.
+        """
         try:
             prompts: Sequence[Prompt] = self.prompts
             if self.chat:
                 prompts = [intake.chat_prompt(self.messages, **self.template)]
-            return [self._check(intake, prompt) for prompt in prompts]
+            return [self._check(intake, prompt, owner) for prompt in prompts]
         except CallerError as error:
             field_name = "messages" if self.chat else "prompt"
             raise self.named(ApiError.of(error, prompt_field=field_name)) from error
@@ -210,13 +230,13 @@ class ParsedRequest:
         error.param = self.names.get(error.param or "", error.param)
         return error
 
-    def _check(self, intake: RequestChecker[C], prompt: Prompt) -> C:
+    def _check(self, intake: RequestChecker[C], prompt: Prompt, owner: bytes | None) -> C:
         try:
-            return intake.check(prompt, self.params)
+            return intake.check(prompt, self.params, owner=owner)
         except PromptTooLong:
             if not self.fit_max_tokens:
                 raise
-            return intake.check(prompt, replace(self.params, max_tokens=None))
+            return intake.check(prompt, replace(self.params, max_tokens=None), owner=owner)
 
 
 def read_json(raw: bytes) -> Any:

@@ -34,7 +34,6 @@ from samewise.anthropic.parse import parse_count
 from samewise.errors import CallerError, MachineError, SamewiseError
 from samewise.llm.aio import AsyncLLM
 from samewise.llm.mailbox import UnreadBudget
-from samewise.llm.shares import SharedBudget
 from samewise.openai.bodies import (
     CHAT,
     COMPLETIONS,
@@ -97,6 +96,7 @@ from samewise.serve.threads import FairThreads
 from samewise.serve.training import TrainingRoutes
 from samewise.serve.web_page import PAGE_HEADERS, page_routes
 from samewise.serve.worker import ActiveRequest, State, Worker, salt_of
+from samewise.shares import SharedBudget
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -284,9 +284,11 @@ class Service:
         parsed = exchange.parsed
         if parsed.params.grammar is not None:  # compiled before a thread is taken for the rest
             compiled = await self._compile(parsed, active.owner)
-            checked = await self._intakes.run(lambda: parsed.check(llm.intake), owner=active.owner)
+            check = partial(parsed.check, llm.intake, owner=active.owner)
+            checked = await self._intakes.run(check, owner=active.owner)
             del compiled
         salt = salt_of(request.state.key_digest, parsed.cache_salt)
+        parsed.refuse_repeats(sum(len(one.token_ids) for one in checked))
         exchange.begun()
         readers = await llm.submit(checked, salt=salt, owner=active.owner, streamed=parsed.stream)
         active.read_from(readers, self.unread)
@@ -334,15 +336,26 @@ class Service:
                 yield first
             async with aclosing(active.chunks()) as batches:
                 async for batch in batches:
-                    for number, data in enumerate(_encoded(batch, active, writer)):
-                        if number:  # a late reader has many; others are served between them
-                            await asyncio.sleep(0)
+                    async for data in self._rendered(_encoded(batch, active, writer), parsed, active):
                         yield data
             outputs, last = await self._run(end, exchange, active)
             self.metrics.finished(parsed, outputs)
             yield last
         except SamewiseError as error:
             yield writer.failed(ApiError.of(error))
+
+    async def _rendered(
+        self, pieces: Iterator[bytes], parsed: ParsedRequest, active: ActiveRequest
+    ) -> AsyncGenerator[bytes]:
+        """Pieces of events, others served between them; made in a thread where they repeat a long prompt."""
+        if not _repeats_much(parsed, active):
+            for number, data in enumerate(pieces):
+                if number:  # a late reader has many
+                    await asyncio.sleep(0)
+                yield data
+            return
+        while data := await self._renders.run(partial(next, pieces, b""), owner=active.owner):
+            yield data
 
     async def _first(self, exchange: Exchange, active: ActiveRequest, writer: EventWriter) -> bytes:
         """What is sent before the first chunk: made in a thread where it repeats much of the request."""
@@ -620,9 +633,19 @@ def _is_large(exchange: Exchange, active: ActiveRequest) -> bool:
     parsed = exchange.parsed
     params = parsed.params
     answers = sum(reader.num_tokens for reader in active.readers) * (1 + (params.logprobs or 0))
-    prompts = sum(reader.num_prompt_tokens for reader in active.readers) * (1 + (params.prompt_logprobs or 0))
-    repeated = prompts * (params.n if parsed.echo or parsed.return_token_ids else 1)
-    return answers + repeated > LARGE_ANSWER or exchange.kept_bytes > SLICE_BYTES
+    return answers + _repeated(parsed, active) > LARGE_ANSWER or exchange.kept_bytes > SLICE_BYTES
+
+
+def _repeats_much(parsed: ParsedRequest, active: ActiveRequest) -> bool:
+    """Whether rendering the first events of the choices takes long."""
+    return (parsed.echo or parsed.return_token_ids) and _repeated(parsed, active) > LARGE_ANSWER
+
+
+def _repeated(parsed: ParsedRequest, active: ActiveRequest) -> int:
+    """Tokens and log-probabilities of the prompts, as often as the answer may repeat them."""
+    prompts = sum(reader.num_prompt_tokens for reader in active.readers)
+    times = parsed.params.n if parsed.echo or parsed.return_token_ids else 1
+    return prompts * times * (1 + (parsed.params.prompt_logprobs or 0))
 
 
 def _encoded(batch: list[tuple[int, Chunk]], active: ActiveRequest, writer: EventWriter) -> Iterator[bytes]:

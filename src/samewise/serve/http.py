@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from samewise.anthropic.bodies import MESSAGES
 from samewise.anthropic.errors import error_body
 from samewise.llm.mailbox import UnreadBudget
-from samewise.llm.shares import SharedBudget
 from samewise.openai.errors import RETRY_AFTER, ApiError
 from samewise.openai.replies import encode_json
+from samewise.shares import SharedBudget
 
 T = TypeVar("T")
 

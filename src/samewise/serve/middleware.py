@@ -16,10 +16,10 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from samewise.llm.shares import SharedBudget
 from samewise.openai.errors import RETRY_AFTER, ApiError
 from samewise.serve.http import error_response, is_anthropic
 from samewise.serve.settings import Keys
+from samewise.shares import SharedBudget
 
 log = logging.getLogger("samewise.serve")
 

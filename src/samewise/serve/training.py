@@ -14,13 +14,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from samewise.llm.gate import check_mode
-from samewise.llm.shares import SharedBudget
 from samewise.openai import training as wire
 from samewise.openai.bodies import CHAT, COMPLETIONS
 from samewise.openai.errors import ApiError, invalid
 from samewise.openai.parse import read_json
 from samewise.outputs import RequestOutput
 from samewise.serve.http import HeldBody, JsonResponse
+from samewise.shares import SharedBudget
 
 if TYPE_CHECKING:
     import torch

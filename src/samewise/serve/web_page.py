@@ -16,12 +16,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from samewise.llm.mailbox import UnreadBudget
-from samewise.llm.shares import SharedBudget
 from samewise.openai.errors import RETRY_AFTER, ApiError, unavailable
 from samewise.serve.http import EventStream
 from samewise.serve.live_feed import LiveFeed
 from samewise.serve.settings import ServeSettings
 from samewise.serve.worker import State, Worker
+from samewise.shares import SharedBudget
 
 PAGE_FOLDER = Path(__file__).parent / "page"
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}

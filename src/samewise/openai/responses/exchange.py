@@ -20,7 +20,7 @@ from samewise.openai.exchange import (
     named_event,
 )
 from samewise.openai.parse import ParsedRequest, ParseOptions
-from samewise.openai.replies import BytesOfToken, chat_logprobs, encode_json, usage
+from samewise.openai.replies import BytesOfToken, chat_logprobs, encode_json, encode_slices, usage
 from samewise.openai.responses.builder import Event, ResponseBuilder
 from samewise.openai.responses.items import Item
 from samewise.openai.responses.parse import ParsedResponse, parse_response
@@ -154,8 +154,8 @@ class ResponsesExchange:
     def _store(self, reply: dict[str, Any]) -> None:
         """Store a complete response, if it is to be."""
         if self._request.store:
-            items = _joined(self._before, encode_json(reply["output"]))
-            self._keep(ResponseRecord(self._id, encode_json(reply), items))
+            items = _joined(self._before, b"".join(encode_slices(reply["output"])))
+            self._keep(ResponseRecord(self._id, b"".join(encode_slices(reply)), items))
 
 
 class _ResponseWriter:
@@ -205,7 +205,7 @@ class _ResponseWriter:
 
     def last(self, outputs: Sequence[RequestOutput], receipts: Receipts | None) -> bytes:
         """The events that complete the response."""
-        return _encode(self.end(outputs, receipts))
+        return b"".join(named_event(event, large=True) for event in self.end(outputs, receipts))
 
     def failed(self, error: ApiError) -> bytes:
         """The event that ends a response that failed."""
