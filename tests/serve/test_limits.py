@@ -12,8 +12,9 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
-from served_app import CHAT, COMPLETIONS, ServedApp, error_of, run, served_app, wait_until
+from served_app import CHAT, COMPLETIONS, ServedApp, error_of, listening, run, served_app, wait_until
 
 from samewise.errors import BadParameter
 from samewise.llm.mailbox import UnreadBudget
@@ -49,6 +50,14 @@ async def is_closed(reader: asyncio.StreamReader, seconds: float = 20) -> bytes:
             while part := await reader.read(65536):
                 data += part
     return data
+
+
+async def send_endless_head(writer: asyncio.StreamWriter) -> None:
+    """16 MB of fields; raises where the server closes the connection."""
+    writer.write(b"GET / HTTP/1.1\r\n")
+    for i in range(2000):
+        writer.write(b"X-%d: " % i + b"a" * 8000 + b"\r\n")
+        await writer.drain()
 
 
 def unread_stream(served: ServedApp, body: dict[str, Any]) -> socket.socket:
@@ -156,6 +165,29 @@ def test_an_endless_head_is_refused() -> None:
             with suppress(ConnectionError):
                 await is_closed(reader)
             writer.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_both_parsers_of_http_keep_the_limits(http: str) -> None:
+    async def work() -> None:
+        limits = ServeLimits(max_connections=8, head_timeout=0.5)
+        async with served_app(ServeSettings(limits=limits)) as inner, listening(
+            inner.app, limits, http=http
+        ) as url:  # fmt: skip
+            served = ServedApp(inner.client, inner.llm, inner.app, url)
+            silent = [await connect(served) for _ in range(20)]
+            async with httpx.AsyncClient(base_url=url) as client:
+                assert (await client.get("/health")).status_code == 200
+                assert (await client.post(COMPLETIONS, json=SHORT)).status_code == 200
+            for reader, _ in silent:  # displaced, or at the deadline of a head
+                await is_closed(reader)
+            _, writer = await connect(served)
+            with pytest.raises(ConnectionError):
+                await send_endless_head(writer)
+            for _, one in silent:
+                one.close()
 
     run(work())
 
