@@ -12,7 +12,8 @@ from samewise.openai.bodies import MAX_LOGPROBS, Integer
 RESPONSES = "/v1/responses"
 
 MAX_METADATA = 16
-MAX_METADATA_NAME, MAX_METADATA_VALUE = 64, 512
+MAX_METADATA_NAME = 64
+MAX_METADATA_VALUE = 512
 """OpenAI's limits of `metadata`: entries, and characters of a name and of a value."""
 
 _TEXT_PARTS = {
