@@ -153,12 +153,18 @@ def _check_repeated(body: ResponsesBody) -> None:
 
 
 def _items(body: ResponsesBody, earlier: FindConversation, most: int) -> list[Item]:
-    """The conversation before the answer."""
+    """The conversation before the answer. Its items are counted before any is looked up."""
+    if isinstance(body.input, list):
+        _refuse_many(len(body.input), most)
     items = [*(earlier(body.previous_response_id) if body.previous_response_id else ())]
     items += input_items(body.input)
-    if len(items) > most:
-        raise invalid("input", f"{len(items)} items are more than {most}; send fewer")
+    _refuse_many(len(items), most)
     return items
+
+
+def _refuse_many(num_items: int, most: int) -> None:
+    if num_items > most:
+        raise invalid("input", f"{num_items} items are more than {most}; send fewer")
 
 
 def _echo(body: ResponsesBody, parsed: ParsedRequest, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
