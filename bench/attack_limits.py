@@ -120,6 +120,33 @@ async def silent_connections(bench: Bench) -> Outcome:
     return Outcome(1100, f"`/health` in {slowest * 1e3:.0f} ms, {added} log lines", broken, figures)
 
 
+@attack(
+    "connection",
+    "900 requests of one key under way at `ulimit -n 1024`",
+    "`/health` and other keys were refused",
+    file_limit=1024,
+)
+async def answered_connections(bench: Bench) -> Outcome:
+    server, opened = bench.server, []
+    raw = json.dumps({"prompt": "tell a story", "max_tokens": 400, "ignore_eos": True}).encode()
+    try:
+        for _ in range(900):
+            with contextlib.suppress(OSError, TimeoutError):
+                pair = await asyncio.wait_for(asyncio.open_connection("127.0.0.1", server.port), 2)
+                opened.append(pair)
+                pair[1].write(head("POST", COMPLETIONS, len(raw)) + raw)
+        await asyncio.sleep(3)
+        replies = [await send(server, "GET", "/health", key=None, timeout=10) for _ in range(3)]
+        body = {"prompt": "y", "max_tokens": 1}
+        replies += [await send(server, "POST", COMPLETIONS, body, key=OTHER, timeout=20) for _ in range(3)]
+    finally:
+        for _, writer in opened:
+            writer.transport.abort()
+    broken = [f"{r.status} after {r.seconds:.1f} s" for r in replies if r.status != 200]
+    slowest = max(r.seconds for r in replies)
+    return Outcome(900, f"another key and `/health` within {slowest:.2f} s", broken)
+
+
 @attack("connection", "50 heads and 50 bodies sent a byte a second", "no deadline")
 async def slow_senders(bench: Bench) -> Outcome:
     async def drip(data: bytes, whole: bytes) -> float | None:

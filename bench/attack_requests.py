@@ -17,7 +17,7 @@ from attack_tools import (
     send,
 )
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SLOW_STEPS = (999961, 9999991)
 """`multipleOf` values whose automaton takes 25 s and over 300 s to build in llguidance."""
 GRAMMAR_SECONDS = 30.0  # for the refusal of a grammar
@@ -118,6 +118,17 @@ async def slow_masks(bench: Bench) -> Outcome:
     return Outcome(32, f"ended within {slowest:.0f} s: {', '.join(codes)}", broken, {"seconds": slowest})
 
 
+@attack("grammar", "8 grammars in GBNF with 30,000 blank lines", "each took a thread for 10 s")
+async def blank_gbnf(bench: Bench) -> Outcome:
+    text = 'root ::= "a"' + "\n" * 30_000
+    body = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"grammar": text}}
+    replies = await asyncio.gather(*(send(bench.server, "POST", COMPLETIONS, body) for _ in range(8)))
+    slowest, broken = max(r.seconds for r in replies), unexpected(replies, 200, 429)
+    if slowest > 10:
+        broken.append(f"an answer took {slowest:.1f} s")
+    return Outcome(8, f"answered within {slowest:.1f} s", broken, {"seconds": slowest})
+
+
 # ---- field
 
 
@@ -192,12 +203,30 @@ async def large_tokenize(bench: Bench) -> Outcome:
 
 @attack("size", "a prompt of 8 MB, 4 times", "tokenised for 11 to 16 s before it was refused")
 async def large_prompt(bench: Bench) -> Outcome:
-    body = json.dumps({"prompt": "a b c d e f " * 650_000, "max_tokens": 1}).encode()
-    replies = [await send(bench.server, "POST", COMPLETIONS, body) for _ in range(4)]
-    slowest, broken = max(r.seconds for r in replies), unexpected(replies, 400)
+    body = {"prompt": "a b c d e f " * 650_000, "max_tokens": 1}
+    cut = json.dumps(body | {"truncate_prompt_tokens": 4}).encode()
+    raw = json.dumps(body).encode()
+    replies = [await send(bench.server, "POST", path, raw) for path in (COMPLETIONS, "/tokenize") * 2]
+    truncated = await send(bench.server, "POST", COMPLETIONS, cut)
+    slowest = max(r.seconds for r in [*replies, truncated])
+    broken = unexpected(replies, 400) + unexpected([truncated], 200)
     if slowest > 2:
         broken.append(f"the refusal took {slowest:.1f} s")
-    return Outcome(4, f"refused within {slowest:.2f} s", broken, {"seconds": slowest})
+    return Outcome(5, f"refused or cut within {slowest:.2f} s", broken, {"seconds": slowest})
+
+
+@attack("size", "100,000 references to an item of a stored response", "a thread was busy for hours")
+async def many_references(bench: Bench) -> Outcome:
+    stored = await send(bench.server, "POST", RESPONSES, {"input": "a " * 2000, "max_output_tokens": 4})
+    if broken := unexpected([stored], 200):
+        return Outcome(1, "not stored", broken)
+    reference = {"type": "item_reference", "id": stored.json["output"][0]["id"]}
+    asked = [reference] * 100_000, [reference] * 16_000
+    replies = [await send(bench.server, "POST", RESPONSES, {"input": one}) for one in asked]
+    slowest, broken = max(r.seconds for r in replies), unexpected(replies, 400)
+    if slowest > 5:
+        broken.append(f"the refusal took {slowest:.1f} s")
+    return Outcome(2, f"refused within {slowest:.2f} s", broken, {"seconds": slowest})
 
 
 # ---- text

@@ -10,9 +10,11 @@ from audit_cases import AUDITING, audit_all, forge, set_token
 
 from samewise import LLM, SamplingParams
 from samewise.errors import BadParameter
+from samewise.jobs import audit
 from samewise.jobs.audit import Auditor, Case, Status, audit_files, read_prompts
 from samewise.receipts import Receipt, SigningKey, loads, new_key, store
 from samewise.testing import tiny_engine
+from samewise.text.grammar import Pace
 from samewise.types import Grammar
 
 # ---- true receipts
@@ -215,6 +217,21 @@ def test_no_engine_is_loaded_without_a_replay(receipt_folder: Path) -> None:
         audit_files(list(store.read([receipt_folder])), signed_by="another key", model="/not/there")
     )
     assert {finding.status for finding in findings} == {Status.NOT_SIGNED}
+
+
+def test_receipt_whose_grammar_takes_too_long_to_follow_is_unreadable(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = Grammar.lark('start: s\ns: s s | "a" | "b"')
+    params = SamplingParams(temperature=1, max_tokens=24, min_tokens=9, grammar=grammar)
+    originals = [llm.receipts(out, params)[0] for out in llm.generate(["a", "b"], params, use_tqdm=False)]
+    statuses = []
+    for pace in (audit.PACE, Pace(first=1e-7, per_token=1e-7)):
+        monkeypatch.setattr(audit, "PACE", pace)
+        findings = audit_all(Auditor(tiny_engine(eos=True, **AUDITING)), originals)
+        statuses.append({finding.status for finding in findings})
+    assert statuses == [{Status.SAME}, {Status.UNREADABLE}]
+    assert {finding.details for finding in findings} == {(audit.SLOW_GRAMMAR,)}
 
 
 def test_receipt_whose_grammar_takes_too_long_to_compile_is_unreadable(llm: LLM, auditor: Auditor) -> None:

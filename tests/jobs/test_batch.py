@@ -20,6 +20,7 @@ from samewise.jobs.batch import BatchSummary, run
 from samewise.jobs.batch_file import OutputFile, line_numbers, read_lines
 from samewise.receipts import store
 from samewise.testing import tiny_engine
+from samewise.text.compile_process import ChildLost, CompileProcess
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -186,6 +187,27 @@ def test_response_format_is_followed(engine: Engine, tmp_path: Path) -> None:
     }
     assert bodies["a"]["choices"][0]["text"] in ("yes!", "no!")
     assert bodies["b"]["choices"][0]["message"]["content"] in ("yes!", "no!")
+
+
+def test_a_line_whose_grammar_kills_the_child_that_compiles_it_gets_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = CompileProcess.trial
+
+    def killed(process: Any, grammar: Any, **limits: Any) -> Any:
+        if "yes" in grammar.text:
+            raise ChildLost("the process that compiles grammars has ended")
+        return trial(process, grammar, **limits)
+
+    monkeypatch.setattr(CompileProcess, "trial", killed)
+    formats = [{"type": "grammar", "syntax": "regex", "definition": f"({word})!"} for word in ("yes", "no")]
+    lines = [completion_line(f"r{i}", response_format=one) for i, one in enumerate(formats)]
+    source = write_lines(tmp_path / "in.jsonl", *lines)
+    summary, _ = run_batch(tiny_engine(eos=True), source, tmp_path / "out.jsonl")
+    assert (summary.answered, summary.failed) == (1, 1)
+    bodies = {one["custom_id"]: one["response"]["body"] for one in read_output(tmp_path / "out.jsonl")}
+    assert bodies["r0"]["error"]["code"] == "request_failed"
+    assert bodies["r1"]["choices"][0]["text"] == "no!"
 
 
 def test_lines_are_answered_together(engine: Engine, tmp_path: Path) -> None:

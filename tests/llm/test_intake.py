@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,19 @@ def test_a_prompt_is_truncated_to_its_last_tokens(intake: Intake) -> None:
     checked = intake.check("a" * 500 + "bc", greedy(truncate_prompt_tokens=3))
     assert checked.token_ids == encode("abc")
     assert checked.seed == derive_seed(ENGINE_SEED, encode("abc"))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_of_a_prompt_to_be_truncated_no_more_is_read_than_a_context_can_hold(
+    intake: Intake, side: str
+) -> None:
+    text, read = "a" * 5000 + "b" * 5000, []
+    inner = intake.tokenizer
+    intake.tokenizer = SimpleNamespace(encode=lambda one, **kw: read.append(one) or inner.encode(one, **kw))
+    checked = intake.check(text, greedy(truncate_prompt_tokens=3, truncation_side=side))
+    assert read == [text[-64 * 32 :] if side == "left" else text[: 64 * 32]]
+    assert checked.token_ids == encode("bbb" if side == "left" else "aaa")
+    assert checked.text == text
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
 """`response_format` and `structured_outputs`: the grammar it asks for, and what is refused by name."""
 
+import collections
+import sys
+
 import pytest
 
 from samewise.errors import BadParameter
 from samewise.openai.formats import grammar_of, grammar_of_outputs
+from samewise.openai.gbnf import to_lark
 from samewise.types import Grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -89,6 +93,53 @@ def test_structured_outputs_may_be_written_in_gbnf():
     for wrong in ("root ::= (", "root ::= unknown", "root ::= " + "(" * 2000):
         with pytest.raises(BadParameter, match="this is no GBNF"):
             grammar_of_outputs({"grammar": wrong})
+
+
+GBNF = """
+# what llama.cpp writes
+root ::= object | "x" {2,3}
+ws ::= [ \\t\\n]*
+
+value ::= object | array | string | (number ws)?
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array ::= "[" ws value-list "]"
+value-list ::= value |
+  value "," value-list
+number ::= digit+ # of decimals
+digit ::= [0-9]
+string ::= "\\"" [^"]* "\\""
+"""
+
+
+@pytest.mark.parametrize("text", [GBNF, 'root ::= b\nb ::= Cc\nCc ::= "x"', 'root::=a\na::="1"\n\n\nb::=a b'])
+def test_gbnf_is_converted_as_llguidance_does(text):
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    assert to_lark(text) == any_to_lark(text)
+    lark = to_lark(text)
+    assert to_lark(lark) == lark == any_to_lark(lark)
+
+
+def test_converting_gbnf_takes_work_that_grows_with_its_length():
+    """Calls are counted: a quadratic conversion makes some 50 times as many for 8 times the text."""
+
+    def calls(text):
+        counts = collections.Counter()
+        sys.setprofile(lambda frame, event, _: counts.update([event]))
+        try:
+            to_lark(text)
+        finally:
+            sys.setprofile(None)
+        return counts["call"]
+
+    def chain(length):
+        return "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(length)) + f'r{length} ::= "a"'
+
+    assert calls(chain(800)) < 12 * calls(chain(100))
+
+
+def test_gbnf_with_many_blank_lines_is_converted():
+    assert grammar_of_outputs({"grammar": 'root ::= "a"' + "\n" * 30_000}).text.endswith('start: "a"\n')
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,13 @@ from samewise.errors import (
 )
 from samewise.openai.bodies import CHAT, COMPLETIONS, UNSUPPORTED, Body
 from samewise.openai.errors import ApiError
+from samewise.openai.nesting import MAX_NESTING
 from samewise.openai.parse import (
-    MAX_NESTING,
     SAMPLING_FIELDS,
     ParsedRequest,
     ParseOptions,
     parse,
+    read_json,
     served_name,
 )
 from samewise.openai.replies import encode_json
@@ -389,6 +390,42 @@ def nested(levels: int) -> Any:
     for level in range(levels):
         value = {"x": value} if level % 2 else [value]
     return value
+
+
+def test_a_long_prompts_log_probabilities_are_in_few_choices() -> None:
+    complete(echo=True, n=128).refuse_repeats(10**6)
+    complete(echo=True, logprobs=20, n=1).refuse_repeats(10**6)
+    complete(echo=True, logprobs=20, n=51).refuse_repeats(998)
+    for one in ({"echo": True, "logprobs": 20}, {"prompt_logprobs": 20}):
+        with pytest.raises(ApiError, match="ask for fewer") as caught:
+            complete(**one, n=51).refuse_repeats(1000)
+        assert (caught.value.status, caught.value.param) == (400, "n")
+    chat(prompt_logprobs=20, n=128).refuse_repeats(8000)
+
+
+def test_chat_template_kwargs_have_a_limit() -> None:
+    chat(chat_template_kwargs={"x": "a" * 65_000})
+    for value in ("a" * 2**16, [0] * 2**16, {str(i): i for i in range(10_000)}):
+        with pytest.raises(ApiError, match="longer than 64 KiB") as caught:
+            chat(chat_template_kwargs={"x": value})
+        assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize("levels", range(900, 1000))
+def test_bodies_that_are_nested_lists_are_refused(levels: int) -> None:
+    """Some of them can be read, but not be written again."""
+    with pytest.raises(ApiError) as caught:
+        parse(CHAT, read_json(b"[" * levels + b"]" * levels))
+    assert (caught.value.status, caught.value.code in ("invalid_json", "invalid_body")) == (400, True)
+
+
+@pytest.mark.parametrize("levels", [200, *range(940, 1000)])
+def test_arguments_of_calls_that_nest_too_deeply_are_refused(levels: int) -> None:
+    text = '{"a":' * levels + "1" + "}" * levels
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    with pytest.raises(ApiError, match="arguments are a JSON object") as caught:
+        chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("field", ["metadata", "chat_template_kwargs", "tools", "response_format"])

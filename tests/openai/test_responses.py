@@ -9,7 +9,9 @@ from pydantic import TypeAdapter
 
 from samewise.openai.errors import ApiError
 from samewise.openai.parse import ParseOptions
+from samewise.openai.replies import encode_json, encode_slices
 from samewise.openai.responses.builder import ResponseBuilder
+from samewise.openai.responses.exchange import Records, ResponseRecord, ResponsesExchange
 from samewise.openai.responses.items import input_items, messages_of, seal
 from samewise.openai.responses.parse import parse_response
 from samewise.params import SamplingParams
@@ -332,6 +334,106 @@ def test_a_forgotten_conversation_is_found_by_its_items():
     }
     (message,) = messages([{"type": "item_reference", "id": "msg_0_0"}], find=lambda name: stored)
     assert message == {"role": "assistant", "content": "x"}
+
+
+def record(items):
+    return ResponseRecord("resp_1", b"{}", json.dumps(items).encode())
+
+
+def test_a_stored_response_is_read_once_however_often_it_is_referred_to():
+    asked = []
+    stored = record([{"id": "msg_1_0", "role": "user", "content": "x"}, {"id": ["no text"]}])
+    records = Records(lambda name: asked.append(name) or stored)
+    for _ in range(1000):
+        assert records.item("msg_1_0")["content"] == "x"
+    for _ in range(2):
+        with pytest.raises(ApiError, match="'msg_1_7' is not stored here") as caught:
+            records.item("msg_1_7")
+        assert caught.value.code == "item_not_found"
+    records.conversation("resp_1")
+    assert asked == ["resp_1"]
+
+
+def test_a_request_repeats_no_more_of_stored_responses_than_a_limit():
+    stored = record([{"id": "msg_1_0", "role": "user", "content": "x" * 2**20}])
+    records = Records(lambda _: stored)
+    with pytest.raises(ApiError, match="more than 32 MiB of stored responses") as caught:
+        all(records.item("msg_1_0") for _ in range(40))
+    assert (caught.value.status, caught.value.param) == (400, "input")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({str(i): "x" for i in range(17)}, "17 entries are more than 16"),
+        ({"x" * 65: "x"}, "at most 64 characters"),
+        ({"x": "x" * 513}, "a value 512"),
+        ({"x": 1}, "valid string"),
+    ],
+)
+def test_metadata_has_openais_limits(metadata, message):
+    with pytest.raises(ApiError, match=message) as caught:
+        read(metadata=metadata)
+    assert (caught.value.status, caught.value.param) == (400, "metadata")
+    assert read(metadata={"x" * 64: "x" * 512}).echo["metadata"] == {"x" * 64: "x" * 512}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "web_search", "x": "a" * 2**20}]),
+        ("tool_choice", {"type": "allowed_tools", "tools": [{}] * 2**19}),
+        ("text", {"format": {"type": "json_schema", "schema": {"x": "a" * 2**20}}}),
+        ("reasoning", {"summary": ["a"] * 2**18}),
+    ],
+)
+def test_what_a_response_repeats_has_a_limit(field, value):
+    with pytest.raises(ApiError, match="is longer than 1024 KiB") as caught:
+        read(**{field: value})
+    assert (caught.value.status, caught.value.param) == (400, field)
+
+
+def test_a_request_keeps_what_its_answer_needs_and_says_how_much():
+    body = {"input": "hi" * 500, "instructions": "so" * 5000, "tools": [TOOL]}
+    exchange = ResponsesExchange(body, OPTIONS, records=Records(not_stored), keep=lambda _: None)
+    assert exchange.parsed.messages
+    assert 11_000 < exchange.kept_bytes < 13_000
+    exchange.begun()
+    assert (exchange.parsed.messages, exchange.parsed.template) == ((), {})
+    unstored = ResponsesExchange(
+        body | {"store": False}, OPTIONS, records=Records(not_stored), keep=lambda _: None
+    )
+    assert unstored.kept_bytes < exchange.kept_bytes - 1000
+
+
+def test_log_probabilities_of_a_response_are_encoded_in_slices():
+    row = {
+        "token": "a",
+        "bytes": [97],
+        "logprob": -1.0,
+        "top_logprobs": [{"token": "b", "logprob": -2.5}] * 20,
+    }
+    part = {"type": "output_text", "text": "é", "logprobs": [row] * 3000, "annotations": []}
+    response = {"id": "r", "output": [{"type": "message", "content": [part]}], "usage": None, "tools": []}
+    for body in (response, {"type": "response.completed", "response": response}):
+        pieces = list(encode_slices(body))
+        assert b"".join(pieces) == encode_json(body)
+        assert max(map(len, pieces)) < len(encode_json(row)) * 33
+
+
+def test_items_are_counted_before_they_are_read():
+    options = replace(OPTIONS, max_messages=2)
+    body = {"input": [{"type": "item_reference", "id": "msg_1_0"}] * 9}
+    with pytest.raises(ApiError, match="9 items are more than 8"):
+        parse_response(body, options, earlier=not_stored, find=not_stored)
+
+
+@pytest.mark.parametrize("levels", [200, *range(940, 1000)])
+def test_arguments_of_calls_that_nest_too_deeply_go_back_as_text(levels):
+    text = '{"a":' * levels + "1" + "}" * levels
+    (message,) = messages([{"type": "function_call", "call_id": "c", "name": "f", "arguments": text}])
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(arguments) == {"arguments": text}
 
 
 def test_an_answer_may_be_ended_by_the_context():

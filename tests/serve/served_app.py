@@ -129,10 +129,14 @@ async def served_app(
 
 
 @asynccontextmanager
-async def listening(app: Starlette, limits: ServeLimits | None = None) -> AsyncIterator[str]:
-    """The application on a free port, with limits on connections."""
+async def listening(
+    app: Starlette, limits: ServeLimits | None = None, *, http: Any = "auto"
+) -> AsyncIterator[str]:
+    """The application on a free port, with limits on connections. `http`: which of uvicorn's protocols."""
     server = GuardedServer(
-        uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=2),
+        uvicorn.Config(
+            app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=2, http=http
+        ),
         limits or app.state.service.settings.limits,
     )
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]

@@ -147,10 +147,10 @@ def test_an_error_of_the_chat_template_is_the_callers() -> None:
             request = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
             for template, message in (
                 ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-                ("{{ 1 / 0 }}", "division"),
+                ("{{ 1 / 0 }}", "it failed; the log says how"),
                 ("{{ messages[7]['content'] }}", "no element 7"),
                 ("{% for", "template refused"),
-                ("{{ messages.__class__.__mro__ }}", "unsafe"),
+                ("{{ messages.__class__.__mro__ }}", "it failed; the log says how"),
             ):
                 served.llm.intake.tokenizer.chat_template = template
                 status, error = await served.refusal(CHAT, request)

@@ -56,10 +56,10 @@ def test_a_disconnect_before_submission_frees_everything() -> None:
         async with served_app(on_port=True) as served:
             inner, entered = served.llm.intake.check, threading.Event()
 
-            def slow(*what: Any) -> Any:
+            def slow(*what: Any, **options: Any) -> Any:
                 entered.set()
                 gate.wait(20)
-                return inner(*what)
+                return inner(*what, **options)
 
             served.llm.intake.check = slow  # type: ignore[method-assign]
             asking = asyncio.create_task(served.client.post(COMPLETIONS, json=LONG))

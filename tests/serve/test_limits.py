@@ -1,28 +1,32 @@
 """Clients that hold what others need: connections, memory, places, the event loop."""
 
 import asyncio
+import encodings.idna  # noqa: F401 - loaded by the first connection, also where no more files can be opened
 import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
-from served_app import COMPLETIONS, ServedApp, error_of, run, served_app, wait_until
+from served_app import CHAT, COMPLETIONS, ServedApp, error_of, listening, run, served_app, wait_until
 
 from samewise.errors import BadParameter
 from samewise.llm.mailbox import UnreadBudget
 from samewise.openai.replies import encode_slices
+from samewise.openai.stream import StreamWriter
 from samewise.serve import app
 from samewise.serve.connections import RateLimitedWarning
-from samewise.serve.http import BodyBudget, refuse_crowded
+from samewise.serve.http import EventStream, refuse_crowded
 from samewise.serve.limits import ServeLimits
 from samewise.serve.settings import Keys, ServeSettings
 from samewise.serve.threads import FairThreads
+from samewise.shares import SharedBudget
 from samewise.testing import tiny_engine
 
 SHORT = {"prompt": "hello", "temperature": 0, "max_tokens": 2}
@@ -46,6 +50,14 @@ async def is_closed(reader: asyncio.StreamReader, seconds: float = 20) -> bytes:
             while part := await reader.read(65536):
                 data += part
     return data
+
+
+async def send_endless_head(writer: asyncio.StreamWriter) -> None:
+    """16 MB of fields; raises where the server closes the connection."""
+    writer.write(b"GET / HTTP/1.1\r\n")
+    for i in range(2000):
+        writer.write(b"X-%d: " % i + b"a" * 8000 + b"\r\n")
+        await writer.drain()
 
 
 def unread_stream(served: ServedApp, body: dict[str, Any]) -> socket.socket:
@@ -157,6 +169,29 @@ def test_an_endless_head_is_refused() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_both_parsers_of_http_keep_the_limits(http: str) -> None:
+    async def work() -> None:
+        limits = ServeLimits(max_connections=8, head_timeout=0.5)
+        async with served_app(ServeSettings(limits=limits)) as inner, listening(
+            inner.app, limits, http=http
+        ) as url:  # fmt: skip
+            served = ServedApp(inner.client, inner.llm, inner.app, url)
+            silent = [await connect(served) for _ in range(20)]
+            async with httpx.AsyncClient(base_url=url) as client:
+                assert (await client.get("/health")).status_code == 200
+                assert (await client.post(COMPLETIONS, json=SHORT)).status_code == 200
+            for reader, _ in silent:  # displaced, or at the deadline of a head
+                await is_closed(reader)
+            _, writer = await connect(served)
+            with pytest.raises(ConnectionError):
+                await send_endless_head(writer)
+            for _, one in silent:
+                one.close()
+
+    run(work())
+
+
 def test_warnings_of_one_kind_are_logged_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     warn = RateLimitedWarning(clock=lambda: now)
@@ -168,6 +203,75 @@ def test_warnings_of_one_kind_are_logged_once_a_second(caplog: pytest.LogCapture
         "no place: 7",
         "no place: 8 (99 such messages were left out)",
     ]
+
+
+def test_requests_of_one_key_leave_connections_to_others_and_to_public_paths() -> None:
+    async def work() -> None:
+        settings = ServeSettings(
+            keys=Keys.of(["greedy", "modest"]), limits=ServeLimits(max_connections=16, max_listeners=64)
+        )
+        async with served_app(settings, on_port=True) as served:
+            request = b"GET /samewise/live HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer greedy\r\n\r\n"
+            heads = []
+            for _ in range(20):
+                reader, writer = await connect(served)
+                writer.write(request)
+                heads.append((await reader.readline(), writer))
+            answered = [head for head, _ in heads].count(b"HTTP/1.1 200 OK\r\n")
+            assert 1 < answered <= 11  # three times of what is free, of 14
+            assert all(b" 429 " in head for head, _ in heads[answered:])
+            assert (await served.client.get("/health")).status_code == 200
+            response = await served.client.post(
+                COMPLETIONS, json=SHORT, headers={"Authorization": "Bearer modest"}
+            )
+            assert response.status_code == 200
+            for _, writer in heads:
+                writer.transport.abort()
+
+    run(work())
+
+
+def test_public_paths_are_answered_while_requests_without_keys_fill_the_server() -> None:
+    async def work() -> None:
+        settings = ServeSettings(limits=ServeLimits(max_connections=16, max_listeners=64))
+        async with served_app(settings, on_port=True) as served:
+            writers = []
+            for _ in range(16):
+                reader, writer = await connect(served)
+                writer.write(b"GET /samewise/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                await reader.readline()
+                writers.append(writer)
+            for path in ("/health", "/live", "/metrics"):
+                assert (await served.client.get(path)).status_code == 200
+            status, error = await served.refusal(COMPLETIONS, SHORT)
+            assert (status, error["code"]) == (429, "queue_full")
+            for writer in writers:
+                writer.transport.abort()
+            await wait_until(lambda: not served.app.state.service.worker.num_active)
+
+    run(work())
+
+
+def test_one_key_cannot_take_every_listener_of_the_live_feed() -> None:
+    async def work() -> None:
+        settings = ServeSettings(keys=Keys.of(["greedy", "modest"]), limits=ServeLimits(max_listeners=8))
+        async with served_app(settings, on_port=True) as served:
+
+            async def listen(key: str) -> tuple[bytes, asyncio.StreamWriter]:
+                reader, writer = await connect(served)
+                writer.write(
+                    f"GET /samewise/live HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
+                )
+                return await reader.readline(), writer
+
+            listening = [await listen("greedy") for _ in range(8)]
+            assert [b" 200 " in head for head, _ in listening] == [True] * 6 + [False] * 2
+            listening.append(await listen("modest"))
+            assert b" 200 " in listening[-1][0]
+            for _, writer in listening:
+                writer.transport.abort()
+
+    run(work())
 
 
 # ---- places and unread answers
@@ -297,11 +401,30 @@ def test_one_key_cannot_take_every_place() -> None:
     run(work())
 
 
+def test_keys_do_not_share_compiled_grammars() -> None:
+    async def work() -> None:
+        settings = ServeSettings(keys=Keys.of(["one", "other"]))
+        async with served_app(settings, eos=True) as served:
+            body = SHORT | {"max_tokens": 20, "structured_outputs": {"regex": "[ab]{2}"}}
+            answers = []
+            for key in ("one", "other", "one"):
+                response = await served.client.post(
+                    COMPLETIONS, json=body, headers={"Authorization": f"Bearer {key}"}
+                )
+                assert response.status_code == 200, response.text
+                answers.append(response.json()["choices"][0]["text"])
+            assert len(set(answers)) == 1
+            kept = served.llm.intake._grammars._kept
+            assert {owner for owner, _ in kept} == set(settings.keys.digests)
+
+    run(work())
+
+
 # ---- bodies
 
 
 def test_bodies_share_a_budget() -> None:
-    budget = BodyBudget(100)
+    budget = SharedBudget(100)
     assert budget.take("a", 60)
     assert not budget.take("a", 30)  # more than three times of what would be left
     assert budget.take("b", 40)  # the first of an owner takes what is free
@@ -334,6 +457,53 @@ def test_held_bodies_do_not_fill_the_memory() -> None:
     run(work())
 
 
+def test_parts_of_a_body_that_are_kept_count_until_the_answer_ends() -> None:
+    async def work() -> None:
+        async with served_app(on_port=True) as served:
+            bodies = served.app.state.service._bodies
+            large = {"prediction": {"type": "content", "content": "a" * 300_000}}
+            for more, kept in ((large, 300_005), ({}, 0)):
+                with unread_stream(served, SHORT | {"max_tokens": 450, "ignore_eos": True} | more):
+                    await wait_until(lambda: any(one.readers for one in served.worker._active))
+                    assert bodies.used == kept
+                await served.check_idle()
+                assert bodies.used == 0
+            raw = SHORT | {"max_tokens": 450, "ignore_eos": True, "stream": True} | large
+            bodies.limit = 310_000  # the body itself has more, and a second one finds no room
+            assert (await served.refusal(COMPLETIONS, raw))[1]["code"] == "bodies_full"
+            assert bodies.used == 0
+
+    run(work())
+
+
+@pytest.mark.parametrize(("limit", "complete"), [(2**21, True), (2**19, False)])
+def test_large_events_are_sent_in_slices_and_counted(limit: int, complete: bool) -> None:
+    event, sent, unread = b"x" * 2**20, [], UnreadBudget(limit)
+
+    async def events() -> AsyncGenerator[bytes]:
+        yield b"first"
+        yield event
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        if len(sent) == 4:
+            assert unread.used == 2**20 - 2**16
+        await asyncio.sleep(0)
+
+    async def receive() -> Any:
+        await asyncio.sleep(100)
+
+    async def work() -> None:
+        closed: list[bool] = []
+        stream = EventStream(events(), close=lambda: closed.append(True), unread=unread, owner=None)
+        await stream({"type": "http"}, receive, send)
+        assert (unread.used, closed) == (0, [True])
+
+    run(work())
+    assert (b"".join(sent) == b"first" + event) == complete
+    assert max(map(len, sent)) <= 2**16
+
+
 def test_a_body_of_too_many_values_is_refused() -> None:
     refuse_crowded(b'{"prompt": "' + b"a" * 5000 + b'"}', 1000)
     with pytest.raises(Exception, match="more than 1000 values"):
@@ -358,6 +528,7 @@ def test_prompts_are_refused_by_their_characters_first() -> None:
             status, error = await served.refusal(COMPLETIONS, {"prompt": text})
             assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
             assert "characters" in error["message"]
+            assert await served.refusal("/tokenize", {"prompt": text}) == (status, error)
 
     run(work())
 
@@ -381,6 +552,42 @@ def test_health_is_answered_while_large_answers_are_rendered(monkeypatch: pytest
             answered.set()
             answer = (await asking).json()
             assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [100] * 16
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 400, "echo": True, "logprobs": 20, "n": 2}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 400}], "return_token_ids": True, "n": 6}),
+    ],
+)
+def test_events_that_repeat_a_long_prompt_are_made_in_threads(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    events = StreamWriter.events
+
+    def noted(self: Any, *given: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return events(self, *given)
+
+    monkeypatch.setattr(StreamWriter, "events", noted)
+
+    async def work() -> None:
+        async with served_app() as served:
+            body_ = body | {"max_tokens": 3, "temperature": 0}
+            whole = await served.post(path, body_)
+            streamed = await served.events(path, body_)
+            assert threads
+            assert not any(threads)
+            if path == COMPLETIONS:
+                first = [one["choices"][0] for one in streamed if one["choices"][0]["text"][:1] == "a"]
+                tables = [choice["logprobs"]["top_logprobs"] for choice in whole["choices"]]
+                assert [choice["logprobs"]["top_logprobs"][:400] for choice in first] == [
+                    table[:400] for table in tables
+                ]
 
     run(work())
 

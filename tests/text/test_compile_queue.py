@@ -363,9 +363,9 @@ def test_kept_grammars_are_bounded_in_bytes(make_grammars, monkeypatch):
     schemas = [Grammar.json_schema({"const": number}) for number in range(6)]
     for schema in schemas:
         grammars.check(schema)
-    assert list(grammars._kept) == schemas[2:]  # of 2 MB each
+    assert list(grammars._kept) == [(None, schema) for schema in schemas[2:]]  # of 2 MB each
     grammars.check(schemas[2])
-    assert list(grammars._kept) == [*schemas[3:], schemas[2]]
+    assert list(grammars._kept) == [(None, schema) for schema in (*schemas[3:], schemas[2])]
     assert set(grammars._live) == set(grammars._kept)
 
 
@@ -374,7 +374,7 @@ def test_grammar_that_a_request_holds_is_found_though_it_is_not_kept(make_gramma
     grammars = make_grammars()
     held = grammars.compile(Grammar.json_object())
     grammars.check(Grammar.json_schema({"const": 1}))
-    assert list(grammars._kept) == [Grammar.json_schema({"const": 1})]
+    assert list(grammars._kept) == [(None, Grammar.json_schema({"const": 1}))]
     assert grammars.compile(Grammar.json_object()) is held
 
 
@@ -400,7 +400,7 @@ def test_heavy_grammars_of_requests_under_way_are_bounded_in_bytes(make_grammars
     grammars.check(SMALL)
     held.pop(0)
     assert grammars.compile(schemas[2]).is_heavy
-    assert schemas[0] not in grammars._live  # dropped, because no request held it
+    assert (None, schemas[0]) not in grammars._live  # dropped, because no request held it
 
 
 def test_no_more_heavy_grammars_are_dropped_than_have_to_be(make_grammars, monkeypatch):
@@ -410,7 +410,28 @@ def test_no_more_heavy_grammars_are_dropped_than_have_to_be(make_grammars, monke
     schemas = [Grammar.json_schema({"title": name, "type": "integer", "multipleOf": 99991}) for name in "abc"]
     for schema in schemas:  # about 50 MB each
         grammars.check(schema)
-    assert [schema in grammars._live for schema in schemas] == [False, True, True]
+    assert [(None, schema) in grammars._live for schema in schemas] == [False, True, True]
+
+
+def test_heavy_grammars_of_one_owner_leave_room_for_another(make_grammars, monkeypatch):
+    monkeypatch.setattr(grammar_module, "LIGHT", Trial(seconds=60.0, num_bytes=1 << 20))
+    monkeypatch.setattr(grammar_module, "HEAVY_BYTES", 24 << 20)
+    grammars = make_grammars(quick_seconds=60.0)
+    large = {"type": "integer", "multipleOf": 9973}
+    schemas = [Grammar.json_schema(large | {"title": name}) for name in "abcde"]
+    held = [grammars.compile(schema, owner=b"greedy") for schema in schemas[:2]]  # about 5 MB each
+    with pytest.raises(QueueFull, match="or yours their share"):
+        held += [grammars.compile(schema, owner=b"greedy") for schema in schemas[2:]]
+    held.append(grammars.compile(schemas[-1], owner=b"modest"))
+    assert {one.owner for one in held} == {b"greedy", b"modest"}
+
+
+def test_owners_do_not_share_a_compiled_grammar(make_grammars):
+    grammars = make_grammars()
+    one, other = grammars.compile(SMALL, owner=b"one"), grammars.compile(SMALL, owner=b"other")
+    assert one is not other
+    assert grammars.compile(SMALL, owner=b"one") is one
+    assert grammars.compile(SMALL) not in (one, other)
 
 
 # ---- as a library

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from samewise.anthropic.builder import Event, MessageBuilder
 from samewise.anthropic.errors import error_body
 from samewise.anthropic.parse import ParsedMessage, parse_message
 from samewise.openai.errors import ApiError
-from samewise.openai.exchange import AnswerFacts, ChoiceDeltas, EventWriter, Receipts, named_event
+from samewise.openai.exchange import AnswerFacts, ChoiceDeltas, EventWriter, Receipts, kept_bytes, named_event
 from samewise.openai.parse import ParsedRequest, ParseOptions
 from samewise.openai.replies import chat_logprobs
 from samewise.outputs import Chunk, CompletionOutput, RequestOutput
@@ -20,11 +21,16 @@ class MessagesExchange:
 
     def __init__(self, body: Any, options: ParseOptions) -> None:
         self._request = parse_message(body, options)
+        self.kept_bytes = kept_bytes(self.parsed)
 
     @property
     def parsed(self) -> ParsedRequest:
         """The request, as a chat."""
         return self._request.parsed
+
+    def begun(self) -> None:
+        """The request was checked: what only its prompt needed is dropped."""
+        self._request = replace(self._request, parsed=self.parsed.without_conversation())
 
     def reply(
         self, facts: AnswerFacts, outputs: Sequence[RequestOutput], receipts: Receipts | None

@@ -28,9 +28,16 @@ from samewise.llm.step_loop import StepLoop
 from samewise.params import SamplingParams
 from samewise.receipts import prompt_digest
 from samewise.receipts.store import Entry
+from samewise.text.grammar import Pace
+
+PACE = Pace(first=1.0, per_token=0.01)
+"""Processor time that a receipt's grammar may take. Twice a server's, whose machine may be faster."""
 
 MAX_REPLAYS = 32
 """Receipts replayed at once: enough to fill a frame, whatever the lengths of their answers. Set by hand."""
+
+
+SLOW_GRAMMAR = "it cannot be replayed: its grammar takes too much time to follow"
 
 
 @dataclass(slots=True)
@@ -67,6 +74,7 @@ class Auditor:
             )
         self._recorded = proposer
         self._loop = StepLoop(engine)
+        self._loop.intake.bound_grammars(PACE)
 
     @classmethod
     def load(cls, model: str, settings: Mapping[str, Any]) -> Auditor:
@@ -143,9 +151,16 @@ class Auditor:
             replay = replays.get(answer)
             if replay is None:
                 continue  # of another `audit` call that was not run to its end
-            while answer.pending and replay.difference is None:
-                replay.difference = replay.comparison.add(answer.pending.popleft())
-            if replay.difference is not None or answer.finished:
+            failed = False
+            while answer.pending and replay.difference is None and not failed:
+                chunk = answer.pending.popleft()
+                failed = chunk.finish_reason == "error"
+                replay.difference = None if failed else replay.comparison.add(chunk)
+            if failed:
+                del replays[answer]
+                self._loop.abort(answer)
+                findings.append(replay.case.finding(Status.UNREADABLE, SLOW_GRAMMAR))
+            elif replay.difference is not None or answer.finished:
                 del replays[answer]
                 self._loop.abort(answer)  # a replay that differs is still running
                 findings.append(replay.finding(self.contract))

@@ -26,6 +26,7 @@ from samewise.openai.parse import ParsedRequest, ParseOptions, parse, served_nam
 from samewise.openai.replies import refuse_aborted, respond
 from samewise.outputs import RequestOutput
 from samewise.receipts import SigningKey, is_complete
+from samewise.text.compile_process import ChildLost
 
 log = logging.getLogger("samewise")
 
@@ -109,6 +110,9 @@ class BatchRunner:
             return _LiveLine(line, parsed, self._submit_all(checked, salt))
         except (ApiError, CallerError) as error:
             return _failure(line, error)
+        except ChildLost:  # of this line's grammar, in a process of its own
+            log.exception("line %d failed", line.number)
+            return _failure(line, RequestFailed("see the log"))
         except SamewiseError:
             raise  # of the machine or the engine: the other lines would fail too
         except Exception as error:

@@ -291,7 +291,7 @@ class AsyncLLM:
         """Compile a request's grammar; no thread is blocked while it waits. None: it has none.
 
         Hold on to the result until the request was checked: the check finds it then, whatever else was
-        compiled meanwhile. Grammars of one `owner` take no more than a share of the queue.
+        compiled meanwhile, for the same `owner`, whose grammars take no more than a share of the queue.
         """
         grammar = params.grammar
         if grammar is None:

@@ -111,11 +111,14 @@ class Intake:
 
     # ---- requests
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> CheckedRequest:
-        """A request that can be submitted, or the error that says what is wrong with it."""
+    def check(self, prompt: Prompt, params: SamplingParams, *, owner: bytes | None = None) -> CheckedRequest:
+        """A request that can be submitted, or the error that says what is wrong with it.
+
+        `owner` is that which its grammar was compiled for.
+        """
         params = copy(params)  # the caller may assign to its own while this request runs
         keep = params.truncate_prompt_tokens
-        text, ids = self._token_ids(prompt, cut=keep is not None)
+        text, ids = self._token_ids(prompt, kept_side=None if keep is None else params.truncation_side)
         if keep is not None:
             ids = ids[-keep:] if params.truncation_side == "left" else ids[:keep]
         self.refuse_unknown_tokens(ids)
@@ -127,7 +130,7 @@ class Intake:
             raise BadParameter(
                 f"stop={params.stop!r}: this model has no tokenizer; use stop_token_ids", param="stop"
             )
-        grammar = None if params.grammar is None else self._grammars.compile(params.grammar)
+        grammar = None if params.grammar is None else self._grammars.compile(params.grammar, owner=owner)
         sampling = params.resolve(
             vocab=self._vocab,
             eos_ids=self._eos_ids,
@@ -151,6 +154,7 @@ class Intake:
                 raise BadPrompt(
                     "this model has no tokenizer; give the completion as token ids", param="completions"
                 )
+            self.refuse_endless(completion)
             after = self.encode(completion, add_special_tokens=False)
         else:
             after = _as_ids(completion, param="completions")
@@ -163,8 +167,8 @@ class Intake:
     def start_compiling(self, grammar: Grammar, *, owner: bytes | None = None) -> Future[CompiledGrammar]:
         """A future of a compiled grammar, for a caller that must not block in `check`.
 
-        Raises, and fails, as `check` does. `check` finds the grammar as long as the result is held. Grammars
-        of one `owner` take no more than a share of the queue.
+        Raises, and fails, as `check` does. `check` finds the grammar as long as the result is held, for the
+        same `owner`. Grammars of one owner take no more than a share of the queue and of memory.
         """
         return self._grammars.start(grammar, owner=owner)
 
@@ -222,7 +226,7 @@ class Intake:
             messages = [self._control_tokens.mark(message) for message in messages]
             template = self._control_tokens.mark(template)
         text = render_chat(self.tokenizer, messages, date=self._date, **template)
-        self._refuse_endless(text)
+        self.refuse_endless(text)
         if marks and MARK in text:
             return _encode(lambda: self._control_tokens.encode(text))
         return self.encode(text, add_special_tokens=False)
@@ -276,8 +280,8 @@ class Intake:
             token_bytes=self._token_bytes,
         )
 
-    def _token_ids(self, prompt: Prompt, *, cut: bool = False) -> tuple[str | None, list[int]]:
-        """(the prompt as text, or None; its token ids). `cut`: only some of them are used."""
+    def _token_ids(self, prompt: Prompt, *, kept_side: str | None = None) -> tuple[str | None, list[int]]:
+        """(the prompt as text, or None; its token ids). `kept_side`: the prompt will be truncated."""
         if isinstance(prompt, Mapping):
             _refuse_unknown_keys(prompt)
             if "prompt_token_ids" in prompt:
@@ -293,8 +297,9 @@ class Intake:
                 raise BadPrompt("this model has no tokenizer; give token ids instead of text", param="prompt")
             if not prompt:
                 raise BadPrompt("the prompt is empty; give some text or token ids", param="prompt")
-            if not cut:
-                self._refuse_endless(prompt)
+            if kept_side is not None:
+                return prompt, self.encode(self._cut(prompt, kept_side))
+            self.refuse_endless(prompt)
             return prompt, self.encode(prompt)
         return None, _as_ids(prompt)
 
@@ -323,7 +328,15 @@ class Intake:
         except BadPrompt as error:
             raise BadParameter(f"bad_words: {error}", param="bad_words") from error
 
-    def _refuse_endless(self, text: str) -> None:
+    def _cut(self, text: str, kept_side: str) -> str:
+        """The end of a text that is kept, as many characters as the tokens of the context may have.
+
+        A function of the text and of `context`, a fact of the contract; not of the KV cache.
+        """
+        most = self._limits.max_model_len * CHARACTERS_PER_TOKEN
+        return text[-most:] if kept_side == "left" else text[:most]
+
+    def refuse_endless(self, text: str) -> None:
         """Refuse a text that cannot fit by its characters alone: tokenising megabytes takes seconds."""
         longest = self._limits.longest
         if len(text) > longest * CHARACTERS_PER_TOKEN:

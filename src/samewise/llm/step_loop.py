@@ -23,11 +23,11 @@ from samewise.errors import CallerError
 from samewise.llm.answer import Answer, Choice
 from samewise.llm.any_engine import AnyEngine
 from samewise.llm.intake import CheckedRequest, CheckedScore, Intake
-from samewise.llm.shares import FairQueue
 from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
 from samewise.receipts import Receipt, make
 from samewise.receipts.signing import SigningKey
+from samewise.shares import FairQueue
 from samewise.types import Delta, Finish, Guide, Received, Request
 
 EngineT = TypeVar("EngineT", bound=AnyEngine)

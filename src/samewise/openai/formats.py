@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from samewise.errors import BadParameter
+from samewise.openai.gbnf import to_lark
 from samewise.types import Grammar
 
 _KEYS = {  # keys allowed beside `type`, by type
@@ -115,11 +116,9 @@ def _outputs_grammar(rules: Any) -> Grammar:
     if len(rules) > MAX_GBNF:
         raise _bad_outputs("grammar", f"{len(rules)} characters of GBNF are more than {MAX_GBNF}; use Lark")
     try:
-        from llguidance.gbnf_to_lark import any_to_lark
+        return Grammar.lark(to_lark(rules))
     except ModuleNotFoundError:
         raise _bad_outputs("grammar", "GBNF needs llguidance; pip install 'samewise[grammar]'") from None
-    try:
-        return Grammar.lark(any_to_lark(rules))
     except Exception as error:  # the converter raises Exception itself for an unknown rule
         raise _bad_outputs("grammar", f"this is no GBNF: {str(error)[:200]}") from None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from samewise.openai.bodies import ROLE_PATTERN, ChatBody, TokenizeBody
 from samewise.openai.errors import ApiError, invalid, unsupported
+from samewise.openai.nesting import MAX_NESTING, is_longer, nests_deeper
 from samewise.text.chat_template import KNOWN_ROLES
 
 ROLE = re.compile(ROLE_PATTERN)
@@ -41,6 +42,10 @@ NOT_TEMPLATE = (
     "truncation",
 )
 """Keywords of the functions that render a template, here and in transformers; no template can see them."""
+
+
+MAX_TEMPLATE_KWARGS = 1 << 16
+"""Characters of chat_template_kwargs as JSON. Set by hand: templates know a few words and numbers."""
 
 
 def conversation(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -130,8 +135,8 @@ def _arguments(where: str, function: dict[str, Any]) -> Any:
         value = json.loads(given or "{}")
     except (TypeError, ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
-        raise invalid("messages", f"{where}: arguments are a JSON object, written as text")
+    if not isinstance(value, dict) or nests_deeper(value, MAX_NESTING):
+        raise invalid("messages", f"{where}: arguments are a JSON object, written as text; not too deep")
     return value
 
 
@@ -164,6 +169,8 @@ def template_kwargs(body: ChatBody | TokenizeBody, *, special: bool = True) -> d
     if continued and body.add_generation_prompt:
         raise invalid("continue_final_message", "excludes add_generation_prompt; give one of them")
     kwargs = dict(body.chat_template_kwargs or {})
+    if is_longer(kwargs, MAX_TEMPLATE_KWARGS):
+        raise invalid("chat_template_kwargs", f"is longer than {MAX_TEMPLATE_KWARGS >> 10} KiB as JSON")
     for name in kwargs:
         if name in TEMPLATE_FIELDS:
             raise invalid("chat_template_kwargs", f"{name} has a field of its own; set it there")

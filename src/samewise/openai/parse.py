@@ -33,6 +33,7 @@ from samewise.openai.bodies import (
 from samewise.openai.errors import ApiError, invalid, unsupported
 from samewise.openai.formats import grammar_of, grammar_of_outputs
 from samewise.openai.messages import conversation, predicted_text, template_kwargs
+from samewise.openai.nesting import MAX_NESTING, nests_deeper
 from samewise.openai.reasoning import (
     TAIL_TOKENS,
     AnswerParser,
@@ -63,9 +64,10 @@ SAMPLING_FIELDS = tuple(
 """Fields of a body that are SamplingParams' own. Those left out have another form in a body, or mean
 something else at each endpoint."""
 
-MAX_NESTING = 128
-"""Levels of a body's objects and lists, at most. Schemas, templates and conversations are read by functions
-that call themselves up to three times a level, and Python allows about 1000 calls within each other."""
+
+MAX_REPEATS = 1 << 20
+"""Tokens and log-probabilities of prompts in an answer's choices after the first, at most. Set by hand: they
+take 100 to 200 bytes of memory each, which nothing else counts."""
 
 
 class DeltaParser(Protocol):
@@ -101,8 +103,8 @@ class RequestChecker(Protocol[Checked_co]):
         """The text of token ids, special tokens included."""
         ...
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> Checked_co:
-        """A checked request."""
+    def check(self, prompt: Prompt, params: SamplingParams, *, owner: bytes | None = None) -> Checked_co:
+        """A checked request; its grammar was compiled for this owner."""
         ...
 
 
@@ -193,13 +195,32 @@ class ParsedRequest:
         """Number of answers asked for, over all prompts."""
         return self.params.n * (1 if self.chat else len(self.prompts))
 
-    def check(self, intake: RequestChecker[C]) -> list[C]:
-        """Render the chat template, tokenise and check; one result per prompt. Raises ApiError."""
+    def refuse_repeats(self, num_prompt_tokens: int) -> None:
+        """Refuse n answers that would each show the log-probabilities of long prompts. Raises ApiError."""
+        if self.chat or self.params.prompt_logprobs is None:  # a chat shows them once
+            return
+        values = num_prompt_tokens * (1 + self.params.prompt_logprobs)
+        if (self.params.n - 1) * values > MAX_REPEATS:
+            raise invalid(
+                "n",
+                f"the prompt's {values} tokens and log-probabilities would be in {self.params.n} choices; "
+                f"together they may have {MAX_REPEATS} more than one has, so ask for fewer",
+            )
+
+    def without_conversation(self) -> ParsedRequest:
+        """The request once it was checked: from then on only the tokens of its prompts matter."""
+        return replace(self, messages=(), template={}, prompts=("",) * len(self.prompts))
+
+    def check(self, intake: RequestChecker[C], *, owner: bytes | None = None) -> list[C]:
+        """Render the chat template, tokenise and check; one result per prompt. Raises ApiError.
+
+        `owner` is that which the grammar was compiled for.
+        """
         try:
             prompts: Sequence[Prompt] = self.prompts
             if self.chat:
                 prompts = [intake.chat_prompt(self.messages, **self.template)]
-            return [self._check(intake, prompt) for prompt in prompts]
+            return [self._check(intake, prompt, owner) for prompt in prompts]
         except CallerError as error:
             field_name = "messages" if self.chat else "prompt"
             raise self.named(ApiError.of(error, prompt_field=field_name)) from error
@@ -209,13 +230,13 @@ class ParsedRequest:
         error.param = self.names.get(error.param or "", error.param)
         return error
 
-    def _check(self, intake: RequestChecker[C], prompt: Prompt) -> C:
+    def _check(self, intake: RequestChecker[C], prompt: Prompt, owner: bytes | None) -> C:
         try:
-            return intake.check(prompt, self.params)
+            return intake.check(prompt, self.params, owner=owner)
         except PromptTooLong:
             if not self.fit_max_tokens:
                 raise
-            return intake.check(prompt, replace(self.params, max_tokens=None))
+            return intake.check(prompt, replace(self.params, max_tokens=None), owner=owner)
 
 
 def read_json(raw: bytes) -> Any:
@@ -250,7 +271,7 @@ def validate(kind: type[B], body: object) -> B:
     if not isinstance(body, dict):
         raise ApiError(f"the body is a JSON object, not {_quote(body)}", code="invalid_body")
     for name, value in body.items():
-        if _nests_deeper(value, MAX_NESTING - 1):
+        if nests_deeper(value, MAX_NESTING - 1):
             raise invalid(name, f"nests more than {MAX_NESTING} levels deep; make it flatter")
     try:
         return kind.model_validate(body)
@@ -264,17 +285,6 @@ def validate(kind: type[B], body: object) -> B:
         raise ApiError(
             f"{where}={_quote(first['input'])}: {message}", param=param, code="invalid_type"
         ) from None
-
-
-def _nests_deeper(value: object, levels: int) -> bool:
-    """Whether objects and lists lie within each other more than `levels` deep."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(levels):
-        if not level:
-            return False
-        parts = (part.values() if isinstance(part, dict) else part for part in level)
-        level = [one for part in parts for one in part if isinstance(one, dict | list)]
-    return bool(level)
 
 
 def parse(endpoint: str, body: object, options: ParseOptions | None = None) -> ParsedRequest:
@@ -368,7 +378,7 @@ def _chat(body: ChatBody, options: ParseOptions) -> ParsedRequest:
         params=params,
         messages=conversation(body.messages),
         template=template | ({"tools": list(tools.tools)} if tools.tools else {}),
-        make_parser=_make_parser(tools, options.contract_id, reasoning),
+        make_parser=_make_parser(replace(tools, tools=()), options.contract_id, reasoning),
         count_reasoning=None if reasoning is None else reasoning.count,
         **_common(body, options),
     )
@@ -610,12 +620,16 @@ def _checked(make: Callable[[], C]) -> C:
 
 
 def _quote(value: object) -> str:
-    """A value for a message: JSON, at most 80 characters."""
+    """A value for a message: JSON, at most 80 characters. No more of it is written than is shown."""
+    text = ""
     try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = type(value).__name__
-    return text if len(text) <= 80 else text[:80] + "…"
+        for piece in json.JSONEncoder().iterencode(value):
+            text += piece
+            if len(text) > 80:
+                return text[:80] + "…"
+    except (TypeError, ValueError, RecursionError):
+        return type(value).__name__
+    return text
 
 
 __all__ = [

@@ -14,6 +14,7 @@ from samewise.openai.replies import (
     chat_logprobs,
     echo,
     encode_json,
+    encode_slices,
     finish_reason,
     reasoning_tokens,
     usage,
@@ -30,6 +31,11 @@ TEXT_PLACEHOLDER = "\0the text of a chunk\0"
 def encode_event(body: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + encode_json(body) + b"\n\n"
+
+
+def encode_large_event(body: Any) -> bytes:
+    """`encode_event`, for a thread: encoding a large body at once would stop every other one."""
+    return b"data: " + b"".join(encode_slices(body)) + b"\n\n"
 
 
 MAX_EVENT_VALUES = 1024
@@ -88,6 +94,7 @@ class StreamWriter:
         self._called: set[int] = set()  # choices that called a tool
         self._prompts: set[int] = set()  # prompts of which a choice had its first chunk
         self._prompt = self._completion = self._cached = self._accepted = self._rejected = 0  # for usage
+        self._repeats_prompt = parsed.echo and parsed.params.logprobs is not None
         extras = parsed.return_token_ids or parsed.explain or parsed.continuous_usage
         self._text_only = parsed.make_parser is None and parsed.params.logprobs is None and not extras
         # By choice and contract, where events differ in text alone.
@@ -97,7 +104,8 @@ class StreamWriter:
         """`events`, encoded. Where events differ in their text alone, the constant parts are encoded once."""
         index = prompt_index * self._parsed.params.n + chunk.index
         if not self._text_only or chunk.finish_reason is not None or index not in self._begun:
-            return b"".join(map(encode_event, self.events(prompt_index, chunk, output)))
+            encode = encode_large_event if self._repeats_prompt and index not in self._begun else encode_event
+            return b"".join(map(encode, self.events(prompt_index, chunk, output)))
         around = self._around_text.get((index, chunk.contract))
         if around is None:
             (event,) = self._events(prompt_index, replace(chunk, text=TEXT_PLACEHOLDER), output)
@@ -233,4 +241,4 @@ class StreamWriter:
         return event
 
 
-__all__ = ["DONE", "StreamWriter", "encode_event", "join_chunks"]
+__all__ = ["DONE", "StreamWriter", "encode_event", "encode_large_event", "join_chunks"]

@@ -94,7 +94,8 @@ class Replica:
         grammar = job.request.sampling.grammar
         if grammar is None:
             return None
-        compiling = await asyncio.to_thread(self._intake.start_compiling, grammar)
+        owner = job.request.owner or None
+        compiling = await asyncio.to_thread(self._intake.start_compiling, grammar, owner=owner)
         compiled = await asyncio.wrap_future(compiling)
         return compiled.guide(job.request.sampling.stop_ids)
 

@@ -74,7 +74,6 @@ from samewise.receipts import Receipt, is_complete
 from samewise.receipts.store import save
 from samewise.serve.http import (
     SLICE_BYTES,
-    BodyBudget,
     EventStream,
     HeldBody,
     JsonResponse,
@@ -84,7 +83,12 @@ from samewise.serve.http import (
     until_disconnect,
 )
 from samewise.serve.metrics import Metrics
-from samewise.serve.middleware import AuthMiddleware, RequestIdMiddleware, WebPageMiddleware
+from samewise.serve.middleware import (
+    AuthMiddleware,
+    PlaceMiddleware,
+    RequestIdMiddleware,
+    WebPageMiddleware,
+)
 from samewise.serve.openapi import Endpoint, docs_page, openapi_document
 from samewise.serve.settings import ServeSettings
 from samewise.serve.stored import ResponseStore
@@ -92,6 +96,7 @@ from samewise.serve.threads import FairThreads
 from samewise.serve.training import TrainingRoutes
 from samewise.serve.web_page import PAGE_HEADERS, page_routes
 from samewise.serve.worker import ActiveRequest, State, Worker, salt_of
+from samewise.shares import SharedBudget
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -129,8 +134,8 @@ class Service:
         self.worker, self.settings, self.version = worker, settings, version
         self.metrics = Metrics(worker, settings)
         self.unread = UnreadBudget(settings.limits.max_unread)
-        self.stored = ResponseStore(settings.limits.max_stored)
-        self._bodies = BodyBudget(settings.limits.max_bodies)
+        self.stored = ResponseStore(settings.limits.max_stored, settings.limits.max_values)
+        self._bodies = SharedBudget(settings.limits.max_bodies)
         self._intakes, self._renders = FairThreads(INTAKE_THREADS), FairThreads(RENDER_THREADS)
         self._started = int(time.time())
         self._parse_options: ParseOptions | None = None  # of the current contract
@@ -232,6 +237,7 @@ class Service:
             closing.callback(active.close)
             exchange, name = await until_disconnect(request.receive, self._submit(request, read, raw, active))
             del raw
+            closing.callback(body.keep(exchange.kept_bytes))
             answering = closing.pop_all()
         with answering:
             facts = AnswerFacts(
@@ -240,8 +246,8 @@ class Service:
             )  # fmt: skip
             parsed = exchange.parsed
             if parsed.stream:
-                events = self._events(parsed, active, exchange.writer(facts))
-                return EventStream(events, close=answering.pop_all().close)
+                events = self._events(exchange, active, exchange.writer(facts))
+                return EventStream(events, close=answering.pop_all().close, unread=self.unread, owner=owner)
             return await until_disconnect(request.receive, self._reply(exchange, active, facts))
 
     async def complete(self, request: Request, endpoint: str, body: dict[str, Any]) -> list[RequestOutput]:
@@ -278,9 +284,12 @@ class Service:
         parsed = exchange.parsed
         if parsed.params.grammar is not None:  # compiled before a thread is taken for the rest
             compiled = await self._compile(parsed, active.owner)
-            checked = await self._intakes.run(lambda: parsed.check(llm.intake), owner=active.owner)
+            check = partial(parsed.check, llm.intake, owner=active.owner)
+            checked = await self._intakes.run(check, owner=active.owner)
             del compiled
         salt = salt_of(request.state.key_digest, parsed.cache_salt)
+        parsed.refuse_repeats(sum(len(one.token_ids) for one in checked))
+        exchange.begun()
         readers = await llm.submit(checked, salt=salt, owner=active.owner, streamed=parsed.stream)
         active.read_from(readers, self.unread)
         return exchange, name
@@ -305,41 +314,59 @@ class Service:
             outputs, receipts = self._finish(parsed, active)
             return outputs, list(encode_slices(exchange.reply(facts, outputs, receipts)))
 
-        large = _is_large(parsed, active)
-        outputs, pieces = await self._run(render, parsed, active)
+        large = _is_large(exchange, active)
+        outputs, pieces = await self._run(render, exchange, active)
         self.metrics.finished(parsed, outputs)
         if large:
             return SlicedResponse(pieces, unread=self.unread, owner=active.owner)
         return Response(b"".join(pieces), media_type=JsonResponse.media_type)
 
     async def _events(
-        self, parsed: ParsedRequest, active: ActiveRequest, writer: EventWriter
+        self, exchange: Exchange, active: ActiveRequest, writer: EventWriter
     ) -> AsyncGenerator[bytes]:
         """An answer as events. An error in the middle is an event too, the last one."""
+        parsed = exchange.parsed
 
         def end() -> tuple[list[RequestOutput], bytes]:
             outputs, receipts = self._finish(parsed, active)
             return outputs, writer.last(outputs, receipts)
 
         try:
-            if first := writer.first():
+            if first := await self._first(exchange, active, writer):
                 yield first
             async with aclosing(active.chunks()) as batches:
                 async for batch in batches:
-                    for number, data in enumerate(_encoded(batch, active, writer)):
-                        if number:  # a late reader has many; others are served between them
-                            await asyncio.sleep(0)
+                    async for data in self._rendered(_encoded(batch, active, writer), parsed, active):
                         yield data
-            outputs, last = await self._run(end, parsed, active)
+            outputs, last = await self._run(end, exchange, active)
             self.metrics.finished(parsed, outputs)
-            for start in range(0, len(last), SLICE_BYTES):
-                yield last[start : start + SLICE_BYTES]
+            yield last
         except SamewiseError as error:
             yield writer.failed(ApiError.of(error))
 
-    async def _run(self, work: Callable[[], T], parsed: ParsedRequest, active: ActiveRequest) -> T:
+    async def _rendered(
+        self, pieces: Iterator[bytes], parsed: ParsedRequest, active: ActiveRequest
+    ) -> AsyncGenerator[bytes]:
+        """Pieces of events, others served between them; made in a thread where they repeat a long prompt."""
+        if not _repeats_much(parsed, active):
+            for number, data in enumerate(pieces):
+                if number:  # a late reader has many
+                    await asyncio.sleep(0)
+                yield data
+            return
+        while data := await self._renders.run(partial(next, pieces, b""), owner=active.owner):
+            yield data
+
+    async def _first(self, exchange: Exchange, active: ActiveRequest, writer: EventWriter) -> bytes:
+        """What is sent before the first chunk: made in a thread where it repeats much of the request."""
+        if exchange.kept_bytes <= SLICE_BYTES:
+            return writer.first()
+        return await self._renders.run(writer.first, owner=active.owner)
+
+    async def _run(self, work: Callable[[], T], exchange: Exchange, active: ActiveRequest) -> T:
         """The result of `work` on a complete answer: in a thread, unless it is small and stores nothing."""
-        if self.settings.receipts is None and not parsed.receipt and not _is_large(parsed, active):
+        stores = self.settings.receipts is not None or exchange.parsed.receipt
+        if not stores and not _is_large(exchange, active):
             return work()
         return await self._renders.run(work, owner=active.owner)
 
@@ -452,6 +479,7 @@ class Service:
         try:
             if body.prompt is not None:
                 special = body.add_special_tokens is not False
+                llm.intake.refuse_endless(body.prompt)
                 tokens = llm.intake.encode(body.prompt, add_special_tokens=special)
             else:
                 refuse_unsupported(body, add_special_tokens=False)
@@ -534,7 +562,7 @@ def make_app(
         Route(path, _by_method(handlers), methods=list(handlers))
         for path, handlers in _handlers(service.endpoints).items()
     ]
-    routes += [*_document_routes(service), *page_routes(worker, settings.limits.max_listeners)]
+    routes += [*_document_routes(service), *page_routes(worker, settings, service.unread)]
     if settings.training:
         routes += TrainingRoutes(service).routes()
     # A key is not sent by browsers of their own accord, so with keys any page may try.
@@ -556,6 +584,10 @@ def make_app(
             AuthMiddleware, keys=settings.keys, public_paths=public_paths, basic=settings.training
         )
     )  # fmt: skip
+    places = SharedBudget(settings.limits.answered_connections())
+    middleware.append(
+        Middleware(PlaceMiddleware, places=places, public_paths=public_paths, shared=settings.several_owners)
+    )
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
     app.state.service = service
     return app
@@ -596,12 +628,24 @@ def _document_routes(service: Service) -> list[Route]:
     return [Route("/openapi.json", openapi), Route("/docs", docs)]
 
 
-def _is_large(parsed: ParsedRequest, active: ActiveRequest) -> bool:
-    """Whether rendering a complete answer takes long."""
+def _is_large(exchange: Exchange, active: ActiveRequest) -> bool:
+    """Whether rendering a complete answer takes long: it has many values, or repeats much of the request."""
+    parsed = exchange.parsed
     params = parsed.params
     answers = sum(reader.num_tokens for reader in active.readers) * (1 + (params.logprobs or 0))
+    return answers + _repeated(parsed, active) > LARGE_ANSWER or exchange.kept_bytes > SLICE_BYTES
+
+
+def _repeats_much(parsed: ParsedRequest, active: ActiveRequest) -> bool:
+    """Whether rendering the first events of the choices takes long."""
+    return (parsed.echo or parsed.return_token_ids) and _repeated(parsed, active) > LARGE_ANSWER
+
+
+def _repeated(parsed: ParsedRequest, active: ActiveRequest) -> int:
+    """Tokens and log-probabilities of the prompts, as often as the answer may repeat them."""
     prompts = sum(reader.num_prompt_tokens for reader in active.readers)
-    return answers + prompts * (1 + (params.prompt_logprobs or 0)) > LARGE_ANSWER
+    times = parsed.params.n if parsed.echo or parsed.return_token_ids else 1
+    return prompts * times * (1 + (parsed.params.prompt_logprobs or 0))
 
 
 def _encoded(batch: list[tuple[int, Chunk]], active: ActiveRequest, writer: EventWriter) -> Iterator[bytes]:

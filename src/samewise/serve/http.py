@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from samewise.anthropic.bodies import MESSAGES
 from samewise.anthropic.errors import error_body
 from samewise.llm.mailbox import UnreadBudget
-from samewise.llm.shares import within_share
 from samewise.openai.errors import RETRY_AFTER, ApiError
 from samewise.openai.replies import encode_json
+from samewise.shares import SharedBudget
 
 T = TypeVar("T")
 
@@ -25,6 +25,11 @@ SLICE_BYTES = 64 * 2**10
 
 DISCARD_SECONDS = 2.0
 """How long the rest of a body is read that is refused. Set by hand: 32 MB over a good connection."""
+
+
+SMALL_KEPT = 256 * 2**10
+"""Bytes of a request that may stay in memory until its answer ends without being counted. Set by hand: 1,000
+requests keep 256 MiB at most; ordinary ones keep a few kilobytes, those of agents with their tools 100."""
 
 
 class JsonResponse(Response):
@@ -57,25 +62,33 @@ class SlicedResponse(Response):
             await until_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
-        sending = asyncio.current_task()
-        assert sending is not None
-        account = self._unread.account(sending.cancel, owner=self._owner)
-        account.add(sum(map(len, self._slices)))
-        try:
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-            while self._slices:
-                data = self._slices.pop(0)
-                await send({"type": "http.response.body", "body": data, "more_body": bool(self._slices)})
-                account.remove(len(data))
-                await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            if not account.closed:  # cancelled by the server, not by the budget
-                raise
-            raise ClientDisconnect from None
-        finally:
-            account.close()
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_slices(self._slices, send, self._unread, self._owner, ends=True)
+
+
+async def _send_slices(
+    slices: list[bytes], send: Send, unread: UnreadBudget, owner: bytes | None, *, ends: bool
+) -> None:
+    """Send slices, which are taken out of the list, and count what is not sent. `ends`: so does the body.
+
+    Raises ClientDisconnect where the budget drops them.
+    """
+    sending = asyncio.current_task()
+    assert sending is not None
+    account = unread.account(sending.cancel, owner=owner)
+    account.add(sum(map(len, slices)))
+    try:
+        while slices:
+            data = slices.pop(0)
+            await send({"type": "http.response.body", "body": data, "more_body": bool(slices) or not ends})
+            account.remove(len(data))
+            await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        if not account.closed:  # cancelled by the server, not by the budget
+            raise
+        raise ClientDisconnect from None
+    finally:
+        account.close()
 
 
 def _slices(pieces: Iterable[bytes]) -> list[bytes]:
@@ -109,41 +122,13 @@ def is_anthropic(scope: Scope) -> bool:
 # ---- bodies
 
 
-class BodyBudget:
-    """Bytes of all request bodies that are being received or read, with a share for each owner."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-        self._owners: dict[object, int] = {}  # bytes by owner, none of them 0
-
-    def take(self, owner: object, size: int) -> bool:
-        """Take bytes for an owner; False where its share, or the whole, would be exceeded."""
-        own = self._owners.get(owner, 0)
-        if not within_share(own, self.used, self.limit, size):
-            return False
-        if size:
-            self.used += size
-            self._owners[owner] = own + size
-        return True
-
-    def give_back(self, owner: object, size: int) -> None:
-        """Give bytes back."""
-        self.used -= size
-        left = self._owners.get(owner, 0) - size
-        if left > 0:
-            self._owners[owner] = left
-        else:
-            self._owners.pop(owner, None)
-
-
 class HeldBody:
     """The body of one request, counted in a budget while it is held. Use it in a `with`.
 
     `owner` is the key the request came with; where there is none, each request is an owner of its own.
     """
 
-    def __init__(self, request: Request, budget: BodyBudget, *, max_body: int, owner: bytes | None) -> None:
+    def __init__(self, request: Request, budget: SharedBudget, *, max_body: int, owner: bytes | None) -> None:
         self._request, self._budget, self._max_body = request, budget, max_body
         self._owner: object = self if owner is None else owner
         self._size = 0
@@ -188,12 +173,27 @@ class HeldBody:
     def _add(self, part: bytes) -> None:
         if self._size + len(part) > self._max_body:
             raise _too_large(self._max_body)
-        if not self._budget.take(self._owner, len(part)):
+        self._take(len(part))
+
+    def _take(self, size: int) -> None:
+        if not self._budget.take(self._owner, size):
             raise ApiError(
-                "the server is reading too many large bodies; try again later",
+                "the server holds too many large bodies; try again later",
                 status=429, kind="rate_limit_error", code="bodies_full", retry_after=RETRY_AFTER, close=True,
             )  # fmt: skip
-        self._size += len(part)
+        self._size += size
+
+    def keep(self, size: int) -> Callable[[], None]:
+        """Go on counting `size` bytes after the body itself was dropped, until the result is called.
+
+        Small parts are not counted. Raises 429.
+        """
+        if size <= SMALL_KEPT:
+            return lambda: None
+        if size > self._size:
+            self._take(size - self._size)
+        self._size -= size
+        return lambda: self._budget.give_back(self._owner, size)
 
     def __enter__(self) -> HeldBody:
         return self
@@ -207,16 +207,18 @@ class HeldBody:
 
 
 def refuse_crowded(raw: bytes, max_values: int) -> None:
-    """Refuse a body of too many values: reading JSON cannot be interrupted, and delays other clients.
-
-    Separators inside of texts count too, so that counting is fast.
-    """
-    if len(raw) > max_values and sum(map(raw.count, (b",", b":", b"[", b"{"))) > max_values:
+    """Refuse a body of too many values: reading JSON cannot be interrupted, and delays other clients."""
+    if is_crowded(raw, max_values):
         raise ApiError(
             f"the body has more than {max_values} values; send less at once",
             status=413,
             code="body_too_large",
         )
+
+
+def is_crowded(raw: bytes, max_values: int) -> bool:
+    """Whether JSON has too many values. Separators inside of texts count too, so that counting is fast."""
+    return len(raw) > max_values and sum(map(raw.count, (b",", b":", b"[", b"{"))) > max_values
 
 
 async def _discard(stream: AsyncGenerator[bytes], most: int) -> None:
@@ -269,12 +271,22 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, sent as fast as the client reads them, until they end or the client disconnects."""
+    """Server-sent events, sent as fast as the client reads them, until they end or the client disconnects.
+
+    Events above SLICE_BYTES are sent in slices, and what is not sent of them counts in `unread`.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], *, close: Callable[[], object]) -> None:
-        self._events, self._close = events, close
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        *,
+        close: Callable[[], object],
+        unread: UnreadBudget,
+        owner: bytes | None,
+    ) -> None:
+        self._events, self._close, self._unread, self._owner = events, close, unread, owner
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
 
@@ -291,19 +303,22 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._events) as events:
             async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                if len(data) <= SLICE_BYTES:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                else:
+                    await _send_slices(_slices([data]), send, self._unread, self._owner, ends=False)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 __all__ = [
     "SLICE_BYTES",
-    "BodyBudget",
     "EventStream",
     "HeldBody",
     "JsonResponse",
     "SlicedResponse",
     "error_response",
     "is_anthropic",
+    "is_crowded",
     "refuse_crowded",
     "until_disconnect",
 ]

@@ -18,6 +18,11 @@ MOST_CONNECTIONS = 4096
 """Connections where the file limit allows more. Set by hand: each costs memory."""
 
 
+KEPT_SHARE = 8
+"""One connection of so many is never taken by requests that wait for answers. Set by hand: a hundred where
+files are limited to 1024, for `/health` and the other public paths, and for the next request to arrive."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeLimits:
     """What clients may hold. Seconds and bytes were set by hand, for clients on slow links."""
@@ -44,6 +49,11 @@ class ServeLimits:
         """The most connections, whatever was asked for: the file limit cannot be exceeded."""
         allowed = max(8, _file_limit() - FILES_KEPT)
         return min(allowed, self.max_connections or MOST_CONNECTIONS)
+
+    def answered_connections(self) -> int:
+        """The most connections whose requests are being answered, but for those of public paths."""
+        most = self.connections()
+        return max(1, most - max(1, most // KEPT_SHARE))
 
 
 def _file_limit() -> int:

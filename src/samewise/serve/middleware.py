@@ -1,4 +1,4 @@
-"""ASGI middleware: request ids, log lines, API keys, web pages, and a response for our own bugs.
+"""ASGI middleware: request ids, log lines, API keys, web pages, places, and a response for our own bugs.
 
 Plain ASGI, so that a response sees its client disconnect directly. Log lines hold no prompt, key or query
 string.
@@ -16,9 +16,10 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from samewise.openai.errors import ApiError
+from samewise.openai.errors import RETRY_AFTER, ApiError
 from samewise.serve.http import error_response, is_anthropic
 from samewise.serve.settings import Keys
+from samewise.shares import SharedBudget
 
 log = logging.getLogger("samewise.serve")
 
@@ -139,7 +140,7 @@ class AuthMiddleware:
         """Handle one request."""
         if scope["type"] == "http":
             digest: bytes | None = b""
-            if self._keys.digests and not self._is_public(scope):
+            if self._keys.digests and not _is_public(scope, self._public_paths):
                 headers = Headers(scope=scope)
                 key = _key(headers, basic=self._basic)
                 digest = self._keys.match(key) or self._keys.match(headers.get("x-api-key", ""))
@@ -156,10 +157,52 @@ class AuthMiddleware:
             scope.setdefault("state", {})["key_digest"] = digest
         await self._app(scope, receive, send)
 
-    def _is_public(self, scope: Scope) -> bool:
-        """Whether a path needs no key. A prefix at which the application is mounted is ignored."""
-        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
-        return path in self._public_paths or path.startswith(PUBLIC_PREFIX)
+
+class PlaceMiddleware:
+    """Bounds the requests that are being answered, each of which holds a connection, and shares them by key.
+
+    A connection whose request is being answered is not closed for another client, so without a bound one key
+    could hold all of them. Requests for public paths, which end at once, need no place.
+    """
+
+    def __init__(
+        self, app: ASGIApp, places: SharedBudget, public_paths: frozenset[str], *, shared: bool
+    ) -> None:
+        # shared: whether keys are owners; else each request is an owner of its own, and there is no share.
+        self._app, self._places, self._public_paths, self._shared = app, places, public_paths, shared
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http" or _is_public(scope, self._public_paths):
+            await self._app(scope, receive, send)
+            return
+        owner: object = scope["state"]["key_digest"] if self._shared else id(scope)
+        if not self._places.take(owner):
+            await error_response(self._refusal(), scope)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._places.give_back(owner)
+
+    def _refusal(self) -> ApiError:
+        full = self._places.used >= self._places.limit
+        message = (
+            "the server has as many requests under way as it has connections for"
+            if full
+            else "this key has as many requests under way as its share of the server's connections"
+        )
+        return ApiError(
+            f"{message}; try again later",
+            status=429, kind="rate_limit_error", code="queue_full" if full else "share_used",
+            retry_after=RETRY_AFTER,
+        )  # fmt: skip
+
+
+def _is_public(scope: Scope, public_paths: frozenset[str]) -> bool:
+    """Whether a path needs no key. A prefix at which the application is mounted is ignored."""
+    path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
+    return path in public_paths or path.startswith(PUBLIC_PREFIX)
 
 
 def _key(headers: Headers, *, basic: bool) -> str:
@@ -181,4 +224,4 @@ def _facts(scope: Scope, request_id: str, status: int, seconds: float) -> dict[s
     }  # fmt: skip
 
 
-__all__ = ["AuthMiddleware", "RequestIdMiddleware", "WebPageMiddleware"]
+__all__ = ["AuthMiddleware", "PlaceMiddleware", "RequestIdMiddleware", "WebPageMiddleware"]

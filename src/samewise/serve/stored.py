@@ -1,8 +1,8 @@
 """Responses that are stored, for `previous_response_id` and `GET`, in a bounded memory.
 
 A response belongs to the key that it was made with; no other key can find it. Where the memory is full, the
-oldest response of the key that holds most of it is forgotten. One response takes at most a quarter. Nothing
-is written to disk.
+oldest response of the key that holds most of it is forgotten. One response takes at most a quarter, and
+has no more values than a body may have, since it is read like one. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import OrderedDict
 
 from samewise.openai.errors import ApiError
 from samewise.openai.responses.exchange import ResponseRecord
+from samewise.serve.http import is_crowded
 
 OVERHEAD = 1024
 """Bytes that a record takes beside its JSON: objects and table entries, generously."""
@@ -20,8 +21,9 @@ OVERHEAD = 1024
 class ResponseStore:
     """Stored responses by key. Owned by the Service; any thread may call it."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, max_values: int = 2**20) -> None:
         self.limit = limit  # bytes of all responses
+        self.max_values = max_values  # commas, colons and brackets of one
         self._used = 0
         self._records: dict[bytes, OrderedDict[str, ResponseRecord]] = {}  # by key, oldest first
         self._bytes: dict[bytes, int] = {}  # by key
@@ -33,9 +35,9 @@ class ResponseStore:
         return self._used
 
     def add(self, key: bytes, record: ResponseRecord) -> None:
-        """Store a response, unless it is too large."""
+        """Store a response, unless it is too large or has too many values."""
         size = _size(record)
-        if size > self.limit // 4:
+        if size > self.limit // 4 or is_crowded(record.items, self.max_values):
             return
         with self._lock:
             self._records.setdefault(key, OrderedDict())[record.id] = record
@@ -52,7 +54,8 @@ class ResponseStore:
         if record is None:
             raise ApiError(
                 f"the response {response_id[:80]!r} is not stored here: it was made with store=false or "
-                "another key, deleted, or forgotten to make room; send the whole conversation as input",
+                "another key, too large, deleted, or forgotten to make room; send the whole "
+                "conversation as input",
                 status=404, param=param, code="response_not_found",
             )  # fmt: skip
         return record

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from samewise.llm.shares import FairQueue
+from samewise.shares import FairQueue
 
 T = TypeVar("T")
 

@@ -19,7 +19,8 @@ from samewise.openai.bodies import CHAT, COMPLETIONS
 from samewise.openai.errors import ApiError, invalid
 from samewise.openai.parse import read_json
 from samewise.outputs import RequestOutput
-from samewise.serve.http import BodyBudget, HeldBody, JsonResponse
+from samewise.serve.http import HeldBody, JsonResponse
+from samewise.shares import SharedBudget
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ class TrainingRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._bodies = BodyBudget(MAX_PIECE)
+        self._bodies = SharedBudget(MAX_PIECE)
         self._pieces: dict[str, torch.Tensor] = {}
         self._collecting = False  # between /start_weight_update and /finish_weight_update
         self._labels: dict[int, str] = {}  # versions that trainers named, by number

@@ -15,10 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from samewise.llm.mailbox import UnreadBudget
 from samewise.openai.errors import RETRY_AFTER, ApiError, unavailable
 from samewise.serve.http import EventStream
 from samewise.serve.live_feed import LiveFeed
+from samewise.serve.settings import ServeSettings
 from samewise.serve.worker import State, Worker
+from samewise.shares import SharedBudget
 
 PAGE_FOLDER = Path(__file__).parent / "page"
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
@@ -35,7 +38,7 @@ PAGE_HEADERS = {
 }
 
 
-def page_routes(worker: Worker, max_listeners: int) -> list[Route]:
+def page_routes(worker: Worker, settings: ServeSettings, unread: UnreadBudget) -> list[Route]:
     """The page, its files, and the live feed of a worker's engine."""
 
     async def live_stats(since: int) -> dict[str, Any]:
@@ -45,14 +48,19 @@ def page_routes(worker: Worker, max_listeners: int) -> list[Route]:
 
     feed = LiveFeed(live_stats, facts=lambda: dict(worker.llm.contract.facts))
 
-    async def live(_: Request) -> Response:
+    places = SharedBudget(settings.limits.max_listeners)
+
+    async def live(request: Request) -> Response:
         worker.llm  # noqa: B018 - raises 503 while there is none
-        if feed.listeners >= max_listeners:
+        key: bytes | None = request.state.key_digest if settings.several_owners else None
+        owner: object = key or object()
+        if not places.take(owner):
             raise ApiError(
-                f"{max_listeners} pages listen to the live feed, the most allowed; close one, or try later",
+                f"{places.used} of {places.limit} places of the live feed are taken, your share; close "
+                "one, or try later",
                 status=429, kind="rate_limit_error", code="listeners_full", retry_after=RETRY_AFTER,
             )  # fmt: skip
-        return EventStream(feed.events(), close=lambda: None)
+        return EventStream(feed.events(), close=lambda: places.give_back(owner), unread=unread, owner=key)
 
     async def index(request: Request) -> Response:
         return _file_response(request, "index.html")

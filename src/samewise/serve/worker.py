@@ -15,11 +15,11 @@ from hashlib import sha256
 
 from samewise.llm.aio import AsyncLLM, ResponseReader
 from samewise.llm.mailbox import UnreadBudget
-from samewise.llm.shares import within_share
 from samewise.openai.errors import RETRY_AFTER, ApiError, unavailable
 from samewise.outputs import Chunk, RequestOutput
 from samewise.serve.settings import MAX_QUEUED
 from samewise.serve.threads import in_daemon_thread
+from samewise.shares import within_share
 from samewise.text.grammar import Pace
 
 log = logging.getLogger("samewise.serve")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from samewise.errors import BadPrompt
 from samewise.text.date_format import format_date
+
+log = logging.getLogger("samewise")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -67,7 +70,12 @@ def render_chat(
             f"the chat template needs something it was not given: {error}; see date=…", param="messages"
         ) from error
     except Exception as error:  # the template is a program of the model's author and may raise anything
-        raise BadPrompt(f"the chat template refused the conversation: {error}", param="messages") from error
+        if type(error) is jinja2.exceptions.TemplateError:  # its own words, of `raise_exception`
+            reason = str(error)
+        else:
+            log.warning("the chat template failed with %s: %.200s", type(error).__name__, error)
+            reason = "it failed; the log says how"
+        raise BadPrompt(f"the chat template refused the conversation: {reason}", param="messages") from error
     if missing is not None:
         raise BadPrompt(
             f"the chat template leaves out messages of the role {missing!r}; use one that it knows",

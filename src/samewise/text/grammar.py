@@ -24,11 +24,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from typing import Any
 
 from samewise.errors import BadParameter, QueueFull
+from samewise.shares import within_share
 from samewise.text.compile_process import Trial
 from samewise.text.compile_queue import CompileLimits, CompileQueue
 from samewise.text.grammar_source import (
@@ -111,8 +113,15 @@ class CompiledGrammar:
     Its lexer is shared by all sequences that follow the grammar, until it has cost SHARED_FUEL or has failed.
     """
 
-    def __init__(self, grammar: Grammar, trie: Any, trial: Trial, pace: Pace | None = None) -> None:
-        self.grammar, self.pace = grammar, pace
+    def __init__(
+        self,
+        grammar: Grammar,
+        trie: Any,
+        trial: Trial,
+        pace: Pace | None = None,
+        owner: bytes | None = None,
+    ) -> None:
+        self.grammar, self.pace, self.owner = grammar, pace, owner
         self.is_heavy = trial.seconds > LIGHT.seconds or trial.num_bytes > LIGHT.num_bytes
         self.is_spent = False  # new requests get a new lexer, and those that share this one take their own
         self.is_read = True  # whether the lexer was not used since its cost was read
@@ -146,8 +155,16 @@ class CompiledGrammar:
         return lexer_cost(matcher) - self.first_cost
 
 
+_Key = tuple[bytes | None, Grammar]
+"""Whose requests had a grammar compiled, and the grammar."""
+
+
 class Grammars:
     """The grammars of one tokenizer, compiled on first use. Safe to call from any thread.
+
+    What one owner's requests had compiled is found by its own alone: others cannot tell from the time it
+    takes what was compiled before, and no owner uses up the lexer of another one's answers. Heavy grammars
+    share their memory by owner.
 
     `close` it to end its child processes at once; they also end with this object and with the process. `pace`
     is that of the sequences of grammars compiled from then on; None: they may take any time.
@@ -164,11 +181,11 @@ class Grammars:
         self._trie_lock = threading.Lock()
         self._trie: Any = None  # llguidance's form of the tokenizer; takes about a second to build
         self._queue: CompileQueue[CompiledGrammar] | None = None
-        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the latest used last
+        self._kept: OrderedDict[_Key, CompiledGrammar] = OrderedDict()  # the latest used last
         # In memory: kept here, or held by a request.
-        self._live: weakref.WeakValueDictionary[Grammar, CompiledGrammar] = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[_Key, CompiledGrammar] = weakref.WeakValueDictionary()
         self._heavy: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
-        self._compiling: dict[Grammar, Future[CompiledGrammar]] = {}
+        self._compiling: dict[_Key, Future[CompiledGrammar]] = {}
         self._closed = False
 
     def check(self, grammar: Grammar) -> None:
@@ -179,26 +196,26 @@ class Grammars:
         """A guide at the start of a text that `stop_ids` may end."""
         return self.compile(grammar).guide(stop_ids)
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
+    def compile(self, grammar: Grammar, *, owner: bytes | None = None) -> CompiledGrammar:
         """The compiled grammar; waits for it. Raises as `start` and its future do."""
-        return self.start(grammar).result()
+        return self.start(grammar, owner=owner).result()
 
     def start(self, grammar: Grammar, *, owner: bytes | None = None) -> Future[CompiledGrammar]:
         """A future of the compiled grammar, done already if it was compiled before or is plain.
 
         Raises, or the future fails with, BadParameter for a grammar that cannot be followed or needs too
-        much, and QueueFull where too many wait (of one `owner`, or in all) or heavy ones fill the memory.
+        much, and QueueFull where too many wait, or heavy ones fill the memory (those of one `owner`, or all).
         """
         with self._lock:
-            compiled = self._find(grammar)
+            compiled = self._find((owner, grammar))
             if compiled is not None:
                 return _done(compiled)
-            if grammar in self._compiling:
-                return self._compiling[grammar]
+            if (owner, grammar) in self._compiling:
+                return self._compiling[owner, grammar]
         _refuse_long(grammar)
         self._make_trie()
         if is_plain(grammar) or not hasattr(os, "fork"):  # Windows has neither forks nor limits for them
-            return _done(self._make(grammar, PLAIN))
+            return _done(self._make(grammar, PLAIN, owner))
         return self._submit(grammar, owner)
 
     def prepare(self) -> None:
@@ -214,58 +231,64 @@ class Grammars:
         if queue is not None:
             queue.close()
 
-    def _find(self, grammar: Grammar) -> CompiledGrammar | None:
-        compiled = self._live.get(grammar)
+    def _find(self, key: _Key) -> CompiledGrammar | None:
+        compiled = self._live.get(key)
         if compiled is None or compiled.is_spent:
-            self._kept.pop(grammar, None)
+            self._kept.pop(key, None)
             return None
         self._keep(compiled)
         return compiled
 
     def _submit(self, grammar: Grammar, owner: bytes | None) -> Future[CompiledGrammar]:
+        key = owner, grammar
         with self._lock:
-            if grammar in self._compiling:
-                return self._compiling[grammar]
-            result = self._get_queue().submit(grammar, self._make, owner=owner)
-            self._compiling[grammar] = result
-        result.add_done_callback(lambda _: self._compiling.pop(grammar, None))
+            if key in self._compiling:
+                return self._compiling[key]
+            result = self._get_queue().submit(grammar, partial(self._make, owner=owner), owner=owner)
+            self._compiling[key] = result
+        result.add_done_callback(lambda _: self._compiling.pop(key, None))
         return result
 
-    def _make(self, grammar: Grammar, trial: Trial) -> CompiledGrammar:
+    def _make(self, grammar: Grammar, trial: Trial, owner: bytes | None = None) -> CompiledGrammar:
         """Compile in this process what is known to be cheap enough."""
-        compiled = CompiledGrammar(grammar, self._trie, trial, self.pace)
+        compiled = CompiledGrammar(grammar, self._trie, trial, self.pace, owner)
         if compiled.is_heavy:
             with self._lock:
                 self._make_room(compiled)
         compiled.matcher = compiled.compile()
         compiled.first_cost = lexer_cost(compiled.matcher)
         with self._lock:
-            self._live[grammar] = compiled
+            self._live[owner, grammar] = compiled
             self._keep(compiled)
         return compiled
 
     def _make_room(self, compiled: CompiledGrammar) -> None:
-        """Count a heavy grammar, and drop others that no request holds. Raises QueueFull."""
-        for grammar in list(self._kept):
-            if self._heavy_bytes() + compiled.num_bytes <= HEAVY_BYTES:
+        """Count a heavy grammar; drop others that no request holds, its owner's first. Raises QueueFull."""
+        heavy = [key for key, kept in self._kept.items() if kept.is_heavy]
+        for key in sorted(heavy, key=lambda key: key[0] != compiled.owner):
+            if self._has_room(compiled):
                 break
-            if self._kept[grammar].is_heavy:
-                del self._kept[grammar]
-        if self._heavy_bytes() + compiled.num_bytes > HEAVY_BYTES:
+            del self._kept[key]
+        if not self._has_room(compiled):
             raise QueueFull(
                 f"grammar={compiled.grammar.kind}: requests under way hold {HEAVY_BYTES >> 20} MB of large "
-                "grammars; try again later, or make it smaller",
+                "grammars, or yours their share of it; try again later, or make it smaller",
                 param="grammar",
             )
         self._heavy.add(compiled)
 
-    def _heavy_bytes(self) -> int:
-        return sum(compiled.num_bytes for compiled in self._heavy)
+    def _has_room(self, compiled: CompiledGrammar) -> bool:
+        """Whether the heavy grammars of its owner, and all, leave room for one more."""
+        used = sum(one.num_bytes for one in self._heavy)
+        own = sum(one.num_bytes for one in self._heavy if one.owner == compiled.owner)
+        own = 0 if compiled.owner is None else own
+        return within_share(own, used, HEAVY_BYTES, compiled.num_bytes)
 
     def _keep(self, compiled: CompiledGrammar) -> None:
         """Keep a grammar as the latest used, and drop those used longest ago beyond KEPT_BYTES."""
-        self._kept[compiled.grammar] = compiled
-        self._kept.move_to_end(compiled.grammar)
+        key = compiled.owner, compiled.grammar
+        self._kept[key] = compiled
+        self._kept.move_to_end(key)
         total = sum(kept.num_bytes for kept in self._kept.values())
         while total > KEPT_BYTES and len(self._kept) > 1:
             total -= self._kept.popitem(last=False)[1].num_bytes

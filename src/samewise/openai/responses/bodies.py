@@ -11,6 +11,11 @@ from samewise.openai.bodies import MAX_LOGPROBS, Integer
 
 RESPONSES = "/v1/responses"
 
+MAX_METADATA = 16
+MAX_METADATA_NAME = 64
+MAX_METADATA_VALUE = 512
+"""OpenAI's limits of `metadata`: entries, and characters of a name and of a value."""
+
 _TEXT_PARTS = {
     "type": "array",
     "items": {
@@ -107,7 +112,9 @@ class ResponsesBody(BaseModel):
     )
     top_logprobs: Integer | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
     truncation: str | None = None
-    metadata: dict[str, Anything] | None = None
+    metadata: dict[str, str] | None = Field(
+        None, description="Returned with the response.", json_schema_extra={"maxProperties": MAX_METADATA}
+    )
     user: str | None = None
 
 
@@ -166,6 +173,9 @@ class DeletedReply(TypedDict):
 
 
 __all__ = [
+    "MAX_METADATA",
+    "MAX_METADATA_NAME",
+    "MAX_METADATA_VALUE",
     "RESPONSES",
     "DeletedReply",
     "ReasoningConfig",

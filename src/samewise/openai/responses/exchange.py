@@ -5,20 +5,32 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from samewise.openai.errors import ApiError
-from samewise.openai.exchange import AnswerFacts, ChoiceDeltas, EventWriter, Receipts, named_event
+from samewise.openai.errors import ApiError, invalid
+from samewise.openai.exchange import (
+    VALUE_BYTES,
+    AnswerFacts,
+    ChoiceDeltas,
+    EventWriter,
+    Receipts,
+    kept_bytes,
+    named_event,
+)
 from samewise.openai.parse import ParsedRequest, ParseOptions
-from samewise.openai.replies import BytesOfToken, chat_logprobs, encode_json, usage
+from samewise.openai.replies import BytesOfToken, chat_logprobs, encode_json, encode_slices, usage
 from samewise.openai.responses.builder import Event, ResponseBuilder
 from samewise.openai.responses.items import Item
 from samewise.openai.responses.parse import ParsedResponse, parse_response
 from samewise.outputs import Chunk, Logprob, RequestOutput
 
 PREFIX = "resp_"
+
+MAX_READ = 32 * 2**20
+"""Bytes of stored responses that one request may refer to: twice the largest one, with items that it repeats.
+Set by hand: reading them takes 0.3 s of a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +53,59 @@ class ResponseRecord:
 
 
 class Records:
-    """The stored responses of one caller, as a request may refer to them. `get` raises ApiError."""
+    """The stored responses of one caller, as one request may refer to them. `get` raises ApiError.
+
+    Each is read once, however often the request refers to its items, and at most MAX_READ bytes of them.
+    """
 
     def __init__(self, get: Callable[[str], ResponseRecord]) -> None:
         self._get = get
+        self._conversations: dict[str, list[Item]] = {}
+        self._items: dict[str, dict[str, Item]] = {}  # by response and item
+        self._sizes: dict[str, int] = {}  # of items that were referred to, as JSON
+        self._num_bytes = 0
 
     def conversation(self, response_id: str) -> list[Item]:
         """The items of a stored response, its input included."""
-        return self._get(response_id).conversation()
+        if response_id not in self._conversations:
+            record = self._get(response_id)
+            self._count(len(record.items))
+            self._conversations[response_id] = record.conversation()
+        return self._conversations[response_id]
 
     def item(self, item_id: str) -> Item:
         """An item of a stored response: its id contains the response's."""
-        response_id = PREFIX + item_id.partition("_")[2].partition("_")[0]
-        try:
-            return next(one for one in self.conversation(response_id) if one.get("id") == item_id)
-        except (ApiError, StopIteration):
+        found = self._of_response(PREFIX + item_id.partition("_")[2].partition("_")[0]).get(item_id)
+        if found is None:
             raise ApiError(
                 f"the item {item_id[:80]!r} is not stored here; send the item itself",
                 status=404, param="input", code="item_not_found",
-            ) from None  # fmt: skip
+            )  # fmt: skip
+        if item_id not in self._sizes:
+            self._sizes[item_id] = len(encode_json(found))
+        self._count(self._sizes[item_id])
+        return found
+
+    def _of_response(self, response_id: str) -> dict[str, Item]:
+        """The items of a response by their ids; the first of several with one id. Empty if it is unknown."""
+        if response_id not in self._items:
+            try:
+                items = self.conversation(response_id)
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                items = []
+            found = {one["id"]: one for one in reversed(items) if isinstance(one.get("id"), str)}
+            self._items[response_id] = found
+        return self._items[response_id]
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes > MAX_READ:
+            raise invalid(
+                "input",
+                f"refers to more than {MAX_READ >> 20} MiB of stored responses; send the items themselves",
+            )
 
 
 class ResponsesExchange:
@@ -72,11 +118,19 @@ class ResponsesExchange:
         self._keep, self._id = keep, PREFIX + uuid4().hex
         # Encoded now, in the thread that read the body: conversations may be long where answers are short.
         self._before = encode_json(list(self._request.items)) if self._request.store else b""
+        repeated = encode_json(self._request.echo)
+        self.kept_bytes = (
+            kept_bytes(self.parsed) + len(self._before) + len(repeated) + VALUE_BYTES * repeated.count(b",")
+        )
 
     @property
     def parsed(self) -> ParsedRequest:
         """The request, as a chat."""
         return self._request.parsed
+
+    def begun(self) -> None:
+        """The request was checked: what only its prompt needed is dropped."""
+        self._request = replace(self._request, parsed=self.parsed.without_conversation(), items=())
 
     def reply(
         self, facts: AnswerFacts, outputs: Sequence[RequestOutput], receipts: Receipts | None
@@ -100,8 +154,8 @@ class ResponsesExchange:
     def _store(self, reply: dict[str, Any]) -> None:
         """Store a complete response, if it is to be."""
         if self._request.store:
-            items = _joined(self._before, encode_json(reply["output"]))
-            self._keep(ResponseRecord(self._id, encode_json(reply), items))
+            items = _joined(self._before, b"".join(encode_slices(reply["output"])))
+            self._keep(ResponseRecord(self._id, b"".join(encode_slices(reply)), items))
 
 
 class _ResponseWriter:
@@ -151,7 +205,7 @@ class _ResponseWriter:
 
     def last(self, outputs: Sequence[RequestOutput], receipts: Receipts | None) -> bytes:
         """The events that complete the response."""
-        return _encode(self.end(outputs, receipts))
+        return b"".join(named_event(event, large=True) for event in self.end(outputs, receipts))
 
     def failed(self, error: ApiError) -> bytes:
         """The event that ends a response that failed."""

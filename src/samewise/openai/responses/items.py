@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from samewise.openai.errors import invalid, unsupported
+from samewise.openai.nesting import MAX_NESTING, nests_deeper
 
 Item = dict[str, Any]
 FindItem = Callable[[str], Item]
@@ -81,21 +82,19 @@ class _Reader:
     def __init__(self, find: FindItem) -> None:
         self._find = find
         self.messages: list[dict[str, Any]] = []
-        self._reasoning = ""
+        self._reasoning: list[str] = []
 
     def read(self, i: int, item: Item) -> None:
         """Add an item."""
         where = f"input[{i}]"
-        kind = item.get("type") or ("message" if "role" in item else None)
-        if not isinstance(kind, str):
-            raise invalid("input", f"{where} has no type; give 'message' or another type of item")
+        kind = _type_of(where, item)
         if kind == "item_reference":
             item = self._find(_text_field(where, item, "id"))
-            kind = item["type"]
+            kind = _type_of(where, item)
         if kind == "message":
             self._message(where, item)
         elif kind == "reasoning":
-            self._reasoning += _reasoning_of(where, item)
+            self._reasoning.append(_reasoning_of(where, item))
         elif kind == "function_call":
             self._call(where, item, _arguments(item.get("arguments")))
         elif kind in _CALLS:
@@ -148,8 +147,15 @@ class _Reader:
             self.messages.append({"role": "assistant", "content": ""} | reasoning)
 
     def _take_reasoning(self) -> dict[str, str]:
-        taken, self._reasoning = self._reasoning, ""
+        taken, self._reasoning = "".join(self._reasoning), []
         return {"reasoning_content": taken} if taken else {}
+
+
+def _type_of(where: str, item: Item) -> str:
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if not isinstance(kind, str):
+        raise invalid("input", f"{where} has no type; give 'message' or another type of item")
+    return kind
 
 
 def _reasoning_of(where: str, item: Item) -> str:
@@ -192,7 +198,9 @@ def _arguments(given: Any) -> dict[str, Any]:
         value = given if isinstance(given, dict) else json.loads(given or "{}")
     except (TypeError, ValueError, RecursionError):
         value = None
-    return value if isinstance(value, dict) else {"arguments": str(given)}
+    if isinstance(value, dict) and not nests_deeper(value, MAX_NESTING):
+        return value
+    return {"arguments": str(given)}
 
 
 def _text_field(where: str, item: Item, name: str) -> str:

@@ -13,12 +13,26 @@ from typing import Any
 from samewise.openai.bodies import MAX_LOGPROBS
 from samewise.openai.errors import ApiError, invalid, unsupported
 from samewise.openai.exchange import parse_as_chat
+from samewise.openai.nesting import is_longer
 from samewise.openai.parse import ParsedRequest, ParseOptions, validate
-from samewise.openai.responses.bodies import ResponsesBody
+from samewise.openai.responses.bodies import (
+    MAX_METADATA,
+    MAX_METADATA_NAME,
+    MAX_METADATA_VALUE,
+    ResponsesBody,
+)
 from samewise.openai.responses.items import FindItem, Item, input_items, messages_of
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
+
+MAX_REPEATED = 1 << 20
+"""Characters of JSON of tools, of the choice between them, and of the answer's form. Set by hand: encoding so
+much takes 10 ms; lists of tools have up to 300,000 characters."""
+
+ITEMS_PER_MESSAGE = 4
+"""Items of a conversation for every message that a chat may have: reasoning and calls are part of a message
+there. Set by hand."""
 
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     # name: (values that change nothing, what to do instead)
@@ -80,8 +94,8 @@ def _parse(
         raise unsupported("truncation", "is not supported; send fewer items")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise invalid("max_output_tokens", "give 1 or more")
-    items = [*(earlier(body.previous_response_id) if body.previous_response_id else ())]
-    items += input_items(body.input)
+    _check_repeated(body)
+    items = _items(body, earlier, ITEMS_PER_MESSAGE * options.max_messages)
     if not items and body.instructions is None:
         raise ApiError("input is missing", param="input", code="missing_required_parameter")
     tools, choice = _tools(body)
@@ -116,6 +130,41 @@ def _parse(
         parsed=parsed, items=tuple(items), store=body.store is not False, logprobs=logprobs,
         encrypted=ENCRYPTED in include, echo=_echo(body, parsed, tools),
     )  # fmt: skip
+
+
+def _check_repeated(body: ResponsesBody) -> None:
+    """Refuse large values that the response repeats: they are encoded several times, and kept."""
+    metadata = body.metadata or {}
+    if len(metadata) > MAX_METADATA:
+        raise invalid("metadata", f"{len(metadata)} entries are more than {MAX_METADATA}")
+    for name, value in metadata.items():
+        if len(name) > MAX_METADATA_NAME or len(value) > MAX_METADATA_VALUE:
+            raise invalid(
+                "metadata",
+                f"{name[:MAX_METADATA_NAME]!r}: a name has at most {MAX_METADATA_NAME} characters, a value "
+                f"{MAX_METADATA_VALUE}",
+            )
+    reasoning = None if body.reasoning is None else body.reasoning.model_dump()
+    text = None if body.text is None else body.text.model_dump()
+    repeated = {"tools": body.tools, "tool_choice": body.tool_choice, "text": text, "reasoning": reasoning}
+    for name, value in repeated.items():
+        if is_longer(value, MAX_REPEATED):
+            raise invalid(name, f"is longer than {MAX_REPEATED >> 10} KiB as JSON; make it smaller")
+
+
+def _items(body: ResponsesBody, earlier: FindConversation, most: int) -> list[Item]:
+    """The conversation before the answer. Its items are counted before any is looked up."""
+    if isinstance(body.input, list):
+        _refuse_many(len(body.input), most)
+    items = [*(earlier(body.previous_response_id) if body.previous_response_id else ())]
+    items += input_items(body.input)
+    _refuse_many(len(items), most)
+    return items
+
+
+def _refuse_many(num_items: int, most: int) -> None:
+    if num_items > most:
+        raise invalid("input", f"{num_items} items are more than {most}; send fewer")
 
 
 def _echo(body: ResponsesBody, parsed: ParsedRequest, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """How one resource is divided between owners that do not trust each other. Host only.
 
-`within_share` is the rule, for places, bytes and sequences alike. FairQueue applies it to the sequences of an
-engine: requests of an owner that has its share wait outside of the engine, so that a request of another owner
-finds a place there at once.
+`within_share` is the rule, for places, bytes and sequences alike. SharedBudget counts units that are refused
+beyond a share. FairQueue applies the rule to the sequences of an engine: requests of an owner that has its
+share wait outside of the engine, so that a request of another owner finds a place there at once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,34 @@ def within_share(own: int, used: int, total: int, wanted: int = 1) -> bool:
     """
     left = total - used - wanted
     return left >= 0 and (own == 0 or own + wanted <= GREED * left)
+
+
+class SharedBudget:
+    """Units of one resource, such as bytes or connections, with a share for each owner."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._owners: dict[object, int] = {}  # units by owner, none of them 0
+
+    def take(self, owner: object, size: int = 1) -> bool:
+        """Take units for an owner; False where its share, or the whole, would be exceeded."""
+        own = self._owners.get(owner, 0)
+        if not within_share(own, self.used, self.limit, size):
+            return False
+        if size:
+            self.used += size
+            self._owners[owner] = own + size
+        return True
+
+    def give_back(self, owner: object, size: int = 1) -> None:
+        """Give units back."""
+        self.used -= size
+        left = self._owners.get(owner, 0) - size
+        if left > 0:
+            self._owners[owner] = left
+        else:
+            self._owners.pop(owner, None)
 
 
 class FairQueue(Generic[T]):
@@ -100,4 +128,4 @@ class FairQueue(Generic[T]):
         return request
 
 
-__all__ = ["GREED", "FairQueue", "within_share"]
+__all__ = ["GREED", "FairQueue", "SharedBudget", "within_share"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from samewise.llm.shares import FairQueue, within_share
+from samewise.shares import FairQueue, within_share
 
 
 @pytest.mark.parametrize("total", [1, 2, 8, 128, 1000])
