@@ -175,8 +175,8 @@ class FusedForward:
 
 
 def _in_float32(tensor: torch.Tensor, copies: list[torch.Tensor]) -> int:
-    """The address of the tensor, or of a copy in float32; what it is the address of is added to `copies`."""
-    values = tensor.detach().float()
+    """The address of the tensor, or of a contiguous copy in float32; that tensor is added to `copies`."""
+    values = tensor.detach().float().contiguous()
     copies.append(values)
     return values.data_ptr()
 

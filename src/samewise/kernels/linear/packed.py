@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from samewise.errors import InvariantBroken, MachineError
+from samewise.errors import InvariantBroken, MachineError, UnsupportedModel
 from samewise.kernels.native import build as native_build
 from samewise.kernels.native.calls import DTYPE_CODES, Product, Weights
 
@@ -23,7 +23,7 @@ FORM_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int4": 3, "int8": 4}
 GRID_BITS = {"int4": 4, "int8": 8}
 """Bits of a weight in the forms that are grids over groups."""
 GROUP = 32
-"""Inputs whose weights share a scale: GROUP in linear.cpp, the block size of GGUF's 4 and 8 bits."""
+"""Inputs whose weights share a scale: GROUP in panels.h, the block size of GGUF's 4 and 8 bits."""
 PANEL = 8
 """Outputs that stand together in memory: PANEL in panels.h."""
 EXACT_FORMS = ("int4", "int8", "bfloat16", "float16")
@@ -145,11 +145,13 @@ def _packed_weight(form: str, tensors: tuple[torch.Tensor, ...], shape: torch.Si
 
 
 def multiply(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """x W' + b for x [..., K]."""
+    """x W' + b for x [..., K] and b [N] of x's dtype."""
     *lead, inputs = x.shape
     if inputs != packed.inputs or x.dtype not in DTYPE_CODES:
         raise InvariantBroken(f"a linear of {packed.inputs} inputs was given {tuple(x.shape)}, {x.dtype}")
     x = x.contiguous()
+    if bias is not None:
+        bias = _checked_bias(bias, x.dtype, packed.outputs)
     y = torch.empty(*lead, packed.outputs, dtype=x.dtype, device="cpu")
     num_rows = x.numel() // inputs
     product = Product(
@@ -164,6 +166,18 @@ def multiply(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -
     )
     raise_if_failed(_entries().linear(product) if num_rows else 0)
     return y
+
+
+def _checked_bias(bias: torch.Tensor, dtype: torch.dtype, outputs: int) -> torch.Tensor:
+    """The bias as the kernel reads it, elements side by side; refused where `F.linear` refuses it."""
+    if bias.dtype != dtype:
+        raise UnsupportedModel(
+            f"a linear has a bias in {bias.dtype} and an input in {dtype}: convert the model to one dtype, "
+            f"as model.to({dtype}) does"
+        )
+    if bias.shape != (outputs,):
+        raise InvariantBroken(f"a linear of {outputs} outputs has a bias {tuple(bias.shape)}")
+    return bias.contiguous()
 
 
 def raise_if_failed(status: int) -> None:
