@@ -1,6 +1,8 @@
 """Peers: which are started, and llama.cpp's server in its own process (here with a module that plays it)."""
 
+import itertools
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,6 +94,35 @@ def test_llama_cpp_is_told_to_ignore_ends(common):
 def test_a_server_that_does_not_start_says_why(common, tmp_path):
     with pytest.raises(RuntimeError, match=r"no such file: .*broken.gguf"):
         peers.start("llama.cpp", replace(common, gguf=tmp_path / "broken.gguf"))
+
+
+class CountingLlama:
+    """llama-cpp-python's `Llama`, as far as it is used: endless tokens 5, 6, 7, …, each counted."""
+
+    def __init__(self, *_, **__):
+        self.num_decoded = 0
+
+    def reset(self):
+        """Before every prompt."""
+
+    def generate(self, prompt, temp):
+        assert temp == 0.0
+        for token in itertools.count(prompt[0]):
+            self.num_decoded += 1
+            yield token
+
+
+@pytest.mark.parametrize(("ignore_eos", "num"), [(True, 8), (False, 6)])
+def test_llama_cpp_python_computes_no_token_beyond_those_that_are_counted(
+    common, monkeypatch, ignore_eos, num
+):
+    module = types.ModuleType("llama_cpp")
+    module.Llama = CountingLlama
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    monkeypatch.setattr(peers, "version", lambda _: "1.5")
+    peer = peers.LlamaOneByOne(replace(common, eos_ids=frozenset({6}), ignore_eos=ignore_eos))
+    assert peer.run([[5], [7]], 4).tokens == num  # the second prompt meets no end
+    assert peer._llama.num_decoded == num
 
 
 def test_the_llama_cpp_that_is_installed_reads_the_gguf_file(common, tmp_path):

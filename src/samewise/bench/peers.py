@@ -199,9 +199,9 @@ class LlamaOneByOne(Peer):
         tokens, began = 0, time.perf_counter()
         for prompt in prompts:
             self._llama.reset()
-            for token, _ in zip(
-                self._llama.generate(list(prompt), temp=0.0), range(max_tokens), strict=False
-            ):
+            generated = self._llama.generate(list(prompt), temp=0.0)
+            # The range first: the other way round a token more is computed before it ends.
+            for _, token in zip(range(max_tokens), generated, strict=False):
                 tokens += 1
                 if token in self._eos:
                     break
