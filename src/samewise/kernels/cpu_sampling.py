@@ -76,6 +76,13 @@ def _entries() -> _Entries:
     return _Entries(stats, scores, masses, top_ids)
 
 
+def _checked(logits: Tensor) -> Tensor:
+    """The logits with the ids of a row side by side. Other dtypes would be read as float32."""
+    if logits.dtype != torch.float32:
+        raise InvariantBroken(f"the sampler of a CPU takes logits in torch.float32, not {logits.dtype}")
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
+
+
 class NativeRows:
     """The C++ kernels. Raises MachineError where there is no compiler."""
 
@@ -87,7 +94,7 @@ class NativeRows:
 
     def stats(self, logits: Tensor) -> RowStats:
         """See RowMath."""
-        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        logits = _checked(logits)
         num_rows, vocab = logits.shape
         stats = RowStats(
             np.empty(num_rows, np.int64), np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
@@ -102,7 +109,7 @@ class NativeRows:
 
     def scores(self, logits: Tensor, temperature: float, key: tuple[int, int], limit: float) -> Tensor:
         """See RowMath."""
-        logits = logits.contiguous()
+        logits = _checked(logits)
         scores = torch.empty(logits.shape[0], dtype=torch.float32, device="cpu")
         self._scores(
             logits.data_ptr(), logits.shape[0], temperature, limit, *key, scores.data_ptr(),
@@ -119,7 +126,7 @@ class NativeRows:
 
     def top_ids(self, logits: Tensor, num: int) -> Tensor:
         """See RowMath."""
-        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        logits = _checked(logits)
         num_rows, vocab = logits.shape
         ids = torch.empty(num_rows, num, dtype=torch.int32, device="cpu")
         status = self._top_ids(
@@ -138,7 +145,7 @@ class TorchRows:
 
     def stats(self, logits: Tensor) -> RowStats:
         """See RowMath."""
-        block = logits.numpy()
+        block = _checked(logits).numpy()
         tokens = block.argmax(-1)  # NumPy promises the first of equal maxima
         top = block[np.arange(len(tokens)), tokens]
         scratch = torch.empty(logits.shape[-1], dtype=torch.float32, device="cpu")
@@ -147,7 +154,7 @@ class TorchRows:
 
     def scores(self, logits: Tensor, temperature: float, key: tuple[int, int], limit: float) -> Tensor:
         """See RowMath."""
-        gap = (logits.amax() - logits).div_(temperature)
+        gap = (logits.amax() - _checked(logits)).div_(temperature)
         gap.masked_fill_(gap > limit, math.inf)
         keys = torch.tensor([key], dtype=torch.int64, device="cpu")
         return noise.gumbel(keys, logits.shape[0])[0].sub_(gap)
