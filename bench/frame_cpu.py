@@ -46,11 +46,11 @@ def multiply_speed() -> float:
     """Operations per second of fused multiply-adds in registers, two for each."""
     threads_of_the_kernels = Path(build.__file__).with_name("team.cpp")
     peak = build.library_of(Path(__file__).with_name("peak.cpp"), threads_of_the_kernels).samewise_peak
-    peak.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+    peak.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     peak.restype = ctypes.c_double
     threads = torch.get_num_threads()
     sums = torch.zeros(threads)
-    arguments = ROUNDS, threads, build.gomp_parallel(), sums.data_ptr()
+    arguments = ROUNDS, threads, sums.data_ptr()
     return peak(*arguments) / seconds(lambda: peak(*arguments), 7)
 
 

@@ -130,7 +130,7 @@ Call attention_call(const Layer& l, const Visit& v) {
             v.lengths, v.slots, v.page_start, v.tail_start, v.tail, v.pages,
             v.rows, v.listed_pages, l.num_pages, l.heads, l.kv_heads, l.dim,
             all, l.dim, all, l.dim, all, l.dim,
-            l.window, l.dtype, v.threads, v.parallel, l.scale};
+            l.window, l.dtype, v.threads, l.scale};
 }
 
 bool cut_alike(const Layer& a, const Layer& b) {
@@ -321,22 +321,20 @@ void run(const Layer* const* layers, int64_t count, const Visit& v, const Plans&
 // `count` layers one after the other; y may be x. 0, or what a linear answered, or 16 and what attention answered.
 extern "C" int samewise_layers(const Layer* const* layers, int64_t count, const Visit* visit) {
     const Visit& v = *visit;
-    try {
+    return guarded([&] {
         Plans plans;
-        if (int bad = plans.make(layers, count, v)) return bad;
+        if (const int bad = plans.make(layers, count, v)) return bad;
         const int64_t threads = plans.work < SMALL ? 1 : v.threads;
         plans.room.data = scratch(plans.room.shared_len + threads * plans.room.own_len);
-        in_region(v.parallel, threads, count * MAX_PHASES, [&](Team team) {
+        in_region(threads, count * MAX_PHASES, [&](Team team) {
             switch (layers[0]->dtype) {
                 case F32: run<Float32>(layers, count, v, plans, team); break;
                 case BF16: run<BFloat16>(layers, count, v, plans, team); break;
                 default: run<Float16>(layers, count, v, plans, team); break;
             }
         });
-        return 0;
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
+        return DONE;
+    });
 }
 
 extern "C" int samewise_layer(const Layer* layer, const Visit* visit) { return samewise_layers(&layer, 1, visit); }

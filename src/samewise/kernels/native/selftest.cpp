@@ -40,7 +40,10 @@ struct Digest {
     void add(const std::vector<T>& x) { add(x.data(), x.size() * sizeof(T)); }
 };
 
-struct Threads { int64_t count; void* parallel; };
+// Raise what an entry returned: a digest of what it did not compute would tell of other bits.
+void check(int status) {
+    if (status != DONE) throw std::bad_alloc();
+}
 
 int64_t size_of(int64_t form) { return form == F32 ? 4 : 2; }
 
@@ -64,11 +67,11 @@ struct Packed {
         if (form == Q4 || form == Q8) {
             data.resize(outputs * inputs / (form == Q4 ? 2 : 1));
             scale.resize(outputs * inputs / 32), shift.resize(scale.size());
-            samewise_pack(w.data(), outputs, inputs, form, 1, data.data(), scale.data(), shift.data(), 1, nullptr);
+            check(samewise_pack(w.data(), outputs, inputs, form, 1, data.data(), scale.data(), shift.data(), 1));
             const int64_t blocks = (outputs + 7) / 8 * (inputs / 32);
             panels.resize(blocks * 8 * (form == Q4 ? 16 + 2 * scale_bytes : 32 + scale_bytes));
-            samewise_arrange(data.data(), scale.data(), shift.data(), outputs, inputs, form, scale_bytes,
-                             panels.data(), 1, nullptr);
+            check(samewise_arrange(data.data(), scale.data(), shift.data(), outputs, inputs, form, scale_bytes,
+                             panels.data(), 1));
         } else {
             data = as_form(w, form);
         }
@@ -76,7 +79,7 @@ struct Packed {
     }
 };
 
-void linears(Digest& digest, Threads threads, int64_t form, int64_t inputs) {
+void linears(Digest& digest, int64_t threads, int64_t form, int64_t inputs) {
     const int64_t outputs = 101, dtype = form == BF16 || form == F16 ? form : int64_t{F32};
     Packed packed(form, outputs, inputs, 1);
     auto bias = as_form(numbers(outputs, 2), dtype);
@@ -84,23 +87,23 @@ void linears(Digest& digest, Threads threads, int64_t form, int64_t inputs) {
         auto x = as_form(numbers(rows * inputs, 3), dtype);
         std::vector<unsigned char> y(rows * outputs * size_of(dtype));
         Product p{&packed.weights, x.data(), rows % 2 ? bias.data() : nullptr, y.data(), rows, outputs, dtype,
-                  threads.count, threads.parallel};
-        samewise_linear(&p);
+                  threads};
+        check(samewise_linear(&p));
         digest.add(y);
     }
     digest.add(packed.data), digest.add(packed.scale);
 }
 
 // Every number of rows that has a tile of its own, and one more; scales of two bytes.
-void few_rows(Digest& digest, Threads threads) {
+void few_rows(Digest& digest, int64_t threads) {
     const int64_t outputs = 53, inputs = 160;
     for (int64_t form : {F32, BF16, F16, Q4, Q8}) {
         Packed packed(form, outputs, inputs, 40, 2);
         for (int64_t rows = 1; rows <= 9; rows++) {
             auto x = numbers(rows * inputs, 41);
             std::vector<float> y(rows * outputs);
-            Product p{&packed.weights, x.data(), nullptr, y.data(), rows, outputs, F32, threads.count, threads.parallel};
-            samewise_linear(&p);
+            Product p{&packed.weights, x.data(), nullptr, y.data(), rows, outputs, F32, threads};
+            check(samewise_linear(&p));
             digest.add(y);
         }
     }
@@ -118,7 +121,7 @@ struct Context {
     }
 };
 
-void attention(Digest& digest, Threads threads, int64_t dtype, int64_t window) {
+void attention(Digest& digest, int64_t threads, int64_t dtype, int64_t window) {
     const int64_t heads = 6, kv_heads = 2, dim = 40, num_pages = 7;
     auto k_pages = as_form(numbers(num_pages * kv_heads * 16 * dim, 4, -1), dtype);
     auto v_pages = as_form(numbers(num_pages * kv_heads * 16 * dim, 5), dtype);
@@ -131,8 +134,8 @@ void attention(Digest& digest, Threads threads, int64_t dtype, int64_t window) {
                   context.lengths.data(), context.slots.data(), context.starts.data(), nullptr, nullptr,
                   context.pages.data(), rows, int64_t(context.pages.size()), num_pages, heads, kv_heads, dim,
                   heads * dim, dim, kv_heads * dim, dim, kv_heads * dim, dim,
-                  window, dtype, threads.count, threads.parallel, 0.125f};
-        samewise_attend(&call);
+                  window, dtype, threads, 0.125f};
+        check(samewise_attend(&call));
         digest.add(out);
     }
     digest.add(k_pages), digest.add(v_pages);
@@ -140,7 +143,7 @@ void attention(Digest& digest, Threads threads, int64_t dtype, int64_t window) {
 
 enum class LayerKind { PLAIN, HEAD_NORMS, SANDWICH, AFTER };
 
-void layer(Digest& digest, Threads threads, LayerKind kind) {
+void layer(Digest& digest, int64_t threads, LayerKind kind) {
     const bool with_norms = kind != LayerKind::PLAIN;
     const int64_t width = 40, heads = 4, kv_heads = 2, dim = 24, inner = 72, num_pages = 7;
     auto first = numbers(width, 10), second = numbers(width, 11), of_q = numbers(dim, 12), of_k = numbers(dim, 13);
@@ -174,15 +177,15 @@ void layer(Digest& digest, Threads threads, LayerKind kind) {
         samewise_rotary(positions.data(), frequencies.data(), rows, dim / 2, 1.25f, cosines.data(), sines.data());
         Visit visit{x.data(), cosines.data(), sines.data(), y.data(), context.lengths.data(), context.slots.data(),
                     context.starts.data(), nullptr, nullptr, context.pages.data(), rows, int64_t(context.pages.size()),
-                    threads.count, threads.parallel};
-        samewise_layer(&l, &visit);
+                    threads};
+        check(samewise_layer(&l, &visit));
         samewise_norm(&last, y.data(), rows, width, z.data());
         digest.add(y), digest.add(z);
     }
     digest.add(k_pages), digest.add(v_pages);
 }
 
-void rotary(Digest& digest, Threads) {
+void rotary(Digest& digest, int64_t) {
     std::vector<int64_t> positions;
     for (int64_t p = 0; p < 64; p++) positions.push_back(p * p * p + p);  // up to 250,110
     std::vector<float> frequencies(32), cosines(64 * 64), sines(64 * 64);
@@ -191,18 +194,17 @@ void rotary(Digest& digest, Threads) {
     digest.add(cosines), digest.add(sines);
 }
 
-void sampling(Digest& digest, Threads threads) {
+void sampling(Digest& digest, int64_t threads) {
     const int64_t rows = 3, vocab = 9001;
     auto logits = numbers(rows * vocab, 30, 1);
     logits[vocab + 17] = 300.0f;  // a token that is certain: its log sum is +0
     std::vector<int64_t> tokens(rows), masses(vocab);
     std::vector<float> tops(rows), sums(rows), scores(vocab), gaps(vocab);
-    samewise_row_stats(logits.data(), rows, vocab, vocab, tokens.data(), tops.data(), sums.data(), threads.count,
-                       threads.parallel);
+    check(samewise_row_stats(logits.data(), rows, vocab, vocab, tokens.data(), tops.data(), sums.data(), threads));
     digest.add(tokens), digest.add(tops), digest.add(sums);
     for (float temperature : {0.7f, 1.0f, 3.0f}) {
-        samewise_scores(logits.data(), vocab, temperature, 12.0f, 0x238275BCu, 0x38FCBE91u, scores.data(),
-                        threads.count, threads.parallel);
+        check(samewise_scores(logits.data(), vocab, temperature, 12.0f, 0x238275BCu, 0x38FCBE91u, scores.data(),
+                        threads));
         digest.add(scores);
     }
     for (int64_t i = 0; i < vocab; i++) gaps[i] = (tops[0] - logits[i]) / 0.5f;
@@ -211,20 +213,19 @@ void sampling(Digest& digest, Threads threads) {
 }
 
 // Many ids, which are shared out among threads.
-void wide_rows(Digest& digest, Threads threads) {
+void wide_rows(Digest& digest, int64_t threads) {
     const int64_t rows = 3, vocab = 20'011;
     auto logits = numbers(rows * vocab, 31, 0);
     std::vector<int64_t> tokens(rows);
     std::vector<float> tops(rows), sums(rows), scores(vocab);
-    samewise_row_stats(logits.data(), rows, vocab, vocab, tokens.data(), tops.data(), sums.data(), threads.count,
-                       threads.parallel);
-    samewise_scores(logits.data(), vocab, 0.9f, __builtin_inff(), 0x12345678u, 0x9ABCDEF0u, scores.data(),
-                    threads.count, threads.parallel);
+    check(samewise_row_stats(logits.data(), rows, vocab, vocab, tokens.data(), tops.data(), sums.data(), threads));
+    check(samewise_scores(logits.data(), vocab, 0.9f, __builtin_inff(), 0x12345678u, 0x9ABCDEF0u, scores.data(),
+                    threads));
     digest.add(tokens), digest.add(tops), digest.add(sums), digest.add(scores);
 }
 
 // Rows without a sum: the sign and payload of a NaN differ between CPUs, and must reach no result.
-void not_finite(Digest& digest, Threads threads) {
+void not_finite(Digest& digest, int64_t threads) {
     const float inf = __builtin_inff(), nan = __builtin_nanf("");
     const int64_t rows = 5, vocab = 37;
     auto logits = numbers(rows * vocab, 32);
@@ -233,28 +234,27 @@ void not_finite(Digest& digest, Threads threads) {
     logits[5] = nan;
     std::vector<int64_t> tokens(rows), masses(4);
     std::vector<float> tops(rows), sums(rows), gaps{nan, -nan, inf, 0.0f};
-    samewise_row_stats(logits.data(), rows, vocab, vocab, tokens.data(), tops.data(), sums.data(), threads.count,
-                       threads.parallel);
+    check(samewise_row_stats(logits.data(), rows, vocab, vocab, tokens.data(), tops.data(), sums.data(), threads));
     samewise_masses(gaps.data(), 4, 48, masses.data());
     digest.add(tokens), digest.add(tops), digest.add(sums), digest.add(masses);
 }
 
-struct Case { const char* name; void (*run)(Digest&, Threads); };
+struct Case { const char* name; void (*run)(Digest&, int64_t); };
 
 const Case CASES[] = {
-    {"linear float32", [](Digest& d, Threads t) { linears(d, t, F32, 96), linears(d, t, F32, 77); }},
-    {"linear bfloat16", [](Digest& d, Threads t) { linears(d, t, BF16, 96), linears(d, t, BF16, 77); }},
-    {"linear float16", [](Digest& d, Threads t) { linears(d, t, F16, 96), linears(d, t, F16, 77); }},
-    {"linear int4", [](Digest& d, Threads t) { linears(d, t, Q4, 96); }},
-    {"linear int8", [](Digest& d, Threads t) { linears(d, t, Q8, 96); }},
-    {"attention float32", [](Digest& d, Threads t) { attention(d, t, F32, 0), attention(d, t, F32, 24); }},
-    {"attention bfloat16", [](Digest& d, Threads t) { attention(d, t, BF16, 0); }},
-    {"attention float16", [](Digest& d, Threads t) { attention(d, t, F16, 0); }},
-    {"layer", [](Digest& d, Threads t) { layer(d, t, LayerKind::PLAIN), layer(d, t, LayerKind::HEAD_NORMS); }},
-    {"other layers", [](Digest& d, Threads t) { layer(d, t, LayerKind::SANDWICH), layer(d, t, LayerKind::AFTER); }},
+    {"linear float32", [](Digest& d, int64_t t) { linears(d, t, F32, 96), linears(d, t, F32, 77); }},
+    {"linear bfloat16", [](Digest& d, int64_t t) { linears(d, t, BF16, 96), linears(d, t, BF16, 77); }},
+    {"linear float16", [](Digest& d, int64_t t) { linears(d, t, F16, 96), linears(d, t, F16, 77); }},
+    {"linear int4", [](Digest& d, int64_t t) { linears(d, t, Q4, 96); }},
+    {"linear int8", [](Digest& d, int64_t t) { linears(d, t, Q8, 96); }},
+    {"attention float32", [](Digest& d, int64_t t) { attention(d, t, F32, 0), attention(d, t, F32, 24); }},
+    {"attention bfloat16", [](Digest& d, int64_t t) { attention(d, t, BF16, 0); }},
+    {"attention float16", [](Digest& d, int64_t t) { attention(d, t, F16, 0); }},
+    {"layer", [](Digest& d, int64_t t) { layer(d, t, LayerKind::PLAIN), layer(d, t, LayerKind::HEAD_NORMS); }},
+    {"other layers", [](Digest& d, int64_t t) { layer(d, t, LayerKind::SANDWICH), layer(d, t, LayerKind::AFTER); }},
     {"rotary", rotary},
     {"sampling", sampling},
-    {"long linears", [](Digest& d, Threads t) { for (int64_t form : {F32, BF16, F16, Q4, Q8}) linears(d, t, form, 1600); }},
+    {"long linears", [](Digest& d, int64_t t) { for (int64_t form : {F32, BF16, F16, Q4, Q8}) linears(d, t, form, 1600); }},
     {"few rows", few_rows},
     {"wide rows", wide_rows},
     {"not finite", not_finite},
@@ -264,17 +264,23 @@ const Case CASES[] = {
 
 extern "C" int64_t samewise_selftest_count() { return int64_t(sizeof CASES / sizeof *CASES); }
 extern "C" const char* samewise_selftest_name(int64_t i) { return CASES[i].name; }
-extern "C" uint64_t samewise_selftest(int64_t i, int64_t threads, void* parallel) {
-    DefaultArithmetic arithmetic;
-    Digest digest;
-    CASES[i].run(digest, {threads, parallel});
-    return digest.value;
+extern "C" int samewise_selftest(int64_t i, int64_t threads, uint64_t* value) {
+    return guarded([&] {
+        DefaultArithmetic arithmetic;
+        Digest digest;
+        CASES[i].run(digest, threads);
+        *value = digest.value;
+        return DONE;
+    });
 }
 
 #ifdef SAMEWISE_SELFTEST_MAIN  // a program by itself, for machines and emulators without Python
 #include <cstdio>
 int main() {
-    for (int64_t i = 0; i < samewise_selftest_count(); i++)
-        std::printf("%-20s %016llx\n", samewise_selftest_name(i), (unsigned long long)samewise_selftest(i, 1, nullptr));
+    for (int64_t i = 0; i < samewise_selftest_count(); i++) {
+        uint64_t digest;
+        if (samewise_selftest(i, 1, &digest) != DONE) return 1;
+        std::printf("%-20s %016llx\n", samewise_selftest_name(i), (unsigned long long)digest);
+    }
 }
 #endif
