@@ -44,7 +44,7 @@ def library(monkeypatch, tmp_path):
 
 
 def run_with_failures(library, call):
-    """The result of a call that was made with its first allocation failing, its second one, until none does."""
+    """The result of a call that was made with its first allocation failing, its second, until none does."""
     num_failed = 0
     while True:
         library.fail_after(num_failed)
