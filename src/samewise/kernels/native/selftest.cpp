@@ -61,8 +61,8 @@ struct Packed {
     std::vector<unsigned char> data, panels;  // of a grid: its levels row after row, and in panels with the rest
     std::vector<float> scale, shift;
     Weights weights;
-    Packed(int64_t form, int64_t outputs, int64_t inputs, uint64_t seed, int64_t scale_bytes = 4) {
-        std::vector<float> w = numbers(outputs * inputs, seed, -2);
+    Packed(int64_t form, int64_t outputs, int64_t inputs, uint64_t seed, int64_t scale_bytes = 4, int middle = -2) {
+        std::vector<float> w = numbers(outputs * inputs, seed, middle);
         weights = {nullptr, outputs, inputs, form, scale_bytes};
         if (form == Q4 || form == Q8) {
             data.resize(outputs * inputs / (form == Q4 ? 2 : 1));
@@ -109,9 +109,27 @@ void few_rows(Digest& digest, int64_t threads) {
     }
 }
 
+// Rows that are more than a tile has, from weights that are unpacked for them: on some CPUs from 20 rows on, on others
+// from 5; 43 rows end in a part of a block.
+void many_rows(Digest& digest, int64_t threads) {
+    const int64_t outputs = 53, inputs = 160;
+    for (int64_t form : {F32, BF16, F16, Q4, Q8}) {
+        Packed packed(form, outputs, inputs, 50, form == Q4 ? 2 : 4);
+        for (int64_t rows : {19, 20, 43}) {
+            auto x = numbers(rows * inputs, 51);
+            std::vector<float> y(rows * outputs);
+            Product p{&packed.weights, x.data(), nullptr, y.data(), rows, outputs, F32, threads};
+            check(samewise_linear(&p));
+            digest.add(y);
+        }
+    }
+}
+
 // Pages 1 .. 6 of a sequence of 96 positions; the last `rows` of them are asked for.
 struct Context {
-    std::vector<int32_t> lengths, slots, starts, pages{1, 2, 3, 4, 5, 6};
+    std::vector<int32_t> lengths, slots, starts, pages{1, 2, 3, 4, 5, 6}, tail_start, tail;  // no tails: empty
+    const int32_t* tail_starts() const { return tail_start.empty() ? nullptr : tail_start.data(); }
+    const int32_t* tails() const { return tail.empty() ? nullptr : tail.data(); }
     explicit Context(int64_t rows) : lengths(rows), slots(rows), starts(rows, 0) {
         for (int64_t r = 0; r < rows; r++) {
             int64_t position = 90 - rows + r;
@@ -119,21 +137,39 @@ struct Context {
             slots[r] = int32_t(pages[position / 16] * 16 + position % 16);
         }
     }
+    // A draft tree after 62 positions. Its nodes' slots follow one another, so a path's keys stand in other places than
+    // their positions, over the end of a page; the first row has no tail.
+    static Context of_tree() {
+        constexpr int32_t FIRST = 61, PARENTS[] = {-1, 0, 1, 1, 0, 3, 5};
+        Context tree(std::size(PARENTS));
+        for (int32_t r = 0; r < int32_t(std::size(PARENTS)); r++) {
+            std::vector<int32_t> path;
+            for (int32_t node = r; node >= 0; node = PARENTS[node]) path.insert(path.begin(), node);
+            const int32_t position = FIRST + int32_t(path.size()) - 1, slot = FIRST + r;
+            tree.lengths[r] = position + 1;
+            tree.slots[r] = tree.pages[slot / 16] * 16 + slot % 16;
+            tree.tail_start.push_back(r == 0 ? position + 1 : FIRST);
+            tree.tail.push_back(int32_t(tree.pages.size()));
+            for (int32_t node : path) tree.pages.push_back(tree.slots[node]);
+        }
+        return tree;
+    }
 };
 
-void attention(Digest& digest, int64_t threads, int64_t dtype, int64_t window) {
+// Keys that rows write are read by later ones, so pages are part of the digest.
+void attention(Digest& digest, int64_t threads, int64_t dtype, int64_t window, const std::vector<Context>& contexts) {
     const int64_t heads = 6, kv_heads = 2, dim = 40, num_pages = 7;
     auto k_pages = as_form(numbers(num_pages * kv_heads * 16 * dim, 4, -1), dtype);
     auto v_pages = as_form(numbers(num_pages * kv_heads * 16 * dim, 5), dtype);
-    for (int64_t rows : {1, 3, 20}) {
-        Context context(rows);
+    for (const Context& context : contexts) {
+        const int64_t rows = int64_t(context.lengths.size());
         auto q = as_form(numbers(rows * heads * dim, 6, -1), dtype), k = as_form(numbers(rows * kv_heads * dim, 7, -1), dtype),
              v = as_form(numbers(rows * kv_heads * dim, 8), dtype);
         std::vector<unsigned char> out(rows * heads * dim * size_of(dtype));
         Call call{q.data(), k.data(), v.data(), k_pages.data(), v_pages.data(), out.data(),
-                  context.lengths.data(), context.slots.data(), context.starts.data(), nullptr, nullptr,
-                  context.pages.data(), rows, int64_t(context.pages.size()), num_pages, heads, kv_heads, dim,
-                  heads * dim, dim, kv_heads * dim, dim, kv_heads * dim, dim,
+                  context.lengths.data(), context.slots.data(), context.starts.data(), context.tail_starts(),
+                  context.tails(), context.pages.data(), rows, int64_t(context.pages.size()), num_pages, heads,
+                  kv_heads, dim, heads * dim, dim, kv_heads * dim, dim, kv_heads * dim, dim,
                   window, dtype, threads, 0.125f};
         check(samewise_attend(&call));
         digest.add(out);
@@ -141,16 +177,46 @@ void attention(Digest& digest, int64_t threads, int64_t dtype, int64_t window) {
     digest.add(k_pages), digest.add(v_pages);
 }
 
+const std::vector<Context> PLAIN_ROWS{Context(1), Context(3), Context(20)};
+
+// Slots that are sources and targets, of pages with elements of two bytes and of four.
+void move(Digest& digest, int64_t) {
+    const int64_t kv_heads = 2, dim = 24, num_pages = 4, len = num_pages * kv_heads * 16 * dim;
+    const std::vector<int64_t> sources{17, 18, 40, 63, 5}, targets{18, 17, 5, 16, 33};
+    for (int64_t dtype : {F32, BF16}) {
+        auto k = as_form(numbers(len, 60), dtype), v = as_form(numbers(len, 61), dtype);
+        const LayerPages layer{k.data(), v.data(), kv_heads, dim};
+        const Move slots{&layer, sources.data(), targets.data(), 1, int64_t(sources.size()), num_pages, size_of(dtype)};
+        check(samewise_move(&slots));
+        digest.add(k), digest.add(v);
+    }
+}
+
 enum class LayerKind { PLAIN, HEAD_NORMS, SANDWICH, AFTER };
 
-void layer(Digest& digest, int64_t threads, LayerKind kind) {
+template <class T>
+void round_to(std::vector<float>& x) {
+    for (float& one : x) one = rounded<T>(one);
+}
+
+// What a model of this dtype passes in: float32 that the dtype can hold.
+void as_dtype(std::vector<float>& x, int64_t dtype) {
+    if (dtype == BF16) round_to<BFloat16>(x);
+    if (dtype == F16) round_to<Float16>(x);
+}
+
+void layer(Digest& digest, int64_t threads, LayerKind kind, int64_t dtype, const std::vector<Context>& contexts) {
     const bool with_norms = kind != LayerKind::PLAIN;
     const int64_t width = 40, heads = 4, kv_heads = 2, dim = 24, inner = 72, num_pages = 7;
+    const int middle = dtype == F32 ? -2 : -4;  // so that every product is finite in float16
     auto first = numbers(width, 10), second = numbers(width, 11), of_q = numbers(dim, 12), of_k = numbers(dim, 13);
     Packed q(F32, heads * dim, width, 14), k(BF16, kv_heads * dim, width, 15), v(F16, kv_heads * dim, width, 16),
-        o(Q8, width, heads * dim, 17), gate(F32, inner, width, 18), up(F32, inner, width, 19), down(F32, width, inner, 20);
+        o(Q8, width, heads * dim, 17), gate(F32, inner, width, 18, 4, middle), up(F32, inner, width, 19, 4, middle),
+        down(F32, width, inner, 20);
     auto bias = numbers(heads * dim, 21), after = numbers(width, 26), of_all = numbers((heads + kv_heads) * dim, 27);
-    auto k_pages = numbers(num_pages * kv_heads * 16 * dim, 22), v_pages = numbers(num_pages * kv_heads * 16 * dim, 23);
+    auto k_pages = as_form(numbers(num_pages * kv_heads * 16 * dim, 22), dtype),
+         v_pages = as_form(numbers(num_pages * kv_heads * 16 * dim, 23), dtype);
+    for (auto* weights : {&first, &second, &of_q, &of_k, &bias, &after, &of_all}) as_dtype(*weights, dtype);
     Layer l{};
     l.first = {first.data(), 1e-5f}, l.second = {second.data(), 1e-6f};
     if (with_norms) l.q_norm = {of_q.data(), 1e-6f}, l.k_norm = {of_k.data(), 1e-6f};
@@ -158,7 +224,7 @@ void layer(Digest& digest, int64_t threads, LayerKind kind) {
     l.o = {{&o.weights}, {}, 1}, l.gate_up = {{&gate.weights, &up.weights}, {}, 2}, l.down = {{&down.weights}, {}, 1};
     l.k_pages = k_pages.data(), l.v_pages = v_pages.data();
     l.num_pages = num_pages, l.heads = heads, l.kv_heads = kv_heads, l.dim = dim, l.window = with_norms ? 24 : 0;
-    l.width = width, l.inner = inner, l.scale = 0.2f, l.rotary = dim, l.share = 1.0f;
+    l.width = width, l.inner = inner, l.scale = 0.2f, l.rotary = dim, l.share = 1.0f, l.dtype = dtype;
     const Norm last = l.first;
     if (kind == LayerKind::SANDWICH) {  // as Gemma 3
         l.after_attention = {after.data(), 1e-6f, 1}, l.after_mlp = {first.data(), 1e-6f, 1};
@@ -169,20 +235,32 @@ void layer(Digest& digest, int64_t threads, LayerKind kind) {
         l.q_norm = {of_all.data(), 1e-6f}, l.k_norm = {of_all.data() + heads * dim, 1e-6f};
         l.over_heads = 1, l.rotary = 0, l.share = 0.7f;
     }
-    for (int64_t rows : {1, 6}) {
-        Context context(rows);
+    for (const Context& context : contexts) {
+        const int64_t rows = int64_t(context.lengths.size());
         auto x = numbers(rows * width, 24);
+        as_dtype(x, dtype);
         std::vector<int64_t> positions(context.lengths.begin(), context.lengths.end());
         std::vector<float> frequencies = numbers(dim / 2, 25), cosines(rows * dim), sines(rows * dim), y(x.size()), z(x.size());
         samewise_rotary(positions.data(), frequencies.data(), rows, dim / 2, 1.25f, cosines.data(), sines.data());
+        as_dtype(cosines, dtype), as_dtype(sines, dtype);
         Visit visit{x.data(), cosines.data(), sines.data(), y.data(), context.lengths.data(), context.slots.data(),
-                    context.starts.data(), nullptr, nullptr, context.pages.data(), rows, int64_t(context.pages.size()),
-                    threads};
+                    context.starts.data(), context.tail_starts(), context.tails(), context.pages.data(), rows,
+                    int64_t(context.pages.size()), threads};
         check(samewise_layer(&l, &visit));
         samewise_norm(&last, y.data(), rows, width, z.data());
         digest.add(y), digest.add(z);
     }
     digest.add(k_pages), digest.add(v_pages);
+}
+
+void layers(Digest& digest, int64_t threads, std::initializer_list<LayerKind> kinds, int64_t dtype = F32) {
+    for (LayerKind kind : kinds) layer(digest, threads, kind, dtype, {Context(1), Context(6)});
+}
+
+void trees(Digest& digest, int64_t threads) {
+    for (int64_t dtype : {F32, BF16, F16})
+        for (int64_t window : {0, 24}) attention(digest, threads, dtype, window, {Context::of_tree()});
+    layer(digest, threads, LayerKind::PLAIN, F32, {Context::of_tree()});
 }
 
 void rotary(Digest& digest, int64_t) {
@@ -247,17 +325,22 @@ const Case CASES[] = {
     {"linear float16", [](Digest& d, int64_t t) { linears(d, t, F16, 96), linears(d, t, F16, 77); }},
     {"linear int4", [](Digest& d, int64_t t) { linears(d, t, Q4, 96); }},
     {"linear int8", [](Digest& d, int64_t t) { linears(d, t, Q8, 96); }},
-    {"attention float32", [](Digest& d, int64_t t) { attention(d, t, F32, 0), attention(d, t, F32, 24); }},
-    {"attention bfloat16", [](Digest& d, int64_t t) { attention(d, t, BF16, 0); }},
-    {"attention float16", [](Digest& d, int64_t t) { attention(d, t, F16, 0); }},
-    {"layer", [](Digest& d, int64_t t) { layer(d, t, LayerKind::PLAIN), layer(d, t, LayerKind::HEAD_NORMS); }},
-    {"other layers", [](Digest& d, int64_t t) { layer(d, t, LayerKind::SANDWICH), layer(d, t, LayerKind::AFTER); }},
+    {"attention float32", [](Digest& d, int64_t t) { attention(d, t, F32, 0, PLAIN_ROWS), attention(d, t, F32, 24, PLAIN_ROWS); }},
+    {"attention bfloat16", [](Digest& d, int64_t t) { attention(d, t, BF16, 0, PLAIN_ROWS); }},
+    {"attention float16", [](Digest& d, int64_t t) { attention(d, t, F16, 0, PLAIN_ROWS); }},
+    {"layer", [](Digest& d, int64_t t) { layers(d, t, {LayerKind::PLAIN, LayerKind::HEAD_NORMS}); }},
+    {"other layers", [](Digest& d, int64_t t) { layers(d, t, {LayerKind::SANDWICH, LayerKind::AFTER}); }},
     {"rotary", rotary},
     {"sampling", sampling},
     {"long linears", [](Digest& d, int64_t t) { for (int64_t form : {F32, BF16, F16, Q4, Q8}) linears(d, t, form, 1600); }},
     {"few rows", few_rows},
     {"wide rows", wide_rows},
     {"not finite", not_finite},
+    {"many rows", many_rows},
+    {"trees", trees},
+    {"layer bfloat16", [](Digest& d, int64_t t) { layers(d, t, {LayerKind::HEAD_NORMS, LayerKind::SANDWICH}, BF16); }},
+    {"layer float16", [](Digest& d, int64_t t) { layers(d, t, {LayerKind::HEAD_NORMS, LayerKind::SANDWICH}, F16); }},
+    {"move", move},
 };
 
 }  // namespace
