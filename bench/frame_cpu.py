@@ -57,13 +57,13 @@ def multiply_speed() -> float:
 def work_of(engine: Engine, rows: int, sequences: int, context: int) -> tuple[float, float]:
     """Bytes that a frame has to read, and operations that it has to do."""
     linears = [m for m in engine.runner.model.modules() if isinstance(m, FrameLinear)]
-    packed = {id(m.packed): m.packed for m in linears if m.packed is not None}
+    weights = {id(m.packed or m): m.weight.nbytes if m.packed is None else m.packed.num_bytes for m in linears}
     arch = engine.loaded.arch
-    kv = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * context
+    kv_bytes = 2 * engine.runner.store.layers[0].k.itemsize  # of an element of K and of V
+    kv = sum(kv_bytes * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * context
     products = sum(m.weight.numel() for m in linears) * rows
     attention = sum(2 * layer.num_heads * layer.head_dim for layer in arch.layers) * context * rows
-    num_bytes = sum(weight.num_bytes for weight in packed.values()) + kv * sequences * FLOAT_BYTES
-    return num_bytes, 2.0 * (products + attention)
+    return float(sum(weights.values()) + kv * sequences), 2.0 * (products + attention)
 
 
 def measure(args: Namespace, spans_of: Callable[..., list[Span]]) -> dict:
