@@ -34,7 +34,8 @@ constexpr int PAGE = 16;
 constexpr int MAX_QUERIES = 48;                // queries of one tile: they share each K and V load
 constexpr int MIN_QUERIES = 3;                 // of one tile: fewer would load K and V for too little
 constexpr int64_t MAX_SCORES = int64_t{2} << 20;  // floats of scores one thread may hold
-constexpr int64_t SMALL = 200'000;             // multiply-adds not worth waking another thread for
+constexpr int64_t CALL_ALONE = 200'000;        // multiply-adds not worth waking another thread for
+constexpr int64_t STORES_ALONE = 25'000;       // elements of K; a scattered store costs several multiply-adds
 
 constexpr int BAD_SLOT = 2, BAD_PAGE = 3, BAD_DTYPE = 4;
 
@@ -456,8 +457,8 @@ int run(const Call& c) {
     AttentionPlan plan;
     if (int bad = samewise::plan_attention(c, plan)) return bad;
     float* room = scratch(plan.room_len * c.threads);
-    const bool few_stores = c.rows * c.kv_heads * c.dim < SMALL / 8;  // a scattered store costs several multiply-adds
-    const bool few = plan.work < SMALL;
+    const bool few_stores = c.rows * c.kv_heads * c.dim < STORES_ALONE;
+    const bool few = plan.work < CALL_ALONE;
     in_region(few && few_stores ? 1 : c.threads, 3, [&](Team team) {
         team.run(1, true, [&](int64_t) { samewise::clear_empty_rows(c, plan); });
         team.run(c.kv_heads, few_stores, [&](int64_t head) { samewise::write_head(c, plan, head); });

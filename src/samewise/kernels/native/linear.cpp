@@ -22,7 +22,8 @@ using samewise::num_strips;
 using samewise::STRIP;
 using samewise::whole_lanes;
 
-constexpr int64_t SMALL = 60'000;  // weights not worth waking another thread for
+// Multiply-adds, of at most MOST_ROWS rows, that one thread does in the time it takes to wake another.
+constexpr int64_t PRODUCT_ALONE = 120'000, MOST_ROWS = 8;
 #if defined(__AVX512F__) && !defined(SAMEWISE_PORTABLE)
 constexpr int WIDE = 6;  // outputs of a tile of plain weights
 #else
@@ -296,7 +297,7 @@ int multiply(const Product& p) {
         for (int64_t k = K; k < padded; k++) room[r * padded + k] = 0.0f;
     }
     float* owned = room + (p.rows * padded + 31) / 32 * 32;
-    const bool few = w.outputs * K * std::min<int64_t>(p.rows, 8) < SMALL * 2;
+    const bool few = w.outputs * K * std::min(p.rows, MOST_ROWS) < PRODUCT_ALONE;
     in_region(few ? 1 : p.threads, 1, [&](Team team) {
         float* sums = owned + team.worker * own;
         team.run(num_strips(w.outputs), false, [&](int64_t strip) {

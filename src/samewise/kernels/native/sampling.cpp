@@ -120,18 +120,21 @@ extern "C" int samewise_row_stats(const float* logits, int64_t rows, int64_t str
         if (rows * vocab < FEW_IDS) threads = 1;
         std::vector<float> maxima(rows * blocks);
         std::vector<double> sums(rows * blocks);
-        auto each_block = [&](auto f) {
-            for_each(threads, rows * blocks, [&](int64_t task, int64_t) {
-                const int64_t row = task / blocks, begin = task % blocks * BLOCK_IDS;
-                f(task, row, logits + row * stride + begin, std::min(BLOCK_IDS, vocab - begin));
+        auto top_of = [&](int64_t row) { return largest(maxima.data() + row * blocks, blocks); };
+        in_region(std::min(threads, rows * blocks), 2, [&](Team team) {
+            auto each_block = [&](auto f) {
+                team.run(rows * blocks, false, [&](int64_t task) {
+                    const int64_t row = task / blocks, begin = task % blocks * BLOCK_IDS;
+                    f(task, row, logits + row * stride + begin, std::min(BLOCK_IDS, vocab - begin));
+                });
+            };
+            each_block([&](int64_t task, int64_t, const float* x, int64_t n) { maxima[task] = largest(x, n); });
+            each_block([&](int64_t task, int64_t row, const float* x, int64_t n) {
+                sums[task] = exp_sum(x, n, top_of(row));
             });
-        };
-        each_block([&](int64_t task, int64_t, const float* x, int64_t n) { maxima[task] = largest(x, n); });
-        for (int64_t row = 0; row < rows; row++) tops[row] = largest(maxima.data() + row * blocks, blocks);
-        each_block([&](int64_t task, int64_t row, const float* x, int64_t n) {
-            sums[task] = exp_sum(x, n, tops[row]);
         });
         for (int64_t row = 0; row < rows; row++) {
+            tops[row] = top_of(row);
             double sum = 0.0;
             int64_t block = 0;
             for (int64_t b = 0; b < blocks; b++) sum = sum + sums[row * blocks + b];
