@@ -57,7 +57,9 @@ def multiply_speed() -> float:
 def work_of(engine: Engine, rows: int, sequences: int, context: int) -> tuple[float, float]:
     """Bytes that a frame has to read, and operations that it has to do."""
     linears = [m for m in engine.runner.model.modules() if isinstance(m, FrameLinear)]
-    weights = {id(m.packed or m): m.weight.nbytes if m.packed is None else m.packed.num_bytes for m in linears}
+    weights = {
+        id(m.packed or m): m.weight.nbytes if m.packed is None else m.packed.num_bytes for m in linears
+    }
     arch = engine.loaded.arch
     kv_bytes = 2 * engine.runner.store.layers[0].k.itemsize  # of an element of K and of V
     kv = sum(kv_bytes * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * context

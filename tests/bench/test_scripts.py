@@ -399,7 +399,6 @@ def test_card_lists_scripts_that_exist(monkeypatch, capsys):
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_a_frame_on_a_cpu_must_read_weights_and_kv_in_their_own_form(linear, dtype, size):
     from frame_cpu import work_of
-
     from samewise.testing import tiny_engine
 
     engine = tiny_engine(dtype=dtype, linear=linear, proposer="none")
