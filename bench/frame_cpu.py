@@ -46,24 +46,26 @@ def multiply_speed() -> float:
     """Operations per second of fused multiply-adds in registers, two for each."""
     threads_of_the_kernels = Path(build.__file__).with_name("team.cpp")
     peak = build.library_of(Path(__file__).with_name("peak.cpp"), threads_of_the_kernels).samewise_peak
-    peak.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+    peak.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     peak.restype = ctypes.c_double
     threads = torch.get_num_threads()
     sums = torch.zeros(threads)
-    arguments = ROUNDS, threads, build.gomp_parallel(), sums.data_ptr()
+    arguments = ROUNDS, threads, sums.data_ptr()
     return peak(*arguments) / seconds(lambda: peak(*arguments), 7)
 
 
 def work_of(engine: Engine, rows: int, sequences: int, context: int) -> tuple[float, float]:
     """Bytes that a frame has to read, and operations that it has to do."""
     linears = [m for m in engine.runner.model.modules() if isinstance(m, FrameLinear)]
-    packed = {id(m.packed): m.packed for m in linears if m.packed is not None}
+    weights = {
+        id(m.packed or m): m.weight.nbytes if m.packed is None else m.packed.num_bytes for m in linears
+    }
     arch = engine.loaded.arch
-    kv = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * context
+    kv_bytes = 2 * engine.runner.store.layers[0].k.itemsize  # of an element of K and of V
+    kv = sum(kv_bytes * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * context
     products = sum(m.weight.numel() for m in linears) * rows
     attention = sum(2 * layer.num_heads * layer.head_dim for layer in arch.layers) * context * rows
-    num_bytes = sum(weight.num_bytes for weight in packed.values()) + kv * sequences * FLOAT_BYTES
-    return num_bytes, 2.0 * (products + attention)
+    return float(sum(weights.values()) + kv * sequences), 2.0 * (products + attention)
 
 
 def measure(args: Namespace, spans_of: Callable[..., list[Span]]) -> dict:

@@ -26,6 +26,7 @@ VARIANTS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "-O1": (None, ("-O1",)),
     "-O2": (None, ("-O2",)),
     "AVX2": (None, ("-mno-avx512f",)),
+    "no futex": (None, ("-DSAMEWISE_NO_FUTEX", PORTABLE, "-O1")),  # how threads sleep where there is no Linux
     "x86-64, portable": (None, ("-march=x86-64", "-mtune=generic", PORTABLE)),
     "clang++": ("clang++", ()),
     "clang++, portable": ("clang++", (PORTABLE,)),
@@ -47,11 +48,16 @@ def variant_path(name: str) -> Path:
     """The variant's library, built if it is not in the cache."""
     compiler, flags = VARIANTS[name]
     with _compiler(compiler):
-        usual = native_build.library_path()
-        digest = hashlib.sha256(f"{usual.stem} {' '.join(flags)}".encode()).hexdigest()
-        target = usual.with_name(f"{digest}.so")
-        if not target.exists():
-            native_build.build(target, flags)
+        return built(native_build.SOURCES, flags)
+
+
+def built(sources: tuple[Path, ...], flags: tuple[str, ...]) -> Path:
+    """A library of these sources with these flags after the usual ones, built if it is not in the cache."""
+    usual = native_build.library_path(sources)
+    digest = hashlib.sha256(f"{usual.stem} {' '.join(flags)}".encode()).hexdigest()
+    target = usual.with_name(f"{digest}.so")
+    if not target.exists():
+        native_build.build(target, flags, sources)
     return target
 
 

@@ -1,6 +1,10 @@
 """Peers: which are started, and llama.cpp's server in its own process (here with a module that plays it)."""
 
+import itertools
+import os
+import signal
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +13,8 @@ import torch
 from model_files import write_gguf
 from rich.console import Console
 
-from samewise.bench import engines, peers, run
+from samewise.bench import engines, first_token, peers, run
+from samewise.bench.measurement import Measurement
 from samewise.bench.options import BenchOptions
 from samewise.config import EngineConfig
 from samewise.errors import BadParameter
@@ -44,6 +49,24 @@ class Server:
         timings = {"prompt_ms": 1000 * threads, "predicted_per_token_ms": n_ctx}
         return {"usage": {"completion_tokens": -1 if wrong else tokens}, "timings": timings}
 """
+
+
+class FailingPeer(peers.Peer):
+    """A peer that answers `num` times."""
+
+    name, about = "failing", "dies"
+
+    def __init__(self, num):
+        self.num_left, self.num_closed = num, 0
+
+    def run(self, prompts, max_tokens):
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise RuntimeError("its process ended: killed")
+        return Measurement(len(prompts) * max_tokens, 1.0)
+
+    def close(self):
+        self.num_closed += 1
 
 
 @pytest.fixture
@@ -94,6 +117,56 @@ def test_a_server_that_does_not_start_says_why(common, tmp_path):
         peers.start("llama.cpp", replace(common, gguf=tmp_path / "broken.gguf"))
 
 
+@pytest.mark.usefixtures("fake_xllamacpp")
+def test_a_server_that_hangs_is_killed(common, monkeypatch):
+    server = peers.start("llama.cpp", common)
+    monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(peers, "CLOSE_SECONDS", 0.2)
+    with pytest.raises(RuntimeError, match=r"no answer in 0.2 s"):
+        server.run([[5]], 9)  # it waits for three requests
+    server.close()
+    server.close()
+    assert server._process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("fake_xllamacpp")
+def test_a_server_that_does_not_end_when_it_is_closed_is_killed(common, monkeypatch):
+    server = peers.start("llama.cpp", common)
+    monkeypatch.setattr(peers, "CLOSE_SECONDS", 0.2)
+    os.kill(server._process.pid, signal.SIGSTOP)
+    server.close()
+    assert server._process.returncode == -signal.SIGKILL
+
+
+class CountingLlama:
+    """llama-cpp-python's `Llama`, as far as it is used: endless tokens 5, 6, 7, …, each counted."""
+
+    def __init__(self, *_, **__):
+        self.num_decoded = 0
+
+    def reset(self):
+        """Before every prompt."""
+
+    def generate(self, prompt, temp):
+        assert temp == 0.0
+        for token in itertools.count(prompt[0]):
+            self.num_decoded += 1
+            yield token
+
+
+@pytest.mark.parametrize(("ignore_eos", "num"), [(True, 8), (False, 6)])
+def test_llama_cpp_python_computes_no_token_beyond_those_that_are_counted(
+    common, monkeypatch, ignore_eos, num
+):
+    module = types.ModuleType("llama_cpp")
+    module.Llama = CountingLlama
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    monkeypatch.setattr(peers, "version", lambda _: "1.5")
+    peer = peers.LlamaOneByOne(replace(common, eos_ids=frozenset({6}), ignore_eos=ignore_eos))
+    assert peer.run([[5], [7]], 4).tokens == num  # the second prompt meets no end
+    assert peer._llama.num_decoded == num
+
+
 def test_the_llama_cpp_that_is_installed_reads_the_gguf_file(common, tmp_path):
     pytest.importorskip("xllamacpp")
     file = write_gguf(tmp_path / "tiny.gguf", tied=False)
@@ -135,7 +208,7 @@ def engine(tmp_path_factory):
     tiny_model(num_hidden_layers=1).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     config = EngineConfig(model=str(path), device="cpu", kv_memory="8MiB", max_model_len=512, proposer="none")
-    return engines.engine_backends(run.load(config), config, ["none"])[0].engine, config
+    return engines.engine_backends(run.load(config), config, ["none"])[0], config
 
 
 def _started(engine, monkeypatch, **options):
@@ -153,7 +226,7 @@ def _started(engine, monkeypatch, **options):
     )
     console = Console(width=200)
     with console.capture() as captured:
-        made = list(run._peers(console, made, config, BenchOptions(**options), {"t": [[1, 2, 3]]}))
+        made = list(run._peers(console, made.engine, config, BenchOptions(**options), {"t": [[1, 2, 3]]}))
     return source, made, captured.get()
 
 
@@ -166,3 +239,37 @@ def test_peers_that_are_installed_are_started_and_those_that_fail_are_named(engi
 @pytest.mark.parametrize(("names", "num"), [((), 0), (("llama.cpp",), 1)])
 def test_peers_are_those_that_were_named(engine, monkeypatch, names, num):
     assert len(_started(engine, monkeypatch, peers=names)[1]) == num
+
+
+@pytest.mark.parametrize("num", [0, 1, 2, 5])
+def test_a_peer_that_fails_is_left_out_and_the_others_are_measured(engine, num):
+    """In the warm-up, at its first run, in the middle of a group, in a later repeat."""
+    ours = [engine[0]]
+    failing, other, told = FailingPeer(num), FailingPeer(1000), []
+    other.name = "other"
+    live, console = peers.LivePeers([failing, other], told.append), Console(width=200)
+    options = BenchOptions(batches=(1,), repeats=3, max_tokens=2, first_token=8)
+    prompts = {"one": [[1, 2, 3], [4, 5]], "two": [[6, 7]]}
+    with console.capture():
+        cells = run._measure(console, ours, live, prompts, options)
+        tokens = run._first_tokens(console, ours, live, prompts, options)
+    assert {(cell.backend, cell.task, len(cell.runs)) for cell in cells} == {
+        (name, task, 3) for name in ("none", "other") for task in prompts
+    }
+    assert [one.backend if hasattr(one, "backend") else one["contender"] for one in tokens] == [
+        "other",
+        "none",
+    ]
+    assert told == [
+        "failing failed (its process ended: killed); it is left out, with what was measured of it"
+    ]
+    assert (failing.num_closed, other.num_closed, list(live)) == (1, 0, [other])
+
+
+def test_a_peer_that_fails_at_a_long_prompt_has_no_first_token():
+    failing, other, told = FailingPeer(1), FailingPeer(9), []
+    other.name = "other"
+    live = peers.LivePeers([failing, other], told.append)
+    found = first_token.measure([failing, other], [[1, 2]], 4, 2, live.run)
+    assert [one.backend for one in found] == ["other"]
+    assert len(told) == 1

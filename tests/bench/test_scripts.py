@@ -395,3 +395,20 @@ def test_card_lists_scripts_that_exist(monkeypatch, capsys):
     assert len(listed) == len(names)
     named = [part for line in listed for part in line.split() if part.endswith(".py")]
     assert all((BENCH / part).exists() or (BENCH.parent / part).exists() for part in named)
+
+
+@pytest.mark.parametrize("linear", ["native", "torch"])
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_a_frame_on_a_cpu_must_read_weights_and_kv_in_their_own_form(linear, dtype, size):
+    from frame_cpu import work_of
+    from samewise.testing import tiny_engine
+
+    engine = tiny_engine(dtype=dtype, linear=linear, proposer="none")
+    linears = [m for m in engine.runner.model.modules() if isinstance(m, torch.nn.Linear)]
+    num_weights = sum(module.weight.numel() for module in linears)
+    arch = engine.loaded.arch
+    num_kv = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * 100
+    num_bytes, operations = work_of(engine, rows=4, sequences=2, context=100)
+    assert num_bytes == size * (num_weights + 2 * num_kv)
+    per_row = num_weights + sum(2 * layer.num_heads * layer.head_dim for layer in arch.layers) * 100
+    assert operations == 2.0 * 4 * per_row

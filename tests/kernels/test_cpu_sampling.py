@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cpp_reference import masses_reference, noise_reference, row_stats_reference, scores_reference
 from native_variants import needs_compiler
+from samewise.errors import InvariantBroken
 from samewise.kernels import noise
 from samewise.kernels.cpu_sampling import NativeRows, TorchRows, pick_row_math
 from samewise.kernels.native import build as native_build
@@ -292,6 +293,21 @@ def test_logits_of_minus_infinity_and_nan_have_no_place_among_the_top_ids(native
     logits = torch.full((1, 200), -INF)
     logits[0, 150], logits[0, 3], logits[0, 70] = -5.0, INF, math.nan
     assert native.top_ids(logits, 8).tolist() == [[3, 150, *[-1] * 6]]
+
+
+# -- dtypes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [NativeRows, TorchRows])
+def test_logits_of_another_dtype_break_an_invariant(rows, dtype):
+    logits, math_ = random_logits(3, 100).to(dtype), rows()
+    calls = [lambda: math_.stats(logits), lambda: math_.scores(logits[0], 0.8, KEY, INF)]
+    if rows is NativeRows:
+        calls.append(lambda: math_.top_ids(logits, 8))
+    for call in calls:
+        with pytest.raises(InvariantBroken, match=f"float32, not {dtype}"):
+            call()
 
 
 # -- which arithmetic ----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import torch
 
 from cpp_reference import bits, linear_reference, random_tensor
 from native_variants import variant_library
-from samewise.errors import InvariantBroken
+from samewise.errors import InvariantBroken, UnsupportedModel
 from samewise.kernels.linear import packed as linear
 from samewise.kernels.native import build as native_build
 
@@ -154,6 +154,35 @@ def test_any_leading_shape_and_stride_is_accepted_and_other_widths_refused():
     assert linear.multiply(x[:0], packed, None).shape == (0, 3, 8)
     with pytest.raises(InvariantBroken, match="32 inputs was given"):
         linear.multiply(random_tensor(2, 31), packed, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_elements_of_a_bias_may_stand_apart(dtype):
+    weight, x = random_tensor(20, 32, dtype=dtype), random_tensor(3, 32, seed=1, dtype=dtype)
+    wide = random_tensor(40, seed=2, dtype=dtype)
+    for bias in (wide[::2], wide[1::2], wide[:1].expand(20), wide.view(20, 2)[:, 1]):
+        got = linear.multiply(x, linear.pack_as_is(weight), bias)
+        assert torch.equal(bits(got), bits(linear_reference(x, weight, bias)))
+
+
+@pytest.mark.parametrize("x", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_bias_of_another_dtype_is_refused_as_torch_refuses_it(x, bias):
+    if x == bias:
+        return
+    weight, rows = random_tensor(20, 32, dtype=x), random_tensor(3, 32, seed=1, dtype=x)
+    bias = random_tensor(20, seed=2, dtype=bias)
+    with pytest.raises(RuntimeError):
+        torch.nn.functional.linear(rows, weight, bias)
+    with pytest.raises(UnsupportedModel, match=f"bias in {bias.dtype} and an input in {x}"):
+        linear.multiply(rows, linear.pack_as_is(weight), bias)
+
+
+def test_a_bias_of_another_length_breaks_an_invariant():
+    packed, x = linear.pack_as_is(random_tensor(20, 32)), random_tensor(3, 32)
+    for bias in (torch.zeros(19), torch.zeros(1), torch.zeros(20, 1)):
+        with pytest.raises(InvariantBroken, match="20 outputs has a bias"):
+            linear.multiply(x, packed, bias)
 
 
 def test_a_compiled_layer_may_contain_the_linear():

@@ -264,21 +264,19 @@ def test_another_users_folder_is_left_alone_and_libraries_go_beside_it(tiny, pla
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-def test_concurrent_processes_build_one_library_and_use_torchs_openmp(tmp_path):
+def test_concurrent_processes_build_one_library_and_load_no_openmp_of_their_own(tmp_path):
     script = (
         "import torch, pathlib\n"
-        "from samewise.kernels.native import build as native_build\n"
         "from samewise.kernels.attention import native\n"
         "kernel = native.NativeKernel()\n"
         "paths = pathlib.Path('/proc/self/maps').read_text().split()\n"
         "names = ('libgomp', 'libomp', 'libiomp')\n"
         "print(len({w for w in paths if pathlib.Path(w).name.startswith(names)}))\n"
-        "print(native_build.gomp_parallel() is not None)\n"
     )
     env = {**os.environ, "SAMEWISE_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    assert [p.communicate()[0].split() for p in processes] == [["1", "True"]] * 2
+    assert [p.communicate()[0].split() for p in processes] == [["1"]] * 2
     assert sorted(p.suffix for p in (tmp_path / "native").iterdir()) == [".sha256", ".so"]

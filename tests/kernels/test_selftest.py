@@ -30,7 +30,10 @@ def test_the_stored_digests_are_given_on_any_number_of_threads(library, threads)
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "portable, -O1" else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
+    [
+        name if name in ("portable, -O1", "no futex") else pytest.param(name, marks=pytest.mark.slow)
+        for name in VARIANTS
+    ],
 )
 def test_other_builds_give_the_stored_digests(name):
     other = variant_library(name)

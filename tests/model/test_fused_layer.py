@@ -381,6 +381,19 @@ def test_new_weights_of_norms_and_biases_are_read_again_in_bfloat16():
     assert torch.equal(after, run_layer(fuse_layer(layer), *inputs))
 
 
+def test_weights_of_norms_and_biases_may_be_strided():
+    layer = bound_layers("qwen2")[0]
+    fused, inputs = fuse_layer(layer), random_inputs(5)
+    before = run_layer(fused, *inputs)
+    for module in (layer.input_layernorm, layer.post_attention_layernorm):
+        module.weight.data = torch.stack([module.weight.data] * 2, 1)[:, 0]
+    for module in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+        module.bias.data = torch.stack([module.bias.data] * 2, 1)[:, 0]
+    pack_linears(layer)
+    assert unfusable_reason(layer) is None
+    assert torch.equal(bits(run_layer(fuse_layer(layer), *inputs)), bits(before))
+
+
 def test_result_is_compared_with_the_modules():
     layer, _ = bound_layers("llama")
     layer.self_attn.scaling = 0.3  # modules and kernel both read it

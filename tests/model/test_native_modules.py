@@ -82,6 +82,15 @@ def test_the_last_norm_has_the_bits_of_the_stated_order(width):
         assert torch.equal(bits(NativeNorm(original)(strided)), bits(norm_reference(original, strided)))
 
 
+def test_a_norms_weight_may_be_strided_or_of_fewer_bits():
+    x, wide = random_tensor(1, 5, 40, seed=3), random_tensor(80, seed=4)
+    for weight in (wide[::2], wide[:40].bfloat16(), wide.view(40, 2).half()[:, 1]):
+        original = SimpleNamespace(weight=nn.Parameter(weight), variance_epsilon=1e-5)
+        with torch.inference_mode():
+            expected = norm_reference(SimpleNamespace(weight=weight.float(), variance_epsilon=1e-5), x)
+            assert torch.equal(bits(NativeNorm(original)(x)), bits(expected))
+
+
 def test_a_norm_of_another_width_or_dtype_breaks_an_invariant():
     norm = NativeNorm(make_norm(40))
     with pytest.raises(InvariantBroken, match="width 40"):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any
 
 from rich.table import Table
 
-from samewise.bench.measurement import Backend, Prompts
+from samewise.bench.measurement import Backend, Measurement, Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,25 @@ class FirstToken:
 
 
 def measure(
-    backends: Sequence[Backend], questions: Iterable[Sequence[int]], prompt_len: int, repeats: int
+    backends: Sequence[Backend],
+    questions: Iterable[Sequence[int]],
+    prompt_len: int,
+    repeats: int,
+    run: Callable[[Backend, Prompts, int], Measurement | None] | None = None,
 ) -> list[FirstToken]:
-    """Time every backend on the same prompts, another one in each repeat, after one that is not counted."""
+    """Time every backend on the same prompts, another one in each repeat, after one that is not counted.
+
+    A backend for which `run` (by default its own) returned None has no result.
+    """
+    run = run or (lambda backend, prompts, max_tokens: backend.run(prompts, max_tokens))
     runs: dict[str, list[float]] = {backend.name: [] for backend in backends}
     for number, prompt in enumerate(long_prompts(list(questions), prompt_len, repeats + 1)):
         for backend in backends:
-            seconds = backend.run([prompt], 1).seconds
-            if number > 0:
-                runs[backend.name].append(seconds)
+            measured = run(backend, [prompt], 1)
+            if measured is None:
+                runs.pop(backend.name, None)
+            elif number > 0:
+                runs[backend.name].append(measured.seconds)
     return [FirstToken(name, prompt_len, tuple(of_backend)) for name, of_backend in runs.items()]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +35,10 @@ REMEDIES = {
 }
 LLAMA_SERVER = "samewise.bench.llama_server"
 """The module that runs in a process of its own."""
+ANSWER_SECONDS = 900.0
+"""After which a peer's process counts as hung: several times what the slowest run takes on two cores."""
+CLOSE_SECONDS = 10.0
+"""Which a process has to end by itself before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,32 @@ class Peer:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give back what the peer holds outside of this process."""
+        """Give back what the peer holds outside of this process. May be called again."""
+
+
+class LivePeers:
+    """The peers that answer. One that fails is closed and left out from then on."""
+
+    def __init__(self, peers: Sequence[Peer], tell: Callable[[str], None]) -> None:
+        self._peers, self._tell = list(peers), tell
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self._peers))
+
+    def __contains__(self, peer: object) -> bool:
+        return peer in self._peers
+
+    def run(self, peer: Peer, prompts: Prompts, max_tokens: int) -> Measurement | None:
+        """Its measurement; None where it failed, now or before."""
+        if peer not in self._peers:
+            return None
+        try:
+            return peer.run(prompts, max_tokens)
+        except Exception as error:
+            self._peers.remove(peer)
+            self._tell(f"{peer.name} failed ({error}); it is left out, with what was measured of it")
+            peer.close()
+            return None
 
 
 class Transformers(Peer):
@@ -138,6 +170,8 @@ class LlamaServer(Peer):
             [sys.executable, "-m", LLAMA_SERVER],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",
         )  # fmt: skip
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
         settings = {
             "gguf": str(common.gguf), "num_live": common.num_live, "max_len": common.max_len,
             "num_threads": torch.get_num_threads(),
@@ -156,20 +190,37 @@ class LlamaServer(Peer):
         )
 
     def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
+        """End the process; kill it if it does not."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._log.close()
 
+    def _read(self) -> None:
+        """Put the process's lines into a queue, which can be waited for with a limit; "" at the end."""
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
+        self._lines.put("")
+
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Send a line and read one; RuntimeError with the process's last words if it ended."""
+        """Send a line and read one; RuntimeError if the process ended, with its last words, or hangs."""
         process = self._process
-        assert process.stdin is not None  # both are pipes
-        assert process.stdout is not None
+        assert process.stdin is not None
         try:
             print(json.dumps(question), file=process.stdin, flush=True)
-            answer = process.stdout.readline()
+            answer = self._lines.get(timeout=ANSWER_SECONDS)
         except BrokenPipeError:
             answer = ""
+        except queue.Empty:
+            process.kill()
+            raise RuntimeError(f"no answer in {ANSWER_SECONDS:g} s") from None
         if not answer:
             process.wait()
             self._log.seek(0)
@@ -199,9 +250,9 @@ class LlamaOneByOne(Peer):
         tokens, began = 0, time.perf_counter()
         for prompt in prompts:
             self._llama.reset()
-            for token, _ in zip(
-                self._llama.generate(list(prompt), temp=0.0), range(max_tokens), strict=False
-            ):
+            generated = self._llama.generate(list(prompt), temp=0.0)
+            # The range first: the other way round a token more is computed before it ends.
+            for _, token in zip(range(max_tokens), generated, strict=False):
                 tokens += 1
                 if token in self._eos:
                     break
@@ -260,6 +311,7 @@ def _short(dtype: torch.dtype) -> str:
 __all__ = [
     "VLLM",
     "Common",
+    "LivePeers",
     "LlamaOneByOne",
     "LlamaServer",
     "Peer",

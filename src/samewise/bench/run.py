@@ -20,8 +20,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from samewise.bench import engines, first_token, peers, report, timeline, workload
 from samewise.bench.engines import UNVERIFIED, EngineBackend
-from samewise.bench.measurement import Backend, Measurement, joined
+from samewise.bench.measurement import Backend, Measurement, Prompts, joined
 from samewise.bench.options import PEERS, BenchOptions
+from samewise.bench.peers import LivePeers
 from samewise.bench.report import Cell
 from samewise.config import EngineConfig
 from samewise.engine import Engine
@@ -61,15 +62,16 @@ def _compare(
         )  # fmt: skip
         first = ours[0].engine
         prompts = _prompts(first, options)
-        others = []
+        peers_started = []
         for peer in _peers(console, first, config, options, prompts):
             started.callback(peer.close)
-            others.append(peer)
+            peers_started.append(peer)
+        others = LivePeers(peers_started, lambda text: console.print(f"[yellow]{text}[/]", highlight=False))
     ceiling = _ceiling(console, config, first)
     for peer in others:
         console.print(f"{peer.name}: {peer.about}", highlight=False)
     cells = _measure(console, ours, others, prompts, options)
-    console.print(report.table(cells, (others or ours)[0].name))
+    console.print(report.table(cells, next(iter(others), ours[0]).name))
     console.print(report.speculation_table(cells))
     if "auto" in options.proposers and len(options.proposers) > 1:
         console.print(report.auto_table(cells))
@@ -79,9 +81,9 @@ def _compare(
         {"batch": batch, "task": task, "best": best, "auto_over_best": ratio}
         for (batch, task), (best, ratio) in report.auto_ratios(cells).items()
     ]
+    first_tokens = _first_tokens(console, ours, others, prompts, options)
     results = {
-        "results": [cell.as_json() for cell in cells], "auto": auto,
-        "first_token": _first_tokens(console, ours, others, prompts, options),
+        "results": [cell.as_json() for cell in cells], "auto": auto, "first_token": first_tokens,
         "peers": {peer.name: peer.about for peer in others},
     }  # fmt: skip
     return _conditions(config, options, ceiling, first) | results
@@ -90,12 +92,13 @@ def _compare(
 def _measure(
     console: Console,
     ours: Sequence[EngineBackend],
-    others: Sequence[Backend],
+    others: LivePeers,
     prompts: dict[str, list[list[int]]],
     options: BenchOptions,
 ) -> list[Cell]:
     """Every backend on every task at every batch size; interleaved, so that disturbances hit all alike."""
     backends: list[Backend] = [*ours, *others]
+    run_one = _run_with(others)
     runs: dict[tuple[int, str, str], list[Measurement]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
                TimeElapsedColumn())  # fmt: skip
@@ -104,7 +107,7 @@ def _measure(
         bar = progress.add_task("", total=total)
         for backend in backends:
             progress.update(bar, description=f"warming up {backend.name}")
-            backend.run([next(iter(prompts.values()))[0]] * max(options.batches), WARM_UP_TOKENS)
+            run_one(backend, [next(iter(prompts.values()))[0]] * max(options.batches), WARM_UP_TOKENS)
         for _ in range(options.repeats):
             for batch in options.batches:
                 for task, questions in prompts.items():
@@ -115,7 +118,23 @@ def _measure(
                     ).items():
                         runs.setdefault((batch, task, name), []).append(run)
                     progress.advance(bar, len(backends))
-    return [Cell(name, task, batch, tuple(of_cell)) for (batch, task, name), of_cell in runs.items()]
+    measured = {backend.name for backend in (*ours, *others)}  # without peers that failed meanwhile
+    return [
+        Cell(name, task, batch, tuple(of_cell))
+        for (batch, task, name), of_cell in runs.items()
+        if name in measured
+    ]
+
+
+def _run_with(others: LivePeers) -> Callable[[Backend, Prompts, int], Measurement | None]:
+    """How a backend is run: a peer may fail, an engine of ours must not."""
+
+    def run(backend: Backend, prompts: Prompts, max_tokens: int) -> Measurement | None:
+        if isinstance(backend, peers.Peer):
+            return others.run(backend, prompts, max_tokens)
+        return backend.run(prompts, max_tokens)
+
+    return run
 
 
 def _groups(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
@@ -127,13 +146,13 @@ def _groups(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
 
 def _run_groups(
     ours: Sequence[EngineBackend],
-    others: Sequence[Backend],
+    others: LivePeers,
     groups: list[list[list[int]]],
     max_tokens: int,
     where: str,
     show: Callable[..., None],
 ) -> dict[str, Measurement]:
-    """Each group to all engines in turns, then to each peer."""
+    """Each group to all engines in turns, then to each peer. A peer that fails has no measurement."""
     runs: dict[str, list[Measurement]] = {backend.name: [] for backend in (*ours, *others)}
     for group in groups:
         show(description=f"{where}: {', '.join(backend.name for backend in ours)}")
@@ -141,8 +160,9 @@ def _run_groups(
             runs[backend.name].append(run)
         for peer in others:
             show(description=f"{where}: {peer.name}")
-            runs[peer.name].append(peer.run(group, max_tokens))
-    return {name: joined(parts) for name, parts in runs.items()}
+            if (measured := others.run(peer, group, max_tokens)) is not None:
+                runs[peer.name].append(measured)
+    return {name: joined(parts) for name, parts in runs.items() if len(parts) == len(groups)}
 
 
 def _prompts(engine: Engine, options: BenchOptions) -> dict[str, list[list[int]]]:
@@ -188,7 +208,7 @@ def _peers(
 def _first_tokens(
     console: Console,
     ours: Sequence[EngineBackend],
-    others: Sequence[Backend],
+    others: LivePeers,
     prompts: dict[str, list[list[int]]],
     options: BenchOptions,
 ) -> list[dict[str, Any]]:
@@ -201,7 +221,9 @@ def _first_tokens(
         return []
     questions = [prompt for of_task in prompts.values() for prompt in of_task]
     backends: list[Backend] = [*others, *ours]  # times are told over the first one's
-    results = first_token.measure(backends, questions, options.first_token, options.repeats)
+    results = first_token.measure(
+        backends, questions, options.first_token, options.repeats, _run_with(others)
+    )
     console.print(first_token.table(results))
     return [one.as_json() for one in results]
 
@@ -218,7 +240,9 @@ def _overhead(
         ours.append(engines.engine_backend(f"{rate:g}", loaded, chosen, make_proposer=make))
     first = ours[0].engine
     ceiling = _ceiling(console, config, first)
-    cells = _measure(console, ours, [], _prompts(first, options), replace(options, batches=(batch,)))
+    cells = _measure(
+        console, ours, LivePeers([], print), _prompts(first, options), replace(options, batches=(batch,))
+    )
     base = report.mean_rate(cells, UNVERIFIED, batch)
     points = []
     for rate in options.inject:

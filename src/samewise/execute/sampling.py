@@ -85,7 +85,8 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
         """A token for every row of [R, V] float32; rows without a SamplingRow get the plain argmax.
 
-        Without SamplingRows the logits may also be of the model's 16-bit dtype: the result is the same.
+        On CUDA and without SamplingRows the logits may also be of the model's 16-bit dtype: the result is
+        the same.
         """
         rows = [row for row in rows if not row.sampling.plain]
         output = self._sample(logits, rows)

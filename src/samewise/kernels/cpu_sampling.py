@@ -69,11 +69,26 @@ def _entries() -> _Entries:
     stats, scores, masses = library.samewise_row_stats, library.samewise_scores, library.samewise_masses
     top_ids = library.samewise_top_ids
     pointer, int64, uint32, single = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
-    stats.argtypes = [pointer, int64, int64, int64, pointer, pointer, pointer, int64, pointer]
-    scores.argtypes = [pointer, int64, single, single, uint32, uint32, pointer, int64, pointer]
+    stats.argtypes = [pointer, int64, int64, int64, pointer, pointer, pointer, int64]
+    scores.argtypes = [pointer, int64, single, single, uint32, uint32, pointer, int64]
     masses.argtypes = [pointer, int64, int64, pointer]
-    top_ids.argtypes = [pointer, int64, int64, int64, int64, pointer, int64, pointer]
+    top_ids.argtypes = [pointer, int64, int64, int64, int64, pointer, int64]
     return _Entries(stats, scores, masses, top_ids)
+
+
+def _raise_if_failed(status: int) -> None:
+    """Raise the error that the kernel's return value stands for; 0 is success."""
+    if status == 1:
+        raise MachineError("Out of memory in the sampler: lower max_num_seqs.")
+    if status:
+        raise InvariantBroken(f"the native sampler returned {status}: more of the largest ids than it keeps?")
+
+
+def _checked(logits: Tensor) -> Tensor:
+    """The logits with the ids of a row side by side. Other dtypes would be read as float32."""
+    if logits.dtype != torch.float32:
+        raise InvariantBroken(f"the sampler of a CPU takes logits in torch.float32, not {logits.dtype}")
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
 class NativeRows:
@@ -83,31 +98,30 @@ class NativeRows:
 
     def __init__(self) -> None:
         self._stats, self._scores, self._masses, self._top_ids = _entries()
-        self._parallel = native_build.gomp_parallel()
 
     def stats(self, logits: Tensor) -> RowStats:
         """See RowMath."""
-        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        logits = _checked(logits)
         num_rows, vocab = logits.shape
         stats = RowStats(
             np.empty(num_rows, np.int64), np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
         )
         status = self._stats(
             logits.data_ptr(), num_rows, logits.stride(0), vocab, *(array.ctypes.data for array in stats),
-            torch.get_num_threads(), self._parallel,
+            torch.get_num_threads(),
         )  # fmt: skip
-        if status:
-            raise MachineError("Out of memory in the sampler: lower max_num_seqs.")
+        _raise_if_failed(status)
         return stats
 
     def scores(self, logits: Tensor, temperature: float, key: tuple[int, int], limit: float) -> Tensor:
         """See RowMath."""
-        logits = logits.contiguous()
+        logits = _checked(logits)
         scores = torch.empty(logits.shape[0], dtype=torch.float32, device="cpu")
-        self._scores(
+        status = self._scores(
             logits.data_ptr(), logits.shape[0], temperature, limit, *key, scores.data_ptr(),
-            torch.get_num_threads(), self._parallel,
+            torch.get_num_threads(),
         )  # fmt: skip
+        _raise_if_failed(status)
         return scores
 
     def masses(self, gaps: Floats, bits: int) -> Ints:
@@ -119,15 +133,14 @@ class NativeRows:
 
     def top_ids(self, logits: Tensor, num: int) -> Tensor:
         """See RowMath."""
-        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        logits = _checked(logits)
         num_rows, vocab = logits.shape
         ids = torch.empty(num_rows, num, dtype=torch.int32, device="cpu")
         status = self._top_ids(
             logits.data_ptr(), num_rows, logits.stride(0), vocab, num, ids.data_ptr(),
-            torch.get_num_threads(), self._parallel,
+            torch.get_num_threads(),
         )  # fmt: skip
-        if status:
-            raise InvariantBroken(f"the {num} largest logits were asked for")
+        _raise_if_failed(status)
         return ids
 
 
@@ -138,7 +151,7 @@ class TorchRows:
 
     def stats(self, logits: Tensor) -> RowStats:
         """See RowMath."""
-        block = logits.numpy()
+        block = _checked(logits).numpy()
         tokens = block.argmax(-1)  # NumPy promises the first of equal maxima
         top = block[np.arange(len(tokens)), tokens]
         scratch = torch.empty(logits.shape[-1], dtype=torch.float32, device="cpu")
@@ -147,7 +160,7 @@ class TorchRows:
 
     def scores(self, logits: Tensor, temperature: float, key: tuple[int, int], limit: float) -> Tensor:
         """See RowMath."""
-        gap = (logits.amax() - logits).div_(temperature)
+        gap = (logits.amax() - _checked(logits)).div_(temperature)
         gap.masked_fill_(gap > limit, math.inf)
         keys = torch.tensor([key], dtype=torch.int64, device="cpu")
         return noise.gumbel(keys, logits.shape[0])[0].sub_(gap)

@@ -80,7 +80,7 @@ class FusedForward:
         self.dtype = self._held[0].dtype
         self._linears: list[FrameLinear] = []
         self._packed: list[PackedWeight | None] = []
-        self._entry, self._parallel = _entry(), native_build.gomp_parallel()
+        self._entry = _entry()
         self.head_dim = self.rotary = 0  # without attention
         self._fields = fields = Layer(
             width=self.width, share=added_share(layer), dtype=DTYPE_CODES[self.dtype]
@@ -132,7 +132,7 @@ class FusedForward:
         visit = Visit(
             *(tensor.data_ptr() for tensor in (x, cos, sin, y)),
             *(table.data_ptr() for table in rows[:NUM_TABLES]),
-            *(x.shape[1], rows.pages.shape[0], torch.get_num_threads(), self._parallel),
+            *(x.shape[1], rows.pages.shape[0], torch.get_num_threads()),
         )
         return (x, cos, sin), visit, y
 
@@ -175,8 +175,8 @@ class FusedForward:
 
 
 def _in_float32(tensor: torch.Tensor, copies: list[torch.Tensor]) -> int:
-    """The address of the tensor, or of a copy in float32; what it is the address of is added to `copies`."""
-    values = tensor.detach().float()
+    """The address of the tensor, or of a contiguous copy in float32; that tensor is added to `copies`."""
+    values = tensor.detach().float().contiguous()
     copies.append(values)
     return values.data_ptr()
 

@@ -145,14 +145,19 @@ def order_linears(model: nn.Module) -> None:
 
 
 def _siblings(model: nn.Module) -> Iterator[list[FrameLinear]]:
-    """Siblings that can share one product: equal input width and dtype, all with or all without a bias."""
+    """Siblings that can share one product: equal input width and dtypes, all with or all without a bias."""
     for module in model.modules():
         for names in SIBLINGS:
             children = [getattr(module, name, None) for name in names]
             linears = [child for child in children if isinstance(child, FrameLinear)]
-            kinds = {(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}
+            kinds = {(one.in_features, *_dtypes(one)) for one in linears}
             if len(linears) == len(names) and len(kinds) == 1:
                 yield linears
+
+
+def _dtypes(linear: FrameLinear) -> tuple[torch.dtype, torch.dtype | None]:
+    """Of the weight, and of the bias if there is one."""
+    return linear.weight.dtype, None if linear.bias is None else linear.bias.dtype
 
 
 def _merge(linears: list[FrameLinear], pack_weight: Callable[[torch.Tensor], PackedWeight | None]) -> str:

@@ -107,8 +107,8 @@ class NativeNorm(nn.Module):
         width = self.weight.shape[0]
         if x.shape[-1] != width or x.dtype != torch.float32:
             raise InvariantBroken(f"a norm of width {width} was given {tuple(x.shape)}, {x.dtype}")
-        y = torch.empty_like(x)
-        by = Norm(self.weight.data_ptr(), self.variance_epsilon, self._plus_one)
+        y, weight = torch.empty_like(x), self.weight.float().contiguous()
+        by = Norm(weight.data_ptr(), self.variance_epsilon, self._plus_one)
         self._entry(by, x.data_ptr(), x.numel() // width, width, y.data_ptr())
         return y
 

@@ -65,7 +65,7 @@ def attend(
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        *(window or 0, DTYPE_CODES[q.dtype], torch.get_num_threads(), native_build.gomp_parallel(), scale),
+        *(window or 0, DTYPE_CODES[q.dtype], torch.get_num_threads(), scale),
     )
     raise_if_failed(entry(call))
     return out
@@ -145,7 +145,6 @@ class NativeKernel(AttentionKernel):
 
     def __init__(self) -> None:
         _entry()
-        native_build.gomp_parallel()
 
     @property
     def name(self) -> str:

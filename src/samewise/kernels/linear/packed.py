@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from samewise.errors import InvariantBroken, MachineError
+from samewise.errors import InvariantBroken, MachineError, UnsupportedModel
 from samewise.kernels.native import build as native_build
 from samewise.kernels.native.calls import DTYPE_CODES, Product, Weights
 
@@ -23,9 +23,11 @@ FORM_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int4": 3, "int8": 4}
 GRID_BITS = {"int4": 4, "int8": 8}
 """Bits of a weight in the forms that are grids over groups."""
 GROUP = 32
-"""Inputs whose weights share a scale: GROUP in linear.cpp, the block size of GGUF's 4 and 8 bits."""
+"""Inputs whose weights share a scale: GROUP in panels.h, the block size of GGUF's 4 and 8 bits."""
 PANEL = 8
 """Outputs that stand together in memory: PANEL in panels.h."""
+NO_GRID = 3
+"""What packing returns where a weight does not lie on the grid."""
 EXACT_FORMS = ("int4", "int8", "bfloat16", "float16")
 """Smaller forms of a float32 weight, tried in this order: the fewest bytes first."""
 
@@ -58,9 +60,9 @@ def _entries() -> _Entries:
     linear, pack, arrange = library.samewise_linear, library.samewise_pack, library.samewise_arrange
     linear.argtypes, linear.restype = [ctypes.POINTER(Product)], ctypes.c_int
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
-    pack.argtypes = [pointer, *[int64] * 4, *[pointer] * 3, int64, pointer]
+    pack.argtypes = [pointer, *[int64] * 4, *[pointer] * 3, int64]
     pack.restype = ctypes.c_int
-    arrange.argtypes = [*[pointer] * 3, *[int64] * 4, pointer, int64, pointer]
+    arrange.argtypes = [*[pointer] * 3, *[int64] * 4, pointer, int64]
     arrange.restype = ctypes.c_int
     return _Entries(linear, pack, arrange)
 
@@ -107,25 +109,30 @@ def _pack(weight: torch.Tensor, form: str, *, lossy: bool) -> PackedWeight | Non
     else:
         data, grid = torch.empty(outputs, inputs, dtype=getattr(torch, form), device="cpu"), None
     pointers = [data.data_ptr(), *_grid_pointers(grid)]
-    sizes, threads = (outputs, inputs, FORM_CODES[form]), _threads()
-    if _entries().pack(weight.data_ptr(), *sizes, lossy, *pointers, *threads):
+    sizes, threads = (outputs, inputs, FORM_CODES[form]), torch.get_num_threads()
+    status = _entries().pack(weight.data_ptr(), *sizes, lossy, *pointers, threads)
+    if status == NO_GRID:
         return None
+    _raise_if_not_packed(status)
     if grid is None:
         return _packed_weight(form, (data,), weight.shape)
     scale_bytes = 2 if torch.equal(grid.half().float(), grid) else 4
     panels = torch.empty(_panel_bytes(form, weight.shape, scale_bytes), dtype=torch.uint8, device="cpu")
-    _entries().arrange(*pointers, *sizes, scale_bytes, panels.data_ptr(), *threads)
+    _raise_if_not_packed(_entries().arrange(*pointers, *sizes, scale_bytes, panels.data_ptr(), threads))
     return _packed_weight(form, (panels,), weight.shape)
+
+
+def _raise_if_not_packed(status: int) -> None:
+    if status == 1:
+        raise MachineError("Out of memory when weights were packed: choose a smaller model or free memory.")
+    if status:
+        raise InvariantBroken(f"packing returned {status}")
 
 
 def _grid_pointers(grid: torch.Tensor | None) -> list[int | None]:
     """Addresses of the scales and of the shifts."""
     pointers = [] if grid is None else [part.data_ptr() for part in grid]
     return [*pointers, *[None] * (2 - len(pointers))]
-
-
-def _threads() -> tuple[int, int | None]:
-    return torch.get_num_threads(), native_build.gomp_parallel()
 
 
 def _panel_bytes(form: str, shape: torch.Size, scale_bytes: int) -> int:
@@ -145,11 +152,13 @@ def _packed_weight(form: str, tensors: tuple[torch.Tensor, ...], shape: torch.Si
 
 
 def multiply(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """x W' + b for x [..., K]."""
+    """x W' + b for x [..., K] and b [N] of x's dtype."""
     *lead, inputs = x.shape
     if inputs != packed.inputs or x.dtype not in DTYPE_CODES:
         raise InvariantBroken(f"a linear of {packed.inputs} inputs was given {tuple(x.shape)}, {x.dtype}")
     x = x.contiguous()
+    if bias is not None:
+        bias = _checked_bias(bias, x.dtype, packed.outputs)
     y = torch.empty(*lead, packed.outputs, dtype=x.dtype, device="cpu")
     num_rows = x.numel() // inputs
     product = Product(
@@ -160,10 +169,22 @@ def multiply(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -
         num_rows,
         packed.outputs,
         DTYPE_CODES[x.dtype],
-        *_threads(),
+        torch.get_num_threads(),
     )
     raise_if_failed(_entries().linear(product) if num_rows else 0)
     return y
+
+
+def _checked_bias(bias: torch.Tensor, dtype: torch.dtype, outputs: int) -> torch.Tensor:
+    """The bias as the kernel reads it, elements side by side; refused where `F.linear` refuses it."""
+    if bias.dtype != dtype:
+        raise UnsupportedModel(
+            f"a linear has a bias in {bias.dtype} and an input in {dtype}: convert the model to one dtype, "
+            f"as model.to({dtype}) does"
+        )
+    if bias.shape != (outputs,):
+        raise InvariantBroken(f"a linear of {outputs} outputs has a bias {tuple(bias.shape)}")
+    return bias.contiguous()
 
 
 def raise_if_failed(status: int) -> None:

@@ -34,9 +34,10 @@ constexpr int PAGE = 16;
 constexpr int MAX_QUERIES = 48;                // queries of one tile: they share each K and V load
 constexpr int MIN_QUERIES = 3;                 // of one tile: fewer would load K and V for too little
 constexpr int64_t MAX_SCORES = int64_t{2} << 20;  // floats of scores one thread may hold
-constexpr int64_t SMALL = 200'000;             // multiply-adds not worth waking another thread for
+constexpr int64_t CALL_ALONE = 200'000;        // multiply-adds not worth waking another thread for
+constexpr int64_t STORES_ALONE = 25'000;       // elements of K; a scattered store costs several multiply-adds
 
-enum Result { DONE = 0, NO_MEMORY = 1, BAD_SLOT = 2, BAD_PAGE = 3, BAD_DTYPE = 4 };
+constexpr int BAD_SLOT = 2, BAD_PAGE = 3, BAD_DTYPE = 4;
 
 struct Range { int64_t first, end; };
 
@@ -425,7 +426,7 @@ std::vector<Tile> tiles_of(const Call& c, const std::vector<Range>& runs) {
     }
 }
 
-Result check_tail(const Call& c, int64_t row) {
+int check_tail(const Call& c, int64_t row) {
     Tail tail = tail_of(c, row);
     if (tail == NO_TAIL) return DONE;
     int64_t end = tail.list + c.lengths[row] - tail.start;
@@ -435,7 +436,7 @@ Result check_tail(const Call& c, int64_t row) {
     return DONE;
 }
 
-Result check(const Call& c, const std::vector<Range>& runs) {
+int check(const Call& c, const std::vector<Range>& runs) {
     for (int64_t row = 0; row < c.rows; row++)
         if (c.slots[row] < 0 || c.slots[row] >= c.num_pages * PAGE) return BAD_SLOT;
     for (Range run : runs) {
@@ -443,7 +444,7 @@ Result check(const Call& c, const std::vector<Range>& runs) {
         for (int64_t row = run.first; row < run.end; row++) {
             int64_t in_pages = std::min<int64_t>(c.lengths[row], tail_of(c, row).start);
             end = std::max(end, (in_pages + PAGE - 1) / PAGE);
-            if (Result bad = check_tail(c, row)) return bad;
+            if (int bad = check_tail(c, row)) return bad;
         }
         if (start < 0 || start + end > c.listed_pages) return BAD_PAGE;
         for (int64_t i = start + first; i < start + end; i++)
@@ -452,13 +453,13 @@ Result check(const Call& c, const std::vector<Range>& runs) {
     return DONE;
 }
 
-Result run(const Call& c) {
+int run(const Call& c) {
     AttentionPlan plan;
-    if (int bad = samewise::plan_attention(c, plan)) return Result(bad);
+    if (int bad = samewise::plan_attention(c, plan)) return bad;
     float* room = scratch(plan.room_len * c.threads);
-    const bool few_stores = c.rows * c.kv_heads * c.dim < SMALL / 8;  // a scattered store costs several multiply-adds
-    const bool few = plan.work < SMALL;
-    in_region(c.parallel, few && few_stores ? 1 : c.threads, 3, [&](Team team) {
+    const bool few_stores = c.rows * c.kv_heads * c.dim < STORES_ALONE;
+    const bool few = plan.work < CALL_ALONE;
+    in_region(few && few_stores ? 1 : c.threads, 3, [&](Team team) {
         team.run(1, true, [&](int64_t) { samewise::clear_empty_rows(c, plan); });
         team.run(c.kv_heads, few_stores, [&](int64_t head) { samewise::write_head(c, plan, head); });
         team.run(plan.num_tasks(c), few, [&](int64_t task) {
@@ -484,7 +485,7 @@ void with_types(const Call& c, const AttentionPlan& plan, F f) {
 int samewise::plan_attention(const Call& c, AttentionPlan& plan) {
     if (c.dtype < 0 || c.dtype > 2) return BAD_DTYPE;
     const std::vector<Range> runs = runs_of(c);
-    if (Result bad = check(c, runs)) return bad;
+    if (int bad = check(c, runs)) return bad;
     plan.tiles = tiles_of(c, runs);
     plan.out_row = c.heads * c.dim, plan.room_len = plan.work = 0, plan.floats = false;
     for (const Tile& t : plan.tiles) {
@@ -513,11 +514,7 @@ void samewise::clear_empty_rows(const Call& c, const AttentionPlan& plan) {
             std::memset(static_cast<char*>(c.out) + row * plan.out_row * item, 0, item * c.heads * c.dim);
 }
 
-// Write every row's K and V, then attend. Returns a Result; nothing was written unless it is DONE.
+// Write every row's K and V, then attend. Nothing was written unless DONE is returned.
 extern "C" int samewise_attend(const Call* call) {
-    try {
-        return run(*call);
-    } catch (const std::bad_alloc&) {
-        return NO_MEMORY;
-    }
+    return guarded([&] { return run(*call); });
 }

@@ -4,8 +4,7 @@ Each source file states the order of its IEEE operations per row, so the bits de
 the instruction set nor the number of threads. Every library is tried when it is loaded: it computes the
 digests that are stored in `expected`, or it is refused.
 
-On Linux the kernels run on threads of their own (team.cpp), which sleep between passes; elsewhere on the
-OpenMP threads torch already has. Both are asked for only where torch has more than one thread.
+The kernels run on threads of their own (team.cpp), which sleep between passes: as many as torch has.
 
 ``CXX`` names the compiler and may carry options, but none that relaxes IEEE arithmetic; torch's own compiler
 reads it too, as a program's name only. ``CXXFLAGS`` is not read. ``SAMEWISE_PORTABLE=1`` builds without
@@ -27,8 +26,6 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-
-import torch
 
 from samewise import user_cache
 from samewise.errors import GuaranteeLost, MachineError
@@ -208,12 +205,16 @@ def load_library(path: Path) -> ctypes.CDLL:
 
 
 def selftest(library: ctypes.CDLL, threads: int = 1) -> dict[str, int]:
-    """The digests that a library's kernels give for fixed inputs, by name."""
+    """The digests that a library's kernels give for fixed inputs, by name. MachineError without memory."""
     count, name, run = (getattr(library, f"samewise_selftest{part}") for part in ("_count", "_name", ""))
-    count.restype, name.restype, run.restype = ctypes.c_int64, ctypes.c_char_p, ctypes.c_uint64
+    count.restype, name.restype, run.restype = ctypes.c_int64, ctypes.c_char_p, ctypes.c_int
     name.argtypes, run.argtypes = [ctypes.c_int64], [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-    parallel = gomp_parallel() if threads > 1 else None
-    return {name(i).decode(): run(i, threads, parallel) for i in range(count())}
+    digests, digest = dict[str, int](), ctypes.c_uint64()
+    for i in range(count()):
+        if run(i, threads, ctypes.byref(digest)):
+            raise MachineError("Out of memory when the native kernels were tried.")
+        digests[name(i).decode()] = digest.value
+    return digests
 
 
 def _refuse_other_bits(library: ctypes.CDLL) -> None:
@@ -300,42 +301,14 @@ def _path_of(handle: int, path: Path) -> Path:
     return name if name.exists() else path
 
 
-@functools.cache
-def openmp_path() -> Path | None:
-    """The OpenMP runtime torch loaded into this process; None where /proc does not tell."""
-    try:
-        maps = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    files = dict.fromkeys(line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6)
-    runtimes = [Path(file) for file in files if Path(file).name.startswith(("libgomp", "libiomp5", "libomp"))]
-    inside_torch = [path for path in runtimes if path.is_relative_to(Path(torch.__file__).parent.parent)]
-    return next(iter([*inside_torch, *runtimes]), None)
-
-
-@functools.cache
-def gomp_parallel() -> int | None:
-    """Address of GOMP_parallel in torch's OpenMP runtime (LLVM's and Intel's have it too).
-
-    None: the kernels run on one thread.
-    """
-    path = openmp_path()
-    if path is None:
-        return None
-    function = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
-    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
-
-
 __all__ = [
     "build",
     "compiler_available",
     "find_compiler",
     "flags",
-    "gomp_parallel",
     "library",
     "library_of",
     "library_path",
     "load_library",
-    "openmp_path",
     "selftest",
 ]

@@ -3,6 +3,21 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
+
+// What every entry may return. Other values are stated beside each entry.
+constexpr int DONE = 0, NO_MEMORY = 1;
+
+// f() of an entry. No exception leaves through `extern "C"`: a lack of memory is returned, any other is a bug and ends
+// the process.
+template <class F>
+int guarded(F f) noexcept {
+    try {
+        return f();
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+}
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
@@ -18,7 +33,6 @@ extern "C" struct Product {
     const void *x, *bias;
     void* y;
     int64_t rows, y_row, dtype, threads;  // elements from a row of y to the next; dtype of x, bias and y
-    void* parallel;
 };
 
 extern "C" struct Call {  // mirrored by `AttentionCall`
@@ -30,7 +44,6 @@ extern "C" struct Call {  // mirrored by `AttentionCall`
     int64_t window;                                       // 0: none
     int64_t dtype;                                        // 0 float32, 1 bfloat16, 2 float16
     int64_t threads;
-    void* parallel;  // GOMP_parallel of the OpenMP runtime already in the process, or null
     float scale;
 };
 
@@ -61,7 +74,6 @@ extern "C" struct Visit {  // mirrored by `Visit`
     float* y;
     const int32_t *lengths, *slots, *page_start, *tail_start, *tail, *pages;  // null `tail_start`: no tails
     int64_t rows, listed_pages, threads;
-    void* parallel;
 };
 
 extern "C" struct LayerPages {  // mirrored by `LayerPages`
@@ -79,18 +91,18 @@ extern "C" int samewise_linear(const Product* product);
 extern "C" int samewise_attend(const Call* call);
 extern "C" int samewise_move(const Move* move);
 extern "C" int samewise_pack(const float* w, int64_t outputs, int64_t inputs, int64_t form, int64_t lossy, void* q,
-                             float* d, float* m, int64_t threads, void* parallel);
+                             float* d, float* m, int64_t threads);
 extern "C" int samewise_arrange(const void* q, const float* d, const float* m, int64_t outputs, int64_t inputs,
-                                int64_t form, int64_t scale_bytes, void* to, int64_t threads, void* parallel);
+                                int64_t form, int64_t scale_bytes, void* to, int64_t threads);
 extern "C" int samewise_layers(const Layer* const* layers, int64_t count, const Visit* visit);
 extern "C" int samewise_layer(const Layer* layer, const Visit* visit);
 extern "C" int samewise_norm(const Norm* by, const float* x, int64_t rows, int64_t width, float* y);
 extern "C" int samewise_rotary(const int64_t* positions, const float* frequencies, int64_t rows, int64_t half,
                                float scale, float* cosines, float* sines);
 extern "C" int samewise_row_stats(const float* logits, int64_t rows, int64_t stride, int64_t vocab, int64_t* tokens,
-                                  float* tops, float* log_sums, int64_t threads, void* parallel);
+                                  float* tops, float* log_sums, int64_t threads);
 extern "C" int samewise_top_ids(const float* logits, int64_t rows, int64_t stride, int64_t vocab, int64_t count,
-                                int32_t* ids, int64_t threads, void* parallel);
+                                int32_t* ids, int64_t threads);
 extern "C" int samewise_scores(const float* logits, int64_t vocab, float temperature, float limit, uint32_t first,
-                               uint32_t second, float* scores, int64_t threads, void* parallel);
+                               uint32_t second, float* scores, int64_t threads);
 extern "C" int samewise_masses(const float* gaps, int64_t count, int64_t bits, int64_t* masses);

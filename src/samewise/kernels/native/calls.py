@@ -23,7 +23,6 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim")),
         *((name, ctypes.c_int64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")),
         *((name, ctypes.c_int64) for name in ("window", "dtype", "threads")),
-        ("parallel", ctypes.c_void_p),
         ("scale", ctypes.c_float),
     )
 
@@ -43,7 +42,6 @@ class Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("w", "x", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("rows", "y_row", "dtype", "threads")),
-        ("parallel", ctypes.c_void_p),
     )
 
 
@@ -80,7 +78,6 @@ class Visit(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "y")),
         *((name, ctypes.c_void_p) for name in _ROW_TABLES),
         *((name, ctypes.c_int64) for name in ("rows", "listed_pages", "threads")),
-        ("parallel", ctypes.c_void_p),
     )
 
 

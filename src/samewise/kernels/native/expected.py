@@ -20,6 +20,11 @@ EXPECTED = {
     "few rows": 0xCC1E2F24092895DC,
     "wide rows": 0x9250A501137E2614,
     "not finite": 0x7C30CB896B8F5EEA,
+    "many rows": 0xD51E9597B8D5B524,
+    "trees": 0x23F543BF6C0AD72F,
+    "layer bfloat16": 0x9126C919CC128B78,
+    "layer float16": 0x574E5F312933D53F,
+    "move": 0xE48451AE2B2AE4DD,
 }
 
 __all__ = ["EXPECTED"]

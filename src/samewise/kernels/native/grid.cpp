@@ -14,7 +14,7 @@
 
 namespace {
 
-enum Result { DONE = 0, NO_GRID = 3 };
+constexpr int NO_GRID = 3;
 
 float near_half(float x, int step) {  // the float16 nearest to x, or a neighbour
     return Float16::widen(uint16_t(Float16::narrow(x) + step));
@@ -118,7 +118,7 @@ bool group8(const float* w, bool lossy, uint8_t* q, float* d) {
 // Write float32 weights [N, K] in another form into `q`, `d` and `m`. NO_GRID, with what was written so far
 // of no meaning, where a weight would change; `lossy` takes the nearest point of a grid instead.
 extern "C" int samewise_pack(const float* w, int64_t outputs, int64_t inputs, int64_t form, int64_t lossy,
-                             void* q, float* d, float* m, int64_t threads, void* parallel) {
+                             void* q, float* d, float* m, int64_t threads) {
     if (form != BF16 && form != F16 && inputs % GROUP) return NO_GRID;
     std::atomic<bool> fits{true};
     auto pack = [&](int64_t n, int64_t) {
@@ -142,20 +142,22 @@ extern "C" int samewise_pack(const float* w, int64_t outputs, int64_t inputs, in
         }
         if (!fit) fits = false;
     };
-    for_each(parallel, threads, outputs, pack);
-    return fits ? DONE : NO_GRID;
+    return guarded([&] {
+        for_each(threads, outputs, pack);
+        return fits ? DONE : NO_GRID;
+    });
 }
 
 // The same grid in panels, with scales and shifts of `scale_bytes`: of 2 only where float16 holds them all.
 extern "C" int samewise_arrange(const void* q, const float* d, const float* m, int64_t outputs, int64_t inputs,
-                                int64_t form, int64_t scale_bytes, void* to, int64_t threads, void* parallel) {
+                                int64_t form, int64_t scale_bytes, void* to, int64_t threads) {
     const int64_t groups = inputs / GROUP, level_bytes = form == Q4 ? GROUP / 2 : GROUP;
     const int64_t block_len = block_bytes(form, scale_bytes), panels = (outputs + PANEL - 1) / PANEL;
     auto put = [&](uint8_t* at, float x) {
         const uint16_t half = Float16::narrow(x);
         scale_bytes == 2 ? std::memcpy(at, &half, 2) : std::memcpy(at, &x, 4);
     };
-    for_each(parallel, threads, panels, [&](int64_t panel, int64_t) {
+    auto arrange = [&](int64_t panel, int64_t) {
         for (int64_t g = 0; g < groups; g++) {
             uint8_t* block = static_cast<uint8_t*>(to) + (panel * groups + g) * block_len;
             uint8_t* shifts = block + PANEL * scale_bytes;
@@ -168,6 +170,9 @@ extern "C" int samewise_arrange(const void* q, const float* d, const float* m, i
                 std::memcpy(levels + i * level_bytes, static_cast<const uint8_t*>(q) + from * level_bytes, level_bytes);
             }
         }
+    };
+    return guarded([&] {
+        for_each(threads, panels, arrange);
+        return DONE;
     });
-    return DONE;
 }

@@ -37,9 +37,12 @@ using samewise::num_strips;
 using samewise::STRIP;
 using samewise::whole_lanes;
 
-constexpr int64_t ALONE = 4;         // rows whose norms and gates every thread computes for itself
-constexpr int64_t SMALL = 100'000;   // multiply-adds of a pass not worth waking another thread for
-constexpr int64_t MAX_PHASES = 13;   // of a layer
+constexpr int64_t FEW_ROWS = 4;             // whose norms and gates every thread computes for itself
+constexpr int64_t PASS_ALONE = 100'000;     // multiply-adds of a pass not worth waking another thread for
+constexpr int64_t ATTENTION_ALONE = 25'000; // multiply-adds of a phase that threads awake need not share
+constexpr int64_t ELEMENTS_ALONE = 6'250;   // elements that a phase norms, rotates or gates, likewise
+constexpr int64_t MOST_ROWS = 8;            // that a pass's work is estimated by
+constexpr int64_t MAX_PHASES = 13;          // of a layer
 
 template <class T>
 void norm(const Norm& by, const float* x, int64_t n, float* y) {
@@ -130,7 +133,7 @@ Call attention_call(const Layer& l, const Visit& v) {
             v.lengths, v.slots, v.page_start, v.tail_start, v.tail, v.pages,
             v.rows, v.listed_pages, l.num_pages, l.heads, l.kv_heads, l.dim,
             all, l.dim, all, l.dim, all, l.dim,
-            l.window, l.dtype, v.threads, v.parallel, l.scale};
+            l.window, l.dtype, v.threads, l.scale};
 }
 
 bool cut_alike(const Layer& a, const Layer& b) {
@@ -157,7 +160,7 @@ class Pass {
                       [&](Rows to, int64_t r) { norm_or_copy<T>(l.first, x + r * l.width, l.width, to.row(r)); },
                       [&](int64_t r, int64_t n, float sum) { qkv.row(r)[n] = sum; });
         if (l.over_heads) norm_all_heads(l, qkv);
-        team.run(l.heads + l.kv_heads, v.rows * all < SMALL / 16, [&](int64_t h) {
+        team.run(l.heads + l.kv_heads, v.rows * all < ELEMENTS_ALONE, [&](int64_t h) {
             const Norm& by = h < l.heads ? l.q_norm : l.k_norm;
             for (int64_t r = 0; r < v.rows; r++) {
                 float* head = qkv.row(r) + h * l.dim;
@@ -170,7 +173,7 @@ class Pass {
                 for (int64_t r = 0; r < v.rows; r++) seen.end_with_zeros(r);
             }
         });
-        team.run(plan.num_tasks(call), plan.work < SMALL / 4,
+        team.run(plan.num_tasks(call), plan.work < ATTENTION_ALONE,
                  [&](int64_t task) { samewise::attend_task(call, plan, task, own); });
         add_to_stream(l, l.after_attention, x, [&](auto take) {
             products(l.o, seen, room.own(team.worker), [] {}, take);
@@ -201,11 +204,11 @@ class Pass {
     float* linears(const Side& side, Rows shared, float* own, Make make, Take take) {
         Rows input = shared;
         auto make_row = [&](int64_t r) { make(input, r), input.end_with_zeros(r); };
-        if (v.rows <= ALONE) {
+        if (v.rows <= FEW_ROWS) {
             input.data = own, own += v.rows * input.stride;
             products(side, input, own, [&] { for (int64_t r = 0; r < v.rows; r++) make_row(r); }, take);
         } else {
-            team.run(v.rows, v.rows * input.len < SMALL / 16, make_row);
+            team.run(v.rows, v.rows * input.len < ELEMENTS_ALONE, make_row);
             products(side, input, own, [] {}, take);
         }
         return own;
@@ -214,7 +217,7 @@ class Pass {
     // Queries and keys of a row, each over all their heads.
     void norm_all_heads(const Layer& l, Rows qkv) {
         const int64_t of_q = l.heads * l.dim, of_k = l.kv_heads * l.dim;
-        team.run(v.rows, v.rows * qkv.len < SMALL / 16, [&](int64_t r) {
+        team.run(v.rows, v.rows * qkv.len < ELEMENTS_ALONE, [&](int64_t r) {
             norm<T>(l.q_norm, qkv.row(r), of_q, qkv.row(r));
             norm<T>(l.k_norm, qkv.row(r) + of_q, of_k, qkv.row(r) + of_q);
         });
@@ -231,7 +234,7 @@ class Pass {
         }
         Rows added{room.shared(), l.width, whole_lanes(l.width)};  // where `normed` was, which is no longer needed
         compute([&](int64_t r, int64_t n, float sum) { added.row(r)[n] = sum; });
-        team.run(v.rows, v.rows * l.width < SMALL / 16, [&](int64_t r) {
+        team.run(v.rows, v.rows * l.width < ELEMENTS_ALONE, [&](int64_t r) {
             norm<T>(after, added.row(r), l.width, added.row(r));
             for (int64_t k = 0; k < l.width; k++)
                 v.y[r * l.width + k] = rounded<T>(x[r * l.width + k] + rounded<T>(added.row(r)[k] * l.share));
@@ -296,9 +299,9 @@ struct Plans {
                 if (!known_forms(*side) || l.dtype != layers[0]->dtype) return 2;
                 products = std::max(products, v.rows * STRIP + strip_room_of(*side, v.rows));
                 for (int64_t k = 0; k < side->count; k++)
-                    work += side->weights[k]->outputs * side->weights[k]->inputs * std::min<int64_t>(v.rows, 8);
+                    work += side->weights[k]->outputs * side->weights[k]->inputs * std::min(v.rows, MOST_ROWS);
             }
-            if (v.rows <= ALONE) inputs = std::max(inputs, v.rows * whole_lanes(std::max(l.width, l.inner)));
+            if (v.rows <= FEW_ROWS) inputs = std::max(inputs, v.rows * whole_lanes(std::max(l.width, l.inner)));
         }
         room.own_len = whole_lanes(inputs + std::max(products, attend)) + 32;
         room.shared_len = (room.shared_len + 31) / 32 * 32;
@@ -321,22 +324,20 @@ void run(const Layer* const* layers, int64_t count, const Visit& v, const Plans&
 // `count` layers one after the other; y may be x. 0, or what a linear answered, or 16 and what attention answered.
 extern "C" int samewise_layers(const Layer* const* layers, int64_t count, const Visit* visit) {
     const Visit& v = *visit;
-    try {
+    return guarded([&] {
         Plans plans;
-        if (int bad = plans.make(layers, count, v)) return bad;
-        const int64_t threads = plans.work < SMALL ? 1 : v.threads;
+        if (const int bad = plans.make(layers, count, v)) return bad;
+        const int64_t threads = plans.work < PASS_ALONE ? 1 : v.threads;
         plans.room.data = scratch(plans.room.shared_len + threads * plans.room.own_len);
-        in_region(v.parallel, threads, count * MAX_PHASES, [&](Team team) {
+        in_region(threads, count * MAX_PHASES, [&](Team team) {
             switch (layers[0]->dtype) {
                 case F32: run<Float32>(layers, count, v, plans, team); break;
                 case BF16: run<BFloat16>(layers, count, v, plans, team); break;
                 default: run<Float16>(layers, count, v, plans, team); break;
             }
         });
-        return 0;
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
+        return DONE;
+    });
 }
 
 extern "C" int samewise_layer(const Layer* layer, const Visit* visit) { return samewise_layers(&layer, 1, visit); }

@@ -22,7 +22,8 @@ using samewise::num_strips;
 using samewise::STRIP;
 using samewise::whole_lanes;
 
-constexpr int64_t SMALL = 60'000;  // weights not worth waking another thread for
+// Multiply-adds, of at most MOST_ROWS rows, that one thread does in the time it takes to wake another.
+constexpr int64_t PRODUCT_ALONE = 120'000, MOST_ROWS = 8;
 #if defined(__AVX512F__) && !defined(SAMEWISE_PORTABLE)
 constexpr int WIDE = 6;  // outputs of a tile of plain weights
 #else
@@ -34,7 +35,7 @@ constexpr int64_t NEAR = 5120;  // floats of x that fit in the nearest cache bes
 constexpr int64_t NEAR_BYTES = 64 << 10;  // of weights that are gone over once for each tile of rows
 constexpr int64_t STRETCH = 768;  // of K that a tile goes over once for each part of the lanes
 
-enum Result { DONE = 0, NO_MEMORY = 1, BAD_FORM = 2 };
+constexpr int BAD_FORM = 2;
 
 // The weights of one output in a form without groups: sixteen from k on, one, and the bytes of one.
 struct RowF32 {
@@ -281,7 +282,7 @@ void finish(const Product& p, const float* sums, int64_t n, int64_t end) {
 }
 
 template <class T>
-Result multiply(const Product& p) {
+int multiply(const Product& p) {
     const Weights& w = *p.w;
     if (!samewise::known_form(w.form)) return BAD_FORM;
     const int64_t K = w.inputs, padded = whole_lanes(K);
@@ -296,8 +297,8 @@ Result multiply(const Product& p) {
         for (int64_t k = K; k < padded; k++) room[r * padded + k] = 0.0f;
     }
     float* owned = room + (p.rows * padded + 31) / 32 * 32;
-    const bool few = w.outputs * K * std::min<int64_t>(p.rows, 8) < SMALL * 2;
-    in_region(p.parallel, few ? 1 : p.threads, 1, [&](Team team) {
+    const bool few = w.outputs * K * std::min(p.rows, MOST_ROWS) < PRODUCT_ALONE;
+    in_region(few ? 1 : p.threads, 1, [&](Team team) {
         float* sums = owned + team.worker * own;
         team.run(num_strips(w.outputs), false, [&](int64_t strip) {
             samewise::strip_sums(w, x, padded, p.rows, strip, sums, sums + p.rows * STRIP);
@@ -334,14 +335,12 @@ void samewise::strip_sums(const Weights& w, const float* x, int64_t x_row, int64
 
 extern "C" int samewise_linear(const Product* product) {
     DefaultArithmetic arithmetic;
-    try {
+    return guarded([&] {
         switch (product->dtype) {
             case F32: return multiply<Float32>(*product);
             case BF16: return multiply<BFloat16>(*product);
             case F16: return multiply<Float16>(*product);
             default: return BAD_FORM;
         }
-    } catch (const std::bad_alloc&) {
-        return NO_MEMORY;
-    }
+    });
 }

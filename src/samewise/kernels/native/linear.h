@@ -11,7 +11,8 @@ constexpr int64_t STRIP = 48;  // outputs of one task: a multiple of PANEL and o
 inline int64_t num_strips(int64_t outputs) { return (outputs + STRIP - 1) / STRIP; }
 inline int64_t whole_lanes(int64_t len) { return (len + 15) / 16 * 16; }
 
-// Floats that `strip_sums` writes beside the sums; 16 more than it needs.
+// Floats that `strip_sums` needs beside the sums, for weights that it unpacks: none for few rows, which are multiplied
+// from the form that weights are kept in.
 int64_t strip_room(const Weights& w, int64_t rows);
 
 // The sums of outputs [strip * STRIP, ...) for all rows of x: sums[row][output], STRIP to a row. A row of x has

@@ -5,7 +5,6 @@
 #include "calls.h"
 
 #include <cstring>
-#include <new>
 #include <vector>
 
 namespace {
@@ -42,18 +41,16 @@ void move_slots(const Move& m) {
 
 }  // namespace
 
-// 0; 1: out of memory; 2: a slot outside the pages; 3: elements of another size than 2 or 4 bytes.
+// 2: a slot outside the pages; 3: elements of another size than 2 or 4 bytes.
 extern "C" int samewise_move(const Move* move) {
     for (int64_t i = 0; i < move->count; i++)
         for (int64_t slot : {move->sources[i], move->targets[i]})
             if (slot < 0 || slot >= move->num_pages * PAGE) return 2;
-    try {
+    return guarded([&] {
         switch (move->item) {
-            case 2: move_slots<uint16_t>(*move); return 0;
-            case 4: move_slots<uint32_t>(*move); return 0;
+            case 2: move_slots<uint16_t>(*move); return DONE;
+            case 4: move_slots<uint32_t>(*move); return DONE;
             default: return 3;
         }
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
+    });
 }

@@ -27,6 +27,7 @@ namespace {
 constexpr int64_t BLOCK_IDS = 4096;
 constexpr int64_t FEW_IDS = 30'000;  // ids not worth waking another thread for
 constexpr int64_t MAX_TOP_IDS = 64;
+constexpr int BAD_COUNT = 2;
 constexpr int64_t STRIDE_IDS = 64;  // ids of which one comparison tells whether any belongs to the top
 
 inline uint32_t scramble(uint32_t h) {
@@ -98,37 +99,42 @@ void find_top_ids(const float* x, int64_t n, int64_t count, int32_t* ids) {
 
 }  // namespace
 
-// ids[row][0 .. count) of each of `rows` rows, `stride` elements apart. 1: a count out of range.
+// ids[row][0 .. count) of each of `rows` rows, `stride` elements apart. BAD_COUNT: a count out of range.
 extern "C" int samewise_top_ids(const float* logits, int64_t rows, int64_t stride, int64_t vocab, int64_t count,
-                                int32_t* ids, int64_t threads, void* parallel) {
-    if (count < 1 || count > MAX_TOP_IDS) return 1;
-    for_each(parallel, rows * vocab < 8 * FEW_IDS ? 1 : threads, rows, [&](int64_t row, int64_t) {
-        find_top_ids(logits + row * stride, vocab, count, ids + row * count);
+                                int32_t* ids, int64_t threads) {
+    if (count < 1 || count > MAX_TOP_IDS) return BAD_COUNT;
+    return guarded([&] {
+        for_each(rows * vocab < 8 * FEW_IDS ? 1 : threads, rows, [&](int64_t row, int64_t) {
+            find_top_ids(logits + row * stride, vocab, count, ids + row * count);
+        });
+        return DONE;
     });
-    return 0;
 }
 
 // Of each of `rows` rows, `stride` elements apart: token, top and log sum.
 extern "C" int samewise_row_stats(const float* logits, int64_t rows, int64_t stride, int64_t vocab,
-                                  int64_t* tokens, float* tops, float* log_sums, int64_t threads, void* parallel) {
-    try {
+                                  int64_t* tokens, float* tops, float* log_sums, int64_t threads) {
+    return guarded([&] {
         DefaultArithmetic arithmetic;
         const int64_t blocks = (vocab + BLOCK_IDS - 1) / BLOCK_IDS;
         if (rows * vocab < FEW_IDS) threads = 1;
         std::vector<float> maxima(rows * blocks);
         std::vector<double> sums(rows * blocks);
-        auto each_block = [&](auto f) {
-            for_each(parallel, threads, rows * blocks, [&](int64_t task, int64_t) {
-                const int64_t row = task / blocks, begin = task % blocks * BLOCK_IDS;
-                f(task, row, logits + row * stride + begin, std::min(BLOCK_IDS, vocab - begin));
+        auto top_of = [&](int64_t row) { return largest(maxima.data() + row * blocks, blocks); };
+        in_region(std::min(threads, rows * blocks), 2, [&](Team team) {
+            auto each_block = [&](auto f) {
+                team.run(rows * blocks, false, [&](int64_t task) {
+                    const int64_t row = task / blocks, begin = task % blocks * BLOCK_IDS;
+                    f(task, row, logits + row * stride + begin, std::min(BLOCK_IDS, vocab - begin));
+                });
+            };
+            each_block([&](int64_t task, int64_t, const float* x, int64_t n) { maxima[task] = largest(x, n); });
+            each_block([&](int64_t task, int64_t row, const float* x, int64_t n) {
+                sums[task] = exp_sum(x, n, top_of(row));
             });
-        };
-        each_block([&](int64_t task, int64_t, const float* x, int64_t n) { maxima[task] = largest(x, n); });
-        for (int64_t row = 0; row < rows; row++) tops[row] = largest(maxima.data() + row * blocks, blocks);
-        each_block([&](int64_t task, int64_t row, const float* x, int64_t n) {
-            sums[task] = exp_sum(x, n, tops[row]);
         });
         for (int64_t row = 0; row < rows; row++) {
+            tops[row] = top_of(row);
             double sum = 0.0;
             int64_t block = 0;
             for (int64_t b = 0; b < blocks; b++) sum = sum + sums[row * blocks + b];
@@ -137,27 +143,28 @@ extern "C" int samewise_row_stats(const float* logits, int64_t rows, int64_t str
             tokens[row] = begin + first_id(logits + row * stride + begin, std::min(BLOCK_IDS, vocab - begin), tops[row]);
             log_sums[row] = sum > 0.0 ? float(log_of(sum)) : __builtin_nanf("");
         }
-        return 0;
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
+        return DONE;
+    });
 }
 
 // scores[id] of one row, for a temperature above 0; `limit` may be infinite.
 extern "C" int samewise_scores(const float* logits, int64_t vocab, float temperature, float limit, uint32_t first,
-                               uint32_t second, float* scores, int64_t threads, void* parallel) {
+                               uint32_t second, float* scores, int64_t threads) {
     DefaultArithmetic arithmetic;
     const float top = largest(logits, vocab);
     const int64_t blocks = (vocab + BLOCK_IDS - 1) / BLOCK_IDS;
-    for_each(parallel, vocab < FEW_IDS / 4 ? 1 : threads, blocks, [&](int64_t block, int64_t) {
+    auto score = [&](int64_t block, int64_t) {
         const int64_t end = std::min(vocab, (block + 1) * BLOCK_IDS);
         for (int64_t k = block * BLOCK_IDS; k < end; k++) {
             const float gap = (top - logits[k]) / temperature;
-            const float score = noise_of(uint32_t(k), first, second) - gap;
-            scores[k] = gap > limit ? -__builtin_inff() : score;
+            const float noisy = noise_of(uint32_t(k), first, second) - gap;
+            scores[k] = gap > limit ? -__builtin_inff() : noisy;
         }
+    };
+    return guarded([&] {
+        for_each(vocab < FEW_IDS / 4 ? 1 : threads, blocks, score);
+        return DONE;
     });
-    return 0;
 }
 
 // masses[i] of gaps[i].
