@@ -80,6 +80,7 @@ def token_reply(request_id: str, output: RequestOutput) -> Json:
             "token_ids": choice.token_ids,
             "finish_reason": choice.finish_reason,
             "logprobs": _chat_logprobs(choice),
+            "seed": choice.seed,
         }
         | weights_of(choice)
         for choice in output.outputs
@@ -190,6 +191,7 @@ def sglang_reply(
         "cached_tokens": output.num_cached_tokens,
         "weight_version": version,
         "system_fingerprint": output.contract,
+        "seed": choice.seed,
     } | weights_of(choice)
     if choice.logprobs is not None:
         pairs = list(zip(choice.token_ids, choice.logprobs, strict=True))
@@ -238,6 +240,7 @@ def trl_reply(outputs: Sequence[RequestOutput]) -> Json:
         "completion_ids": [choice.token_ids for choice in choices],
         "logprobs": [[[finite(value) for _, value in row] for row in rows] for rows in ranked],
         "logprob_token_ids": [[[token for token, _ in row] for row in rows] for rows in ranked],
+        "seeds": [choice.seed for choice in choices],
         "weights_version": max((output.weights_version for output in outputs), default=0),
     }
 

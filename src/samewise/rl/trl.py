@@ -9,7 +9,6 @@ the importance ratio is exactly 1 until the weights change. Needs `pip install t
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from samewise.llm.llm import LLM
 from samewise.params import SamplingParams
 from samewise.rl.forward import TrainingForward
 from samewise.rl.rollout import llm_over
+from samewise.rl.seeds import answer_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
                 temperature=self.temperature,
                 max_tokens=self.max_completion_length,
                 logprobs_mode="processed_logprobs",
-                seed=_seed(*parts, number),
+                seed=answer_seed(*parts, number),
                 detokenize=False,
             )
             for number in range(num)
@@ -187,12 +187,6 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
 def _rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
     return trainer.roll_out(prompts)
-
-
-def _seed(*parts: int) -> int:
-    """53 bits of a hash: readable by every JSON reader, and different for every answer."""
-    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 11
 
 
 def _refuse_unsupported(trainer: Any) -> None:

@@ -391,7 +391,9 @@ class Service:
             )
             defaults = replace(options.defaults, logprobs_mode=self.settings.logprobs_mode)
             limit = MAX_TRAINING_LOGPROBS if self.settings.training else options.max_logprobs
-            options = self._parse_options = replace(options, defaults=defaults, max_logprobs=limit)
+            options = self._parse_options = replace(
+                options, defaults=defaults, max_logprobs=limit, fresh_seeds=self.settings.fresh_seeds
+            )
         return options
 
     # ---- the model
