@@ -64,6 +64,28 @@ def test_values_are_those_of_generation_in_any_batch_and_gradients_are_right(fam
     assert alone[0, 0] == 0.0
 
 
+LONGROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+        "short_factor": [1.0 + 0.05 * i for i in range(8)], "long_factor": [1.5 + 0.5 * i for i in range(8)],
+    },
+    "original_max_position_embeddings": 64, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def test_gradients_of_short_sequences_have_the_engines_rotary_frequencies() -> None:
+    """The engine takes longrope's long frequencies for every length, transformers by the batch's longest."""
+    model = trained_model("phi3", **LONGROPE)
+    ids = torch.arange(3, 73)[None]
+    own = TrainingForward(model).logprobs(ids[:, :20])[:, 1:]
+    model.eval()
+    logits = model(input_ids=ids).logits[:, :19]  # 70 tokens, of which 20 count
+    expected = logits.log_softmax(-1).gather(-1, ids[:, 1:20, None])[..., 0]
+    assert torch.allclose(own, expected, atol=1e-4)
+    assert largest_error(gradients(model, own), gradients(model, expected)) < GRADIENT_TOLERANCE
+    assert model.model.rotary_emb.rope_type == "longrope"
+
+
 def test_packed_sequences_have_the_values_of_separate_ones(llama: Any) -> None:
     model, _, _, forward = llama
     sequences = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16], [17, 18], [19, 20, 21]]

@@ -87,11 +87,11 @@ class TrainingForward:
         if like is not None:
             _refuse_unlike(like, self.dtype, self.device)
         config = _config(arch, self.dtype, self.device, kv_tokens, taken | settings)
-        self._gradients = GradientModel(model, arch)
         loaded = Loaded(alias_model(model), arch, {})
         # Tensors made in inference mode could not be written by a refresh.
         with torch.inference_mode(mode=False), torch.no_grad():
             self._parts: Assembly = assemble(loaded, config, Tuning(), ahead=False)
+            self._gradients = GradientModel(model, arch, self._parts.limits.max_model_len)
         self._tensors = dict(weights_of(self._parts.runner.model))
         self._state: list[Any] = []
         self._num_layers, self._width = len(arch.layers), model.get_input_embeddings().weight.shape[1]

@@ -18,6 +18,7 @@ from samewise.model.arch import Arch, layer_list
 from samewise.model.attention_binding import ATTENTION
 from samewise.model.fused_layer import NATIVE_FAMILIES
 from samewise.model.layer_parts import adds_down_product
+from samewise.model.rope import fix_rope
 from samewise.model.surgery import plain_copy, with_class, with_forward, with_layers, with_module
 from samewise.rl.alias import set_attention
 
@@ -182,11 +183,13 @@ def _without_last_product(layer: nn.Module) -> nn.Module:
 class GradientModel:
     """The trainer's model, arranged for the backward pass. Shares its parameters; the model is not changed.
 
-    Its modules are copies in evaluation mode: no dropout, and no checkpointing of their own.
+    Its modules are copies in evaluation mode: no dropout, and no checkpointing of their own. Rotary positions
+    are those of an engine with this `max_model_len`.
     """
 
-    def __init__(self, model: nn.Module, arch: Arch) -> None:
+    def __init__(self, model: nn.Module, arch: Arch, max_model_len: int) -> None:
         self._model = plain_copy(model).eval()
+        fix_rope(self._model, max_model_len)
         set_attention(self._model, "sdpa", instead_of=ATTENTION)
         self._layers_name, layers = layer_list(self._model, arch)
         self._layers = list(layers)
