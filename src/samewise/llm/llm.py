@@ -184,11 +184,12 @@ class LLM:
         if mode is None:
             return self.engine.update_weights(update)
         check_mode(mode)
+        checked = self.engine.read_update(update)  # before any stream is aborted
         if mode == "abort":
             loop.abort_all()
         while mode == "wait" and not loop.idle:
             loop.step()
-        return loop.update_weights(update)
+        return loop.update_weights(checked)
 
     def close(self) -> None:
         """Free the model's memory. Closing twice is fine."""

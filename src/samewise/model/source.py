@@ -124,4 +124,4 @@ def _refuse_without_weights(path: Path, name: str, names: list[str]) -> None:
     )
 
 
-__all__ = ["Kind", "Source", "check_folder", "refuse_cut_short", "weight_files"]
+__all__ = ["INDEX", "SAFETENSORS", "Kind", "Source", "check_folder", "refuse_cut_short", "weight_files"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samewise.openai.errors import ApiError, invalid, unsupported
-from samewise.openai.replies import MIN_LOGPROB
+from samewise.openai.replies import MIN_LOGPROB, finite
 from samewise.outputs import ABORTED, CompletionOutput, Logprob, RequestOutput
 
 Json = dict[str, Any]
@@ -122,11 +122,6 @@ def _token(token: int, logprob: Logprob) -> Json:
 def _as_dict(logprob: Logprob, num: int) -> Json:
     rank, text = logprob.rank or num, logprob.decoded_token
     return {"logprob": finite(logprob.logprob), "rank": rank, "decoded_token": text}
-
-
-def finite(logprob: float) -> float:
-    """A number that JSON can hold."""
-    return max(logprob, MIN_LOGPROB)
 
 
 # ---- SGLang's /generate, which slime sends
@@ -361,7 +356,6 @@ __all__ = [
     "Json",
     "Piece",
     "as_object",
-    "finite",
     "folder_of",
     "is_aborted",
     "piece_of",

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from samewise.contract import Contract
-from samewise.engine.weights import WeightUpdate
+from samewise.engine.weights import CheckedUpdate, WeightUpdate
 from samewise.errors import EngineLost, MachineError, QueueFull
 from samewise.kv.prefix import extend_digests
 from samewise.scale.merge_stats import merge_stats
@@ -250,6 +250,16 @@ class RemoteEngine:
             self._start(asked)
 
     # ---- what replicas do not do
+
+    @property
+    def certified(self) -> bool:
+        """Always: weights are not replaced."""
+        return True
+
+    def read_update(self, update: WeightUpdate) -> CheckedUpdate:
+        """Refused as `update_weights` is."""
+        self.update_weights(update)
+        raise AssertionError
 
     def update_weights(
         self,
