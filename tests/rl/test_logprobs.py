@@ -453,6 +453,29 @@ def test_models_that_the_engine_would_not_run_so_are_refused() -> None:
         TrainingForward(mixed)
 
 
+class Adapted(torch.nn.Module):
+    """A linear with an adapter, as PEFT arranges it."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = linear
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(linear.in_features, 4, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(4, linear.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+@pytest.mark.parametrize("make", [TrainingForward, llm_over, logprobs])
+def test_adapters_inside_the_model_are_refused(make: Any) -> None:
+    model = trained_model()
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+    given = (model, torch.tensor([[1, 2]])) if make is logprobs else (model,)
+    with pytest.raises(BadParameter, match=r"layers.1.self_attn.q_proj has an adapter.*merge_and_unload"):
+        make(*given)
+
+
 def test_models_on_other_devices_than_the_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     split = trained_model()
     split.lm_head.to("meta")
