@@ -86,6 +86,20 @@ def test_gradients_of_short_sequences_have_the_engines_rotary_frequencies() -> N
     assert model.model.rotary_emb.rope_type == "longrope"
 
 
+@pytest.mark.parametrize("forward_too", [False, True])
+def test_mixed_precision_has_no_effect(llama: Any, forward_too: bool) -> None:
+    model, _, _, forward = llama
+    ids = torch.tensor([[3, 44, 5, 101, 17, 9]])
+    expected = forward.logprobs(ids)
+    exact = gradients(model, expected)
+    with torch.autocast("cpu", torch.bfloat16, enabled=forward_too):
+        values = forward.logprobs(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model, values)
+    assert torch.equal(values, expected)
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
+
+
 def test_packed_sequences_have_the_values_of_separate_ones(llama: Any) -> None:
     model, _, _, forward = llama
     sequences = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16], [17, 18], [19, 20, 21]]
@@ -427,6 +441,15 @@ def test_more_sequences_than_pages_are_read_in_turns() -> None:
         ({"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.ones(1, 3)}, "one value per token"),
         ({"input_ids": torch.tensor([[1, 2]]), "position_ids": torch.tensor([[1, 2]])}, "0, 1, 2"),
         ({"input_ids": torch.tensor([[1, 2]]), "temperature": -1.0}, "temperature=-1.0"),
+        ({"input_ids": torch.tensor([[1, 2]]), "logits_to_keep": -1}, "logits_to_keep=-1"),
+        ({"input_ids": torch.tensor([[1, 2]]), "logits_to_keep": True}, "logits_to_keep=True"),
+        (
+            {
+                "input_ids": torch.ones(1, 4, dtype=torch.int64),
+                "attention_mask": torch.tensor([[1, 1, 2, 2]]),
+            },
+            "attention_mask holds 2; .* mark packed sequences by position_ids",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(llama: Any, arguments: Any, message: str) -> None:

@@ -415,9 +415,14 @@ class Engine:
             self.weights_version += 1
             return self.contract
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache."""
-        self.scheduler.index.clear()
+    @entry
+    def forget_prefixes(self, received: Mapping[int, Received | None] | None = None) -> None:
+        """Empty the prefix cache. With `received`, as in `update_weights`, requests lose their KV too."""
+        if received is None:
+            self.scheduler.index.clear()
+            return
+        with self._calls.change, self.parts.process.pinned():
+            self._restart(received)
 
     def _restart(self, received: Mapping[int, Received | None]) -> None:
         """Drop the frame in flight, KV and drafts; requests go on from what their callers have."""

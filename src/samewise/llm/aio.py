@@ -331,6 +331,10 @@ class AsyncLLM:
             update = await asyncio.to_thread(self._engine.read_update, update)
         return await self._call(partial(self._replace, update, mode), when_quiet=mode == "wait")
 
+    async def check_update(self, update: WeightUpdate) -> None:
+        """Raise what `update_weights` would say of these weights. Changes nothing; not for iterators."""
+        await asyncio.to_thread(self._engine.read_update, update)
+
     async def pause(self, mode: str = "wait") -> None:
         """Stop generating; requests wait until `resume`.
 
@@ -357,12 +361,15 @@ class AsyncLLM:
         return await self._call(self._abort_open)
 
     async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, unless requests are under way. Returns whether it was done."""
+        """Empty the prefix cache, unless requests run. Returns whether it was done.
+
+        Requests that a pause has stopped lose their KV too, and are computed again from their tokens.
+        """
 
         def clear() -> bool:
-            if not self._loop.idle:
+            if not (self._loop.idle or self._gate.frozen):
                 return False
-            self._engine.forget_prefixes()
+            self._loop.forget_prefixes()
             return True
 
         return await self._call(clear)

@@ -94,8 +94,8 @@ class AnyEngine(Protocol):
         """Replace the weights; see Engine.update_weights."""
         ...
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache."""
+    def forget_prefixes(self, received: Mapping[int, Received | None] | None = None) -> None:
+        """Empty the prefix cache, and with `received` drop all KV; see Engine.forget_prefixes."""
         ...
 
     def close(self) -> None:

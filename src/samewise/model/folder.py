@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 
-from samewise.errors import BadParameter, SamewiseError, UnknownModel, UnsupportedModel
+from samewise.errors import BadParameter, SamewiseError, UnsupportedModel
 from samewise.model.source import INDEX, SAFETENSORS, Source, refuse_cut_short, weight_files
 
 T = TypeVar("T")
@@ -72,8 +72,9 @@ def eos_ids(generation: Mapping[str, Any], config: Any) -> frozenset[int]:
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor in a folder's safetensors files, sharded or not. BadParameter where one cannot be read."""
     if not any(folder.glob("*.safetensors")):
-        raise UnknownModel(
-            f"{folder} holds no *.safetensors; give a folder of weights or named tensors", param="update"
+        raise BadParameter(
+            f"update_weights: {folder} holds no *.safetensors; give a folder of weights or named tensors",
+            param="update",
         )
     if not (folder / SAFETENSORS).exists() and not (folder / INDEX).exists():
         raise BadParameter(

@@ -123,6 +123,7 @@ class ParseOptions:
     decode: DecodeTokens | None = None  # token ids to text; without it answers are not split into reasoning
     contract_id: str = ""  # ids of tool calls are derived from it
     special_tokens_in_content: bool = True  # False: control tokens in messages are text, whatever a body says
+    completion_tokens: int | None = COMPLETION_MAX_TOKENS  # where a completion has no max_tokens
     fresh_seeds: bool = False  # whether a sampled request without a seed draws one; else the prompt gives it
     # Limits of one body: far above what clients send, and low enough to bound the work for one request.
     max_choices: int = 1024  # prompts × n
@@ -332,7 +333,7 @@ def _completion(body: CompletionBody, options: ParseOptions) -> ParsedRequest:
     params = _params(
         body,
         options,
-        max_tokens=COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=options.completion_tokens if body.max_tokens is None else body.max_tokens,
         logprobs=_num_logprobs(body, body.logprobs),
         prompt_logprobs=max(prompt_logprobs, default=None),
         grammar=_checked(lambda: _response_grammar(body)),

@@ -31,6 +31,7 @@ from samewise.rl.alias import alias_model, architecture, refuse_other_models, we
 from samewise.rl.batch import Block, Run, TokenBatch
 from samewise.rl.gradients import HEAD_ROWS, GradientModel
 from samewise.types import Sampling, Span
+from samewise.values import is_integer
 from samewise.verify.frame_sizes import recheck_frame_sizes
 
 if TYPE_CHECKING:
@@ -160,6 +161,11 @@ class TrainingForward:
         temperature = 1.0 if temperature < GREEDY_BELOW else temperature
         batch = TokenBatch.of(input_ids, attention_mask, position_ids)
         self._refuse_misfit(batch)
+        if logits_to_keep is not None and not (is_integer(logits_to_keep) and logits_to_keep >= 0):
+            raise BadParameter(
+                f"logits_to_keep={logits_to_keep!r}: give the number of last columns, or None for all",
+                param="logits_to_keep",
+            )
         num_columns = input_ids.shape[1]
         first = 0 if logits_to_keep is None else max(0, num_columns - logits_to_keep)
         inside, places = batch.targets(first)

@@ -58,13 +58,17 @@ def _gradients(
     grad: torch.Tensor,
     needed: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """Gradients of compute(x) by x and the parameters, None for those not needed."""
-    with torch.enable_grad():
-        x = x.detach().requires_grad_(needed[0])
-        y = compute(x)
-    inputs = [x, *params]
-    wanted = [i for i, need in enumerate(needed) if need]
-    found = torch.autograd.grad(y, [inputs[i] for i in wanted], grad, allow_unused=True)
+    """Gradients of compute(x) by x and the parameters, None for those not needed.
+
+    In their own dtype, also in a backward pass under autocast.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(needed[0])
+            y = compute(x)
+        inputs = [x, *params]
+        wanted = [i for i, need in enumerate(needed) if need]
+        found = torch.autograd.grad(y, [inputs[i] for i in wanted], grad, allow_unused=True)
     result: list[torch.Tensor | None] = [None] * len(inputs)
     for i, gradient in zip(wanted, found, strict=True):
         result[i] = gradient
@@ -213,7 +217,8 @@ class GradientModel:
         ]
         model = with_layers(self._model, self._layers_name, layers)
         base = model.get_submodule(self._base_name)
-        hidden: torch.Tensor = base(input_ids=input_ids, use_cache=False).last_hidden_state
+        with torch.autocast(input_ids.device.type, enabled=False):
+            hidden: torch.Tensor = base(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden
 
     def logprobs(

@@ -273,7 +273,10 @@ class RemoteEngine:
             "or train with an engine in one process (no --replicas)"
         )
 
-    def forget_prefixes(self) -> None:
+    def forget_prefixes(
+        self,
+        received: Mapping[int, Received | None] | None = None,  # noqa: ARG002 - refused
+    ) -> None:
         """Refused: every replica has a prefix cache of its own."""
         raise MachineError("the prefix caches of replicas cannot be emptied from here; restart the replicas")
 
