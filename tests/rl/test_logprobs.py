@@ -241,6 +241,31 @@ def test_values_are_never_those_of_old_weights(write: str) -> None:
     )
 
 
+@pytest.mark.parametrize("write", ["in place", "through .data", "another tensor"])
+def test_the_engine_over_a_model_serves_no_changed_weights(write: str) -> None:
+    model = trained_model()
+    llm, old = engine_over(model), engine_over(model).contract
+    weight = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    with torch.no_grad():
+        if write == "in place":
+            weight.mul_(1.5)
+        elif write == "through .data":
+            weight.data.mul_(1.5)
+        else:
+            weight.data = weight.data * 1.5
+    calls: list[Any] = [
+        lambda: llm.generate([[1, 2]], use_tqdm=False),
+        lambda: llm.score([[1, 2]], [[3]]),
+        lambda: next(llm.stream([1, 2])),
+    ]
+    for call in calls:
+        with pytest.raises(GuaranteeLost, match=r"call update_weights\(model.state_dict\(\)\)"):
+            call()
+    assert llm.update_weights(model.state_dict()) == engine_over(model).contract != old
+    for call in calls:
+        call()
+
+
 def test_parameters_that_became_other_objects_are_noticed() -> None:
     model, ids = trained_model(), torch.tensor([[3, 44, 5, 101]])
     forward, before = TrainingForward(model), logprobs(model, ids)

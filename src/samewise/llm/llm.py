@@ -39,7 +39,7 @@ class LLM:
         self._begin(build(EngineConfig.of(model=os.fspath(model), **settings)))
 
     @classmethod
-    def over(cls, engine: Engine) -> LLM:
+    def over(cls, engine: Engine) -> Self:
         """The same interface over an engine that was built already."""
         llm = cls.__new__(cls)
         llm._begin(engine)  # noqa: SLF001 - an alternative constructor
