@@ -154,7 +154,7 @@ def test_weights_from_a_folder(path: str, body: dict[str, Any], tmp_path: Path) 
 
     async def scenario() -> None:
         async with training() as app:
-            assert "weights_version" not in await app.complete()
+            assert (await app.complete())["weights_version"] == 0
             await app.post(path, filled(body))
             info = (await app.client.get("/weight_info")).json()
             assert info == {"weight_version": body.get("weight_version", "1"), "contract": contract_of(1)}

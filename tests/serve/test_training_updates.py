@@ -190,3 +190,33 @@ def test_sequences_that_cannot_be_scored_are_refused(change: dict[str, Any], par
             assert await scores(app, TOKENS[:1], TOKENS[1:])
 
     run(scenario())
+
+
+def test_every_endpoint_says_the_weights_of_its_answer() -> None:
+    """Of the first ones too, and of an answer during which they were replaced those of its last token."""
+    message = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 300}
+    message |= {"model": "tiny-llama", "ignore_eos": True}
+    bodies: dict[str, Any] = {
+        COMPLETIONS: LONG,
+        CHAT: message,
+        "/v1/messages": message,
+        "/v1/responses": {"input": "hi", "temperature": 0, "max_output_tokens": 300, "ignore_eos": True},
+    }
+
+    async def scenario() -> None:
+        async with training(proposer="none") as app:
+
+            async def ask_all(version: int) -> None:
+                for reply in await asyncio.gather(*(app.post(path, body) for path, body in bodies.items())):
+                    said = (reply["weights_version"], reply["system_fingerprint"])
+                    assert said == (version, contract_of(version)), reply
+
+            await ask_all(0)
+            running = asyncio.create_task(ask_all(1))
+            while (await app.llm.stats())["running"] < len(bodies):
+                await asyncio.sleep(0.005)
+            state = dict(tiny_model(seed=1).state_dict())
+            await app.llm.update_weights(state, mode="keep")
+            await running
+
+    run(scenario())

@@ -376,7 +376,7 @@ class CompletionReply(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
     prompt_text: NotRequired[None]
     receipt: NotRequired[Any]
-    weights_version: NotRequired[int]
+    weights_version: int
 
 
 class ModelCard(TypedDict):

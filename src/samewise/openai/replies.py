@@ -148,8 +148,8 @@ def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
 
 
 def weights_fields(contract: str, version: int) -> dict[str, Any]:
-    """The fields of a response that say which weights its last token is of; the first ones have no number."""
-    return {"system_fingerprint": contract} | ({"weights_version": version} if version else {})
+    """The fields of a response that say which weights its last token is of."""
+    return {"system_fingerprint": contract, "weights_version": version}
 
 
 def reasoning_tokens(parsed: ParsedRequest, outputs: Sequence[RequestOutput]) -> int:

@@ -12,7 +12,7 @@ from uuid import uuid4
 from samewise.openai.errors import ApiError
 from samewise.openai.exchange import AnswerFacts, ChoiceDeltas, EventWriter, Receipts, named_event
 from samewise.openai.parse import ParsedRequest, ParseOptions
-from samewise.openai.replies import BytesOfToken, chat_logprobs, encode_json, usage
+from samewise.openai.replies import BytesOfToken, chat_logprobs, encode_json, usage, weights_fields
 from samewise.openai.responses.builder import Event, ResponseBuilder
 from samewise.openai.responses.items import Item
 from samewise.openai.responses.parse import ParsedResponse, parse_response
@@ -202,7 +202,7 @@ class _ResponseWriter:
                 "total_tokens": counts["total_tokens"],
             },
             "seed": answer.seed,
-        }
+        } | weights_fields(output.contract, output.weights_version)
         if self._request.parsed.return_token_ids:
             fields |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": answer.token_ids}
         if receipts is not None:
