@@ -7,7 +7,8 @@ from typing import Literal
 
 from samewise.errors import UnknownModel, UnsupportedModel
 
-SAFETENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAFETENSORS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 FILE_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".spm", ".tiktoken", ".txt")
 """Of the files that this package or transformers read from a model's folder."""
