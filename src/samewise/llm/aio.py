@@ -327,7 +327,7 @@ class AsyncLLM:
         """
         if mode is not None:
             check_mode(mode)
-        if isinstance(update, str | os.PathLike):  # read while requests go on
+        if not isinstance(update, Iterator):  # read and checked while requests go on
             update = await asyncio.to_thread(self._engine.read_update, update)
         return await self._call(partial(self._replace, update, mode), when_quiet=mode == "wait")
 
