@@ -20,7 +20,9 @@ with warnings.catch_warnings():
     trl = pytest.importorskip("trl")
     from datasets import Dataset
     from transformers import TrainerCallback
+    from trl import chat_template_utils
     from trl.generation import vllm_client
+    from trl.trainer import grpo_trainer
 
     from samewise.rl.trl import GRPOTrainer
 
@@ -31,12 +33,24 @@ PROMPTS = ["hello", "the quick brown fox", "x", "one two"]
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    return [float(sum(letter.isalpha() for letter in text)) for text in completions]
+    texts = [one if isinstance(one, str) else str(one[-1]["content"]) for one in completions]
+    return [float(sum(letter.isalpha() for letter in text)) for text in texts]
 
 
-def trainer(folder: Path, *, resume: bool = False, max_steps: int = 3, **options: Any) -> GRPOTrainer:
-    model = tiny_model(eos_token_id=257)
-    set_attention(model, "sdpa")
+def trainer(
+    folder: Path,
+    *,
+    max_steps: int = 3,
+    model: Any = None,
+    tokenizer: Any = None,
+    prompts: list[Any] = PROMPTS,
+    tools: Any = None,
+    rollout_func: Any = None,
+    **options: Any,
+) -> GRPOTrainer:
+    if not isinstance(model, str):
+        model = tiny_model(eos_token_id=257, **(model or {}))
+        set_attention(model, "sdpa")
     config = {
         "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "use_cpu": True,
         "bf16": False, "learning_rate": 1e-3, "report_to": "none", "logging_steps": 1, "seed": 3,
@@ -47,9 +61,11 @@ def trainer(folder: Path, *, resume: bool = False, max_steps: int = 3, **options
         model,
         reward_funcs=reward,
         args=trl.GRPOConfig(str(folder), **config | options),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
-        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:1]}),
-        processing_class=byte_tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": prompts * 4}),
+        eval_dataset=Dataset.from_dict({"prompt": prompts[:1]}),
+        processing_class=tokenizer or byte_tokenizer(),
+        tools=tools,
+        rollout_func=rollout_func,
         engine_settings={"kv_memory": 2**24},
     )
 
@@ -125,11 +141,62 @@ def test_a_resumed_run_need_not_repeat_evaluations(tmp_path: Path) -> None:
     assert again.agreements == whole.agreements[-len(again.agreements) :]
 
 
+def test_answers_after_a_tools_result_agree_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random model calls no tool, so every first answer is read as a call."""
+    asked: list[str] = []
+
+    def look_up(word: str) -> str:
+        """Look a word up.
+
+        Args:
+            word: The word.
+
+        Returns:
+            Its meaning.
+        """
+        asked.append(word)
+        return "a greeting"
+
+    def parse(_: Any, ids: list[int], *, prefix: list[int], tools: Any) -> dict[str, Any]:
+        del tools
+        call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "hi"}}}
+        first = b"a greeting" not in bytes(one for one in prefix if one < 256)
+        return {"role": "assistant", "content": "."} | ({"tool_calls": [call]} if first else {})
+
+    monkeypatch.setattr(grpo_trainer, "parse_response", parse)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = chat_template_utils.qwen3_training_chat_template
+    tokenizer.response_template = {}
+    prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
+    run = trainer(
+        tmp_path, tools=[look_up], tokenizer=tokenizer, prompts=prompts, max_completion_length=160,
+        save_strategy="no", max_steps=2, model={"max_position_embeddings": 2048},
+    )  # fmt: skip
+    run.train()
+    assert len(asked) == 8
+    assert [one.max_difference for one in run.agreements] == [0.0] * 2
+    assert all(entry["tools/call_frequency"] == 1.0 for entry in run.state.log_history if "reward" in entry)
+
+
+def test_the_divergence_from_a_reference_model_has_the_engines_bits(tmp_path: Path) -> None:
+    """It is exactly 0 while policy and reference are one model."""
+    folder = tmp_path / "model"
+    tiny_model(eos_token_id=257).save_pretrained(folder)
+    run = trainer(tmp_path / "out", model=str(folder), beta=0.1, save_strategy="no")
+    run.train()
+    divergences = [entry["kl"] for entry in run.state.log_history if "kl" in entry]
+    assert divergences[0] == 0.0
+    assert all(value > 0.0 for value in divergences[1:])
+    assert len(divergences) == 3
+    assert [one.max_difference for one in run.agreements] == [0.0] * 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"top_p": 0.9}, "top_p=0.9"), ({"top_k": 5}, "top_k=5"), ({"min_p": 0.1}, "min_p"),
         ({"generation_kwargs": {"typical_p": 0.9}}, "generation_kwargs"),
+        ({"rollout_func": reward}, "rollout_func"),
     ],
 )  # fmt: skip
 def test_filters_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

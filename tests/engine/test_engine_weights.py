@@ -9,7 +9,7 @@ import torch
 from samewise.config import EngineConfig
 from samewise.engine import Engine
 from samewise.engine.weights import PIECE, CertifiedWeights, apply_update, read_update
-from samewise.errors import BadParameter, CallerError, GuaranteeLost, UnknownModel
+from samewise.errors import BadParameter, CallerError, GuaranteeLost
 from samewise.testing import run, submit, tiny, tiny_engine, tiny_model
 from samewise.types import Sampling
 
@@ -41,7 +41,7 @@ def test_an_unknown_name_or_another_shape_is_refused_and_changes_nothing(
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnknownModel, match="safetensors") as refused:
+    with pytest.raises(BadParameter, match="safetensors") as refused:
         read_update(tmp_path, tiny_model())
     assert refused.value.param == "update"
 

@@ -8,7 +8,7 @@ import torch
 from llm_cases import LETTERS, PROMPT, assert_idle, bits, generate, greedy, greedy_letters
 
 from samewise import LLM
-from samewise.errors import BadParameter, CallerError, UnknownModel
+from samewise.errors import BadParameter, CallerError
 from samewise.testing import tiny_engine, tiny_model
 
 
@@ -67,7 +67,7 @@ def test_weights_that_do_not_fit_change_nothing(
 
 def test_a_folder_without_weights_is_refused(llm: LLM, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UnknownModel, match="safetensors"):
+        with pytest.raises(BadParameter, match="safetensors"):
             llm.update_weights(folder)
 
 

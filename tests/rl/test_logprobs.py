@@ -64,6 +64,42 @@ def test_values_are_those_of_generation_in_any_batch_and_gradients_are_right(fam
     assert alone[0, 0] == 0.0
 
 
+LONGROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+        "short_factor": [1.0 + 0.05 * i for i in range(8)], "long_factor": [1.5 + 0.5 * i for i in range(8)],
+    },
+    "original_max_position_embeddings": 64, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def test_gradients_of_short_sequences_have_the_engines_rotary_frequencies() -> None:
+    """The engine takes longrope's long frequencies for every length, transformers by the batch's longest."""
+    model = trained_model("phi3", **LONGROPE)
+    ids = torch.arange(3, 73)[None]
+    own = TrainingForward(model).logprobs(ids[:, :20])[:, 1:]
+    model.eval()
+    logits = model(input_ids=ids).logits[:, :19]  # 70 tokens, of which 20 count
+    expected = logits.log_softmax(-1).gather(-1, ids[:, 1:20, None])[..., 0]
+    assert torch.allclose(own, expected, atol=1e-4)
+    assert largest_error(gradients(model, own), gradients(model, expected)) < GRADIENT_TOLERANCE
+    assert model.model.rotary_emb.rope_type == "longrope"
+
+
+@pytest.mark.parametrize("forward_too", [False, True])
+def test_mixed_precision_has_no_effect(llama: Any, forward_too: bool) -> None:
+    model, _, _, forward = llama
+    ids = torch.tensor([[3, 44, 5, 101, 17, 9]])
+    expected = forward.logprobs(ids)
+    exact = gradients(model, expected)
+    with torch.autocast("cpu", torch.bfloat16, enabled=forward_too):
+        values = forward.logprobs(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model, values)
+    assert torch.equal(values, expected)
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
+
+
 def test_packed_sequences_have_the_values_of_separate_ones(llama: Any) -> None:
     model, _, _, forward = llama
     sequences = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16], [17, 18], [19, 20, 21]]
@@ -203,6 +239,31 @@ def test_values_are_never_those_of_old_weights(write: str) -> None:
     assert torch.equal(
         after, torch.tensor([[0.0, *engine_over(model).score([[3]], [[44, 5, 101, 17, 9]])[0].logprobs]])
     )
+
+
+@pytest.mark.parametrize("write", ["in place", "through .data", "another tensor"])
+def test_the_engine_over_a_model_serves_no_changed_weights(write: str) -> None:
+    model = trained_model()
+    llm, old = engine_over(model), engine_over(model).contract
+    weight = model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    with torch.no_grad():
+        if write == "in place":
+            weight.mul_(1.5)
+        elif write == "through .data":
+            weight.data.mul_(1.5)
+        else:
+            weight.data = weight.data * 1.5
+    calls: list[Any] = [
+        lambda: llm.generate([[1, 2]], use_tqdm=False),
+        lambda: llm.score([[1, 2]], [[3]]),
+        lambda: next(llm.stream([1, 2])),
+    ]
+    for call in calls:
+        with pytest.raises(GuaranteeLost, match=r"call update_weights\(model.state_dict\(\)\)"):
+            call()
+    assert llm.update_weights(model.state_dict()) == engine_over(model).contract != old
+    for call in calls:
+        call()
 
 
 def test_parameters_that_became_other_objects_are_noticed() -> None:
@@ -405,6 +466,15 @@ def test_more_sequences_than_pages_are_read_in_turns() -> None:
         ({"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.ones(1, 3)}, "one value per token"),
         ({"input_ids": torch.tensor([[1, 2]]), "position_ids": torch.tensor([[1, 2]])}, "0, 1, 2"),
         ({"input_ids": torch.tensor([[1, 2]]), "temperature": -1.0}, "temperature=-1.0"),
+        ({"input_ids": torch.tensor([[1, 2]]), "logits_to_keep": -1}, "logits_to_keep=-1"),
+        ({"input_ids": torch.tensor([[1, 2]]), "logits_to_keep": True}, "logits_to_keep=True"),
+        (
+            {
+                "input_ids": torch.ones(1, 4, dtype=torch.int64),
+                "attention_mask": torch.tensor([[1, 1, 2, 2]]),
+            },
+            "attention_mask holds 2; .* mark packed sequences by position_ids",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(llama: Any, arguments: Any, message: str) -> None:
@@ -429,6 +499,29 @@ def test_models_that_the_engine_would_not_run_so_are_refused() -> None:
     mixed.lm_head.to(torch.bfloat16)
     with pytest.raises(BadParameter, match=r"lm_head.weight is not in float32"):
         TrainingForward(mixed)
+
+
+class Adapted(torch.nn.Module):
+    """A linear with an adapter, as PEFT arranges it."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = linear
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(linear.in_features, 4, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(4, linear.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+@pytest.mark.parametrize("make", [TrainingForward, llm_over, logprobs])
+def test_adapters_inside_the_model_are_refused(make: Any) -> None:
+    model = trained_model()
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+    given = (model, torch.tensor([[1, 2]])) if make is logprobs else (model,)
+    with pytest.raises(BadParameter, match=r"layers.1.self_attn.q_proj has an adapter.*merge_and_unload"):
+        make(*given)
 
 
 def test_models_on_other_devices_than_the_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

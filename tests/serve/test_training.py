@@ -154,7 +154,7 @@ def test_weights_from_a_folder(path: str, body: dict[str, Any], tmp_path: Path) 
 
     async def scenario() -> None:
         async with training() as app:
-            assert "weights_version" not in await app.complete()
+            assert (await app.complete())["weights_version"] == 0
             await app.post(path, filled(body))
             info = (await app.client.get("/weight_info")).json()
             assert info == {"weight_version": body.get("weight_version", "1"), "contract": contract_of(1)}
@@ -180,8 +180,7 @@ def test_weights_in_pieces() -> None:
             await app.post("/finish_weight_update?mode=wait", {})
             assert app.llm.contract.id == contract_of(1)
             assert (await app.refusal("/finish_weight_update", {}))[0] == 400
-            await app.post("/update_named_param/", piece(names[0], state[names[0]]))  # at once
-            assert app.llm.weights_version == 2
+            assert app.llm.weights_version == 1
 
     run(scenario())
 

@@ -115,6 +115,7 @@ class MessageReply(TypedDict):
     stop_sequence: str | None
     usage: MessageUsage
     system_fingerprint: str
+    weights_version: NotRequired[int]
     seed: NotRequired[int]
     logprobs: NotRequired[dict[str, Any]]
     prompt_token_ids: NotRequired[list[int]]

@@ -12,7 +12,7 @@ from samewise.anthropic.parse import ParsedMessage, parse_message
 from samewise.openai.errors import ApiError
 from samewise.openai.exchange import AnswerFacts, ChoiceDeltas, EventWriter, Receipts, kept_bytes, named_event
 from samewise.openai.parse import ParsedRequest, ParseOptions
-from samewise.openai.replies import chat_logprobs
+from samewise.openai.replies import chat_logprobs, weights_fields
 from samewise.outputs import Chunk, CompletionOutput, RequestOutput
 
 
@@ -120,6 +120,7 @@ class _MessageWriter:
             usage["output_tokens_details"] = {"thinking_tokens": thought}
         reason, sequence = self._stop(answer)
         fields: dict[str, Any] = {"seed": answer.seed}
+        fields |= weights_fields(output.contract, output.weights_version)
         if parsed.params.logprobs is not None:
             fields["logprobs"] = chat_logprobs(
                 parsed, answer.token_ids, answer.logprobs, self._facts.token_bytes

@@ -76,6 +76,13 @@ def serve(
     logprobs_mode: Annotated[
         str, _server(help=f"Of requests that do not say: {', '.join(LOGPROBS_MODES)}.")
     ] = DEFAULT_SETTINGS.logprobs_mode,
+    unseeded: Annotated[
+        Optional[str],
+        _server(
+            help="Seeds of sampled requests that give none: fresh, drawn for each (by default with "
+            "--enable-training), or prompt, derived from it (by default)."
+        ),
+    ] = DEFAULT_SETTINGS.unseeded,
     log_level: Annotated[str, _server(help=", ".join(LOG_LEVELS) + ".")] = "info",
     json_logs: Annotated[bool, _server("--json-logs", help="One JSON object a line.")] = False,
     api_key: Annotated[
@@ -166,7 +173,7 @@ def serve(
         allowed_hosts=_hosts(listen, keys, allowed_hosts or ()),
         shutdown_timeout=shutdown_timeout, receipts=receipts, hide_prompts=hide_prompts,
         special_tokens_in_content=not no_special_tokens_in_content,
-        training=enable_training, logprobs_mode=logprobs_mode,
+        training=enable_training, logprobs_mode=logprobs_mode, unseeded=unseeded,
         signer=None if receipt_key is None else SigningKey.load(receipt_key),
     )  # fmt: skip
     scale = _scale(

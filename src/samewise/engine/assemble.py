@@ -29,7 +29,7 @@ from samewise.execute.sampling import Sampler
 from samewise.kernels.attention.base import PAGE
 from samewise.kernels.cpu_sampling import pick_row_math
 from samewise.model.linear import order_linears, pack_linears, stack_siblings, stacks_siblings
-from samewise.model.rope import frequencies_digest, pin_rope, use_exact_frequencies
+from samewise.model.rope import fix_rope, frequencies_digest
 from samewise.model.surgery import copy_modules
 from samewise.schedule.limits import Limits
 from samewise.verify import operators
@@ -156,8 +156,7 @@ def _assemble(
 
 def _fix_rope(model: nn.Module, max_model_len: int) -> str:
     """Fix the frequencies of rotary positions. Returns the contract's fact: longrope's choice, the bits."""
-    choice = pin_rope(model, max_model_len)
-    use_exact_frequencies(model)
+    choice = fix_rope(model, max_model_len)
     digest = frequencies_digest(model)
     return digest if choice is None else f"{choice}, {digest}"
 

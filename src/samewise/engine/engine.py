@@ -27,7 +27,13 @@ from samewise.engine.certify import certify, settings_of
 from samewise.engine.frame_log import FrameLog
 from samewise.engine.recovery import Calls, entry, is_nested, refuse_nested, wait_for_device
 from samewise.engine.stats import Times, stats_of
-from samewise.engine.weights import CertifiedWeights, WeightUpdate, apply_update, read_update
+from samewise.engine.weights import (
+    CertifiedWeights,
+    CheckedUpdate,
+    WeightUpdate,
+    apply_update,
+    read_update,
+)
 from samewise.errors import CallerError, EngineLost, InvariantBroken
 from samewise.execute.load import Loaded, fingerprint, load, model_facts
 from samewise.execute.pack import numbers_of
@@ -370,6 +376,15 @@ class Engine:
 
     # ---- contract and weights
 
+    def read_update(self, update: WeightUpdate) -> CheckedUpdate:
+        """Check new weights without using them: see `weights.read_update`. Any thread may call it."""
+        return read_update(update, self.runner.model)
+
+    @property
+    def certified(self) -> bool:
+        """Whether the weights have a contract: False after an update that failed half-way."""
+        return self._weights.certified
+
     @entry
     def update_weights(
         self, update: WeightUpdate, *, received: Mapping[int, Received | None] | None = None
@@ -377,7 +392,8 @@ class Engine:
         """Replace weights in place, drop everything computed with the old ones, and certify again.
 
         Nothing is changed unless every tensor fits; of tensors that come one by one each is written before
-        the next is known, and one that does not fit leaves the engine without certified weights.
+        the next is known, and one that does not fit leaves the engine without certified weights, until an
+        update succeeds.
 
         Without `received` the engine must be idle. With it requests go on from what their callers have (see
         `recover`): their tokens are read again under the new weights.
@@ -387,11 +403,11 @@ class Engine:
             raise CallerError(
                 "update_weights while requests are running; finish or abort them first, or give a mode"
             )
-        tensors = read_update(update, self.runner.model)
+        checked = self.read_update(update)
         with self._calls.change, self.parts.process.pinned():
             self._weights.revoke()
             self._restart(received or {})
-            apply_update(tensors, self.runner.model, native=self.parts.linears == "native")
+            apply_update(checked, self.runner.model, native=self.parts.linears == "native")
             self._model_facts["weights"] = fingerprint(self.runner.model)
             recheck_frame_sizes(self.runner, self.max_model_len)
             self._certify()
@@ -399,9 +415,14 @@ class Engine:
             self.weights_version += 1
             return self.contract
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache."""
-        self.scheduler.index.clear()
+    @entry
+    def forget_prefixes(self, received: Mapping[int, Received | None] | None = None) -> None:
+        """Empty the prefix cache. With `received`, as in `update_weights`, requests lose their KV too."""
+        if received is None:
+            self.scheduler.index.clear()
+            return
+        with self._calls.change, self.parts.process.pinned():
+            self._restart(received)
 
     def _restart(self, received: Mapping[int, Received | None]) -> None:
         """Drop the frame in flight, KV and drafts; requests go on from what their callers have."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -16,12 +18,20 @@ from samewise.model.load import count_writes, num_updates, tracked_tensors
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
-WeightUpdate = Mapping[str, torch.Tensor] | NamedTensors | str | os.PathLike[str]
-"""New weights: tensors by their name in the state dict, as (name, tensor) one after the other, or a folder of
-safetensors. A tensor that is the model's own memory is not copied."""
-
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 """The model's tensors, each with its new value."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedUpdate:
+    """New weights that fit the model. `pairs` of tensors that come one by one can be iterated over once."""
+
+    pairs: Pairs
+
+
+WeightUpdate = Mapping[str, torch.Tensor] | NamedTensors | str | os.PathLike[str] | CheckedUpdate
+"""New weights: tensors by their name in the state dict, as (name, tensor) one after the other, or a folder of
+safetensors that holds all of them. A tensor that is the model's own memory is not copied."""
 
 
 PIECE = 32
@@ -42,6 +52,11 @@ class CertifiedWeights:
         self._version: int | None  # number of updates of the certified weights; None: they are revoked
         self._next = 0  # the piece that the next step looks at
         self.certify()
+
+    @property
+    def certified(self) -> bool:
+        """Whether a contract was made for the last update: none failed, and no other engine made one."""
+        return self._version == num_updates(self._model)
 
     def check(self) -> None:
         """Raise GuaranteeLost unless the weights in memory are the certified ones. For every new request."""
@@ -67,7 +82,7 @@ class CertifiedWeights:
         self._writes = [count_writes(piece) for piece in self._pieces]
 
     def _check_version(self) -> None:
-        if self._version != num_updates(self._model):
+        if not self.certified:
             raise GuaranteeLost(
                 "the weights are not the certified ones: an update failed, or another engine over the same "
                 "model changed them; call update_weights() again or build a new engine"
@@ -82,17 +97,40 @@ class CertifiedWeights:
             )
 
 
-def read_update(update: WeightUpdate, model: nn.Module) -> Pairs:
-    """(the model's tensor, its new value) of every tensor. Raises BadParameter unless every one fits.
+def read_update(update: WeightUpdate, model: nn.Module) -> CheckedUpdate:
+    """Check new weights; changes nothing. Raises BadParameter for the first tensor that does not fit.
 
-    Tensors that come one after the other are read, and checked, as the result is iterated over.
+    Of tensors that come one after the other the first is read here, the others as they are iterated over.
     """
+    if isinstance(update, CheckedUpdate):
+        return update
     own: dict[str, torch.Tensor] = dict(model.named_buffers())
     own |= dict(model.named_parameters(remove_duplicate=False))
-    if not isinstance(update, str | os.PathLike | Mapping):
-        return _fitted(update, own)
-    tensors = update if isinstance(update, Mapping) else read_tensors(Path(update))
-    return list(_fitted(tensors.items(), own))
+    if isinstance(update, str | os.PathLike):
+        tensors: NamedTensors = read_tensors(Path(update)).items()
+        _refuse_partial(Path(update), [name for name, _ in tensors], model)
+    else:
+        # An empty mapping certifies what is in memory.
+        tensors = (update or own).items() if isinstance(update, Mapping) else update
+    fitted = _fitted(tensors, own)
+    if isinstance(update, str | os.PathLike | Mapping | Sequence):
+        return CheckedUpdate(list(fitted))
+    first = next(fitted, None)
+    return CheckedUpdate([] if first is None else chain([first], fitted))
+
+
+def _refuse_partial(folder: Path, names: list[str], model: nn.Module) -> None:
+    """Raise BadParameter unless a folder holds every parameter, tied ones under one of their names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = {parameters[name] for name in names if name in parameters}
+    missing = [name for name, parameter in model.named_parameters() if parameter not in found]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise BadParameter(
+            f"update_weights: {folder} lacks {missing[0]}{more}; write all weights, or give single "
+            "tensors by their names",
+            param="update",
+        )
 
 
 def _fitted(
@@ -110,7 +148,22 @@ def _fitted(
                 f"the model's has {tuple(own[name].shape)}",
                 param="update",
             )
+        if not _is_finite(tensor, own[name].dtype):
+            raise BadParameter(
+                f"update_weights: {name} holds values that are no finite numbers in {own[name].dtype}; has "
+                "training diverged?",
+                param="update",
+            )
         yield own[name], tensor
+
+
+def _is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether every value is a finite number, also in another format. Reads the tensor once."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    values = tensor.detach() if tensor.dtype.itemsize > 1 else tensor.detach().float()
+    extremes = torch.stack(torch.aminmax(values))  # NaN if there is one
+    return bool(extremes.to(dtype).isfinite().all())
 
 
 def _is_same_memory(own: torch.Tensor, new: torch.Tensor) -> bool:
@@ -120,7 +173,7 @@ def _is_same_memory(own: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def apply_update(update: Pairs, model: nn.Module, *, native: bool) -> None:
+def apply_update(update: CheckedUpdate, model: nn.Module, *, native: bool) -> None:
     """Copy the new values in, and pack native linears again.
 
     Weights that were stacked are copies, but share the count of writes with a trainer's, which are not
@@ -132,7 +185,7 @@ def apply_update(update: Pairs, model: nn.Module, *, native: bool) -> None:
         if isinstance(module, FrameLinear) and module.stacked is not None
         for parameter in module.parameters()
     }
-    for own, new in update:
+    for own, new in update.pairs:
         if not _is_same_memory(own, new):
             (own.data if own in copies else own).copy_(new)
     if native:
@@ -142,6 +195,7 @@ def apply_update(update: Pairs, model: nn.Module, *, native: bool) -> None:
 __all__ = [
     "PIECE",
     "CertifiedWeights",
+    "CheckedUpdate",
     "NamedTensors",
     "Pairs",
     "WeightUpdate",

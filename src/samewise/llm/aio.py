@@ -20,21 +20,19 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from samewise.config import EngineConfig, settings_signature
 from samewise.contract import Contract
 from samewise.engine import build
 from samewise.engine.weights import WeightUpdate
-from samewise.errors import GuaranteeLost, MachineError, RequestFailed
+from samewise.errors import BadParameter, CallerError, GuaranteeLost, MachineError, RequestFailed
 from samewise.llm.answer import Answer
 from samewise.llm.any_engine import AnyEngine
 from samewise.llm.gate import Gate, check_mode
 from samewise.llm.intake import CheckedRequest, Intake, Prompt
 from samewise.llm.mailbox import Item, LoopWaker, Mailbox, UnreadBudget, call_in_loop
 from samewise.llm.step_loop import StepLoop
-from samewise.model.folder import read_tensors
 from samewise.outputs import Chunk, RequestOutput
 from samewise.params import SamplingParams
 from samewise.receipts.receipt import Receipt
@@ -47,6 +45,9 @@ log = logging.getLogger("samewise")
 
 FAILED = "this request failed inside the engine and was ended; other requests go on"
 """The message of RequestFailed. Why it failed is in the log: it may quote another request."""
+
+HALTED = "the update is incomplete, so that requests wait until another one succeeds"
+"""Added to the error of an update that failed half-way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,22 +322,18 @@ class AsyncLLM:
         `mode` says what becomes of requests that were submitted before. `wait`: they end first, and later
         ones wait; `abort`: they end with what they have, and the finish reason `abort`; `keep`: they go on
         under the new weights from the tokens they have, and their outputs say which token is whose
-        (`CompletionOutput.weights`). Without a mode there may be none. While paused, requests are kept.
+        (`CompletionOutput.weights`). Without a mode there may be none. While paused, requests are kept. If
+        it fails after weights were written, all requests wait until another update succeeds.
         """
         if mode is not None:
             check_mode(mode)
-        if isinstance(update, str | os.PathLike):  # read while requests go on
-            update = await asyncio.to_thread(read_tensors, Path(update))
-        tensors = update
+        if not isinstance(update, Iterator):  # read and checked while requests go on
+            update = await asyncio.to_thread(self._engine.read_update, update)
+        return await self._call(partial(self._replace, update, mode), when_quiet=mode == "wait")
 
-        def replace() -> Contract:
-            if mode is None:
-                return self._engine.update_weights(tensors)
-            return self._loop.update_weights(tensors)
-
-        if mode == "abort":
-            return await self._call(lambda: (self._abort_open(), replace())[1])
-        return await self._call(replace, when_quiet=mode == "wait")
+    async def check_update(self, update: WeightUpdate) -> None:
+        """Raise what `update_weights` would say of these weights. Changes nothing; not for iterators."""
+        await asyncio.to_thread(self._engine.read_update, update)
 
     async def pause(self, mode: str = "wait") -> None:
         """Stop generating; requests wait until `resume`.
@@ -345,17 +342,13 @@ class AsyncLLM:
         """
         check_mode(mode)
 
-        def freeze() -> None:
-            self._gate.frozen = True
-
         def begin() -> None:
-            self._gate.paused = True
             if mode == "abort":
                 self._abort_open()
-            freeze()
+            self._gate.freeze()
 
         if mode == "wait":
-            await self._call(freeze, when_quiet=True, pauses=True)
+            await self._call(self._gate.freeze, when_quiet=True, pauses=True)
         else:
             await self._call(begin)
 
@@ -368,12 +361,15 @@ class AsyncLLM:
         return await self._call(self._abort_open)
 
     async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, unless requests are under way. Returns whether it was done."""
+        """Empty the prefix cache, unless requests run. Returns whether it was done.
+
+        Requests that a pause has stopped lose their KV too, and are computed again from their tokens.
+        """
 
         def clear() -> bool:
-            if not self._loop.idle:
+            if not (self._loop.idle or self._gate.frozen):
                 return False
-            self._engine.forget_prefixes()
+            self._loop.forget_prefixes()
             return True
 
         return await self._call(clear)
@@ -465,21 +461,18 @@ class AsyncLLM:
     ) -> T:
         """Run something on the engine's thread and wait for it without blocking the event loop.
 
-        `is_request`: not before the gate is open. `when_quiet`: when no request is under way.
+        `is_request`: not before the gate is open. `when_quiet`: when no request is under way. A caller that
+        is cancelled calls off what has not begun.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
+        left: list[bool] = []  # whether the caller was cancelled
 
-        def resolve(outcome: tuple[T | None, BaseException | None]) -> None:
-            result, error = outcome
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]
+        resolve = partial(_resolve, future)
 
         def run() -> None:
+            if left:
+                return
             try:
                 result: T | None = work()
                 error: BaseException | None = None
@@ -493,12 +486,16 @@ class AsyncLLM:
             call_in_loop(loop, resolve, (None, error))
 
         call = _EngineCall(run, fail, is_request)
-        if when_quiet:
-            call = _EngineCall(lambda: self._run_when_quiet(_EngineCall(run, fail), pauses=pauses), fail)
-        self._put(call)
+        begin = _EngineCall(lambda: None if left else self._run_when_quiet(call, pauses=pauses), fail)
+        self._put(begin if when_quiet else call)
         if self._stopped.is_set():
             self._fail_calls()
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            left.append(True)
+            self._put(_EngineCall(lambda: self._call_off(call), lambda _: None))
+            raise
 
     def _put(self, call: _EngineCall | None) -> None:
         """Give the engine's thread a call, or None: stop."""
@@ -527,9 +524,33 @@ class AsyncLLM:
         self._deliver(aborted)
         return len(aborted)
 
+    def _replace(self, update: WeightUpdate, mode: str | None) -> Contract:
+        """Replace the weights; if that fails half-way, nothing runs until it succeeds."""
+        checked = self._engine.read_update(update)  # before any request is aborted
+        if mode == "abort":
+            self._abort_open()
+        try:
+            loop = self._engine if mode is None else self._loop
+            contract = loop.update_weights(checked)
+        except Exception as error:
+            self._gate.halted = not self._engine.certified
+            if not self._gate.halted or self._engine.lost is not None:
+                raise
+            log.exception("an update of the weights failed; requests wait for another one")
+            if isinstance(error, CallerError):
+                raise BadParameter(f"{error}; {HALTED}", param=error.param) from error
+            raise GuaranteeLost(f"the update of the weights failed: {error}; {HALTED}") from error
+        self._gate.halted = False
+        return contract
+
     def _run_when_quiet(self, call: _EngineCall, *, pauses: bool) -> None:
         self._held.append(call)
-        self._gate.when_quiet(lambda: self._run_held(call), pauses=pauses)
+        self._gate.when_quiet(call, lambda: self._run_held(call), pauses=pauses)
+
+    def _call_off(self, call: _EngineCall) -> None:
+        """Forget a call that waits for quiet; one that waits for the gate to open does nothing then."""
+        if self._gate.call_off(call):
+            self._held.remove(call)
 
     def _run_held(self, call: _EngineCall) -> None:
         self._held.remove(call)
@@ -567,8 +588,10 @@ class AsyncLLM:
             return self._loop.recover(blame=True)
 
     def _ends_thread(self, error: BaseException) -> bool:
-        """Whether no request can be answered any more. New weights would need a new contract."""
-        return self._engine.lost is not None or isinstance(error, GuaranteeLost)
+        """Whether no request can be answered any more, also after another update of the weights."""
+        if self._engine.lost is not None:
+            return True
+        return isinstance(error, GuaranteeLost) and not self._gate.halted
 
     def _take_calls(self) -> bool:
         """Run waiting calls; block while the engine is idle. False when it is time to stop."""
@@ -635,6 +658,17 @@ class AsyncLLM:
                 return
             if queued is not None:
                 queued.fail(self._stopped_error())
+
+
+def _resolve(future: asyncio.Future[T], outcome: tuple[T | None, BaseException | None]) -> None:
+    """Give a future its result or its error, unless its caller has left."""
+    result, error = outcome
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)  # type: ignore[arg-type]
 
 
 __all__ = ["GATHER", "AsyncLLM", "GatherTimes", "ResponseReader"]

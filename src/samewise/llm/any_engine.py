@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from samewise.config import EngineConfig
 from samewise.contract import Contract
-from samewise.engine.weights import WeightUpdate
+from samewise.engine.weights import CheckedUpdate, WeightUpdate
 from samewise.errors import EngineLost
 from samewise.execute.load import Loaded
 from samewise.schedule.limits import Limits
@@ -79,14 +79,23 @@ class AnyEngine(Protocol):
         """Start every request again from what its caller has; see Engine.recover."""
         ...
 
+    @property
+    def certified(self) -> bool:
+        """Whether the weights have a contract: False after an update that failed half-way."""
+        ...
+
+    def read_update(self, update: WeightUpdate) -> CheckedUpdate:
+        """Check new weights without using them. Any thread may call it."""
+        ...
+
     def update_weights(
         self, update: WeightUpdate, *, received: Mapping[int, Received | None] | None = None
     ) -> Contract:
         """Replace the weights; see Engine.update_weights."""
         ...
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache."""
+    def forget_prefixes(self, received: Mapping[int, Received | None] | None = None) -> None:
+        """Empty the prefix cache, and with `received` drop all KV; see Engine.forget_prefixes."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """The gate between callers and the engine's thread: open, draining or shut. Used by that thread alone.
 
 While it is not open new requests wait outside. *Draining*: those inside run to their end, because weights are
-to be replaced, or a pause is to begin, after them. *Frozen*: nothing runs.
+to be replaced, or a pause is to begin, after them. *Frozen*: nothing runs, because of a pause or because an
+update of the weights failed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ Work = Callable[[], None]
 class _Waiting(NamedTuple):
     """Work to be done when nothing is under way."""
 
+    key: object
     run: Work
     pauses: bool  # whether it is the beginning of a pause, which resuming calls off
 
@@ -31,50 +33,69 @@ class Gate:
     def __init__(self) -> None:
         self.paused = False
         """Whether a pause was asked for and not ended."""
-        self.frozen = False
-        """Whether no step may be made."""
+        self.halted = False
+        """Whether an update of the weights failed half-way: nothing runs until another one succeeds."""
+        self._stopped = False  # by a pause
         self._outside: deque[Work] = deque()  # requests that wait
         self._waiting: deque[_Waiting] = deque()
 
     @property
+    def frozen(self) -> bool:
+        """Whether no step may be made."""
+        return self._stopped or self.halted
+
+    @property
     def is_open(self) -> bool:
         """Whether requests are taken."""
-        return not self.paused and not self._waiting
+        return not (self.paused or self.halted or self._waiting)
 
     def hold(self, request: Work) -> None:
         """Keep a request outside until the gate opens."""
         self._outside.append(request)
 
-    def when_quiet(self, run: Work, *, pauses: bool = False) -> None:
-        """Do something when nothing is under way, or now if nothing runs because of a pause."""
-        self.paused = self.paused or pauses
-        if self.frozen:
+    def freeze(self) -> None:
+        """Pause at once."""
+        self.paused = self._stopped = True
+
+    def when_quiet(self, key: object, run: Work, *, pauses: bool = False) -> None:
+        """Do something when nothing is under way, or now if nothing runs.
+
+        `pauses`: it begins a pause, before which what an earlier pause stopped goes on to its end.
+        """
+        if pauses:
+            self.paused, self._stopped = True, False
+        if self.frozen and not pauses:
             run()
         else:
-            self._waiting.append(_Waiting(run, pauses))
+            self._waiting.append(_Waiting(key, run, pauses))
+
+    def call_off(self, key: object) -> bool:
+        """Forget work that waits, because its caller has left. Returns whether it was there."""
+        off = [one for one in self._waiting if one.key is key]
+        self._waiting = deque(one for one in self._waiting if one.key is not key)
+        if any(one.pauses for one in off):
+            self.paused = self._stopped or any(one.pauses for one in self._waiting)
+        return bool(off)
 
     def settle(self, *, idle: bool) -> None:
-        """Do what was waiting, if nothing is under way, and let requests in if the gate is open."""
-        while idle and self._waiting:
-            self._waiting.popleft().run()
+        """Do what was waiting, if nothing is under way or runs, and let requests in if the gate is open."""
+        while (one := self._next(idle=idle)) is not None:
+            self._waiting.remove(one)
+            one.run()
         while self.is_open and self._outside:
             self._outside.popleft()()
 
+    def _next(self, *, idle: bool) -> _Waiting | None:
+        """The first that need not wait. A pause that waits for requests to end still waits while frozen."""
+        return next((one for one in self._waiting if idle or (self.frozen and not one.pauses)), None)
+
     def resume(self) -> None:
         """End a pause, or call off one that has not begun."""
-        self.paused = self.frozen = False
         off = [one for one in self._waiting if one.pauses]
         self._waiting = deque(one for one in self._waiting if not one.pauses)
         for one in off:
             one.run()
-        self.paused = self.frozen = False
-
-    def drain(self) -> list[Work]:
-        """Take out everything that waits: the thread ends."""
-        works = [*(one.run for one in self._waiting), *self._outside]
-        self._waiting.clear()
-        self._outside.clear()
-        return works
+        self.paused = self._stopped = False
 
 
 def check_mode(mode: str) -> str:

@@ -39,7 +39,7 @@ class LLM:
         self._begin(build(EngineConfig.of(model=os.fspath(model), **settings)))
 
     @classmethod
-    def over(cls, engine: Engine) -> LLM:
+    def over(cls, engine: Engine) -> Self:
         """The same interface over an engine that was built already."""
         llm = cls.__new__(cls)
         llm._begin(engine)  # noqa: SLF001 - an alternative constructor
@@ -184,11 +184,12 @@ class LLM:
         if mode is None:
             return self.engine.update_weights(update)
         check_mode(mode)
+        checked = self.engine.read_update(update)  # before any stream is aborted
         if mode == "abort":
             loop.abort_all()
         while mode == "wait" and not loop.idle:
             loop.step()
-        return loop.update_weights(update)
+        return loop.update_weights(checked)
 
     def close(self) -> None:
         """Free the model's memory. Closing twice is fine."""

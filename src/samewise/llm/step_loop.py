@@ -289,6 +289,28 @@ class StepLoop(Generic[EngineT]):
         self._unfinished = False
         return contract
 
+    @entry
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, and drop the KV of what is open: it is computed again."""
+        refuse_nested(self)
+        self._begin()
+        if self.idle:
+            self.engine.forget_prefixes()
+        else:
+            self.engine.forget_prefixes(self._received())
+        self._unfinished = False
+
+    def _received(self) -> dict[int, Received | None]:
+        """What callers have of every request that the engine knows."""
+        received = {
+            number: answer.received(choice)
+            for number, (answer, choice) in self._open.items()
+            if not self._shared.waits(number)
+        }
+        for number, score in self._scores.items():
+            received[number] = None if score.finished else Received(0, len(score.logprobs))
+        return received
+
     # ---- failures
 
     @entry
@@ -308,13 +330,7 @@ class StepLoop(Generic[EngineT]):
         for answer, choice in updated if blame else ():
             self._changed[answer] = None
             choice.finish = Finish.ERROR.value
-        received = {
-            number: answer.received(choice)
-            for number, (answer, choice) in self._open.items()
-            if not self._shared.waits(number)
-        }
-        for number, score in self._scores.items():
-            received[number] = None if score.finished else Received(0, len(score.logprobs))
+        received = self._received()
         self.engine.recover(received, blame=blame and not updated)
         for number, has in received.items():
             if has is None:

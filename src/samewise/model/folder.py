@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 
-from samewise.errors import SamewiseError, UnknownModel, UnsupportedModel
-from samewise.model.source import Source, weight_files
+from samewise.errors import BadParameter, SamewiseError, UnsupportedModel
+from samewise.model.source import INDEX, SAFETENSORS, Source, refuse_cut_short, weight_files
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -67,17 +70,37 @@ def eos_ids(generation: Mapping[str, Any], config: Any) -> frozenset[int]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in a folder's safetensors files, sharded or not."""
-    files = weight_files(folder) if any(folder.glob("*.safetensors")) else []
-    if not files:
-        raise UnknownModel(
-            f"{folder} holds no *.safetensors; give a folder of weights or named tensors", param="update"
+    """Every tensor in a folder's safetensors files, sharded or not. BadParameter where one cannot be read."""
+    if not any(folder.glob("*.safetensors")):
+        raise BadParameter(
+            f"update_weights: {folder} holds no *.safetensors; give a folder of weights or named tensors",
+            param="update",
+        )
+    if not (folder / SAFETENSORS).exists() and not (folder / INDEX).exists():
+        raise BadParameter(
+            f"update_weights: {folder} holds neither {SAFETENSORS} nor {INDEX}, which names its shards",
+            param="update",
         )
     tensors: dict[str, torch.Tensor] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    for path in _readable(folder / INDEX, lambda: weight_files(folder)):
+        tensors |= _readable(path, partial(_tensors_of, path))
     return tensors
+
+
+def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    refuse_cut_short(path)
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+
+
+def _readable(path: Path, read: Callable[[], T]) -> T:
+    """What `read` returns, with its failure as a BadParameter that names the file."""
+    try:
+        return read()
+    except (OSError, SafetensorError, UnsupportedModel) as error:
+        raise BadParameter(
+            f"update_weights: {path} cannot be read ({error}); write the folder again", param="update"
+        ) from error
 
 
 __all__ = ["eos_ids", "generation_defaults", "read_tensors", "read_tokenizer", "unreadable_as_unsupported"]

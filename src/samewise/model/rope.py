@@ -51,6 +51,13 @@ def pin_rope(model: "nn.Module", max_model_len: int) -> str | None:
     return "longrope:" + ",".join(f"{layer_type}={choices[layer_type]}" for layer_type in sorted(choices))
 
 
+def fix_rope(model: "nn.Module", max_model_len: int) -> str | None:
+    """Both: pinned and exact frequencies. Returns what `pin_rope` does."""
+    choice = pin_rope(model, max_model_len)
+    use_exact_frequencies(model)
+    return choice
+
+
 def _pin(module: Any, rope_type: str, layer_type: str | None, max_model_len: int) -> str | None:
     """Write the frequencies of one rotary setting. Returns "long", "short", or None if it is not longrope."""
     import torch
@@ -160,4 +167,4 @@ def frequencies_digest(model: "nn.Module") -> str:
     return digest.hexdigest()[:16]
 
 
-__all__ = ["exact_frequencies", "frequencies_digest", "pin_rope", "use_exact_frequencies"]
+__all__ = ["exact_frequencies", "fix_rope", "frequencies_digest", "pin_rope", "use_exact_frequencies"]

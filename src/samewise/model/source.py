@@ -7,7 +7,8 @@ from typing import Literal
 
 from samewise.errors import UnknownModel, UnsupportedModel
 
-SAFETENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAFETENSORS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 FILE_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".spm", ".tiktoken", ".txt")
 """Of the files that this package or transformers read from a model's folder."""
@@ -124,4 +125,4 @@ def _refuse_without_weights(path: Path, name: str, names: list[str]) -> None:
     )
 
 
-__all__ = ["Kind", "Source", "check_folder", "refuse_cut_short", "weight_files"]
+__all__ = ["INDEX", "SAFETENSORS", "Kind", "Source", "check_folder", "refuse_cut_short", "weight_files"]

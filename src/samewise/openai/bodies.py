@@ -145,7 +145,9 @@ class Body(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop = None
-    seed: Integer | None = _sampling("seed", "Absent: derived from the prompt, and returned.")
+    seed: Integer | None = _sampling(
+        "seed", "Absent: derived from the prompt or drawn (--unseeded), and returned."
+    )
     presence_penalty: float | None = _sampling("presence_penalty")
     frequency_penalty: float | None = _sampling("frequency_penalty")
     logit_bias: dict[str, float] | None = None
@@ -374,7 +376,7 @@ class CompletionReply(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
     prompt_text: NotRequired[None]
     receipt: NotRequired[Any]
-    weights_version: NotRequired[int]
+    weights_version: int
 
 
 class ModelCard(TypedDict):

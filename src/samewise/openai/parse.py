@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
@@ -45,7 +46,7 @@ from samewise.openai.reasoning import (
 from samewise.openai.tool_calls import ToolCallParser, call_ids
 from samewise.openai.tools import RequestTools, checked_tools, request_tools, special_names, special_tokens
 from samewise.outputs import RequestOutput
-from samewise.params import SamplingParams
+from samewise.params import GREEDY_BELOW, SamplingParams
 from samewise.types import Grammar
 
 B = TypeVar("B", bound=BaseModel)
@@ -64,6 +65,8 @@ SAMPLING_FIELDS = tuple(
 """Fields of a body that are SamplingParams' own. Those left out have another form in a body, or mean
 something else at each endpoint."""
 
+SEED_BITS = 53
+"""Of a seed that is drawn: every JSON reader keeps it exactly."""
 
 MAX_REPEATS = 1 << 20
 """Tokens and log-probabilities of prompts in an answer's choices after the first, at most. Set by hand: they
@@ -121,6 +124,8 @@ class ParseOptions:
     decode: DecodeTokens | None = None  # token ids to text; without it answers are not split into reasoning
     contract_id: str = ""  # ids of tool calls are derived from it
     special_tokens_in_content: bool = True  # False: control tokens in messages are text, whatever a body says
+    completion_tokens: int | None = COMPLETION_MAX_TOKENS  # where a completion has no max_tokens
+    fresh_seeds: bool = False  # whether a sampled request without a seed draws one; else the prompt gives it
     # Limits of one body: far above what clients send, and low enough to bound the work for one request.
     max_choices: int = 1024  # prompts × n
     max_n: int = MAX_N
@@ -182,6 +187,7 @@ class ParsedRequest:
     count_reasoning: Callable[[RequestOutput, Sequence[int]], int] | None = field(default=None, compare=False)
     # Where the prompt and max_tokens exceed the context, the context ends the answer.
     fit_max_tokens: bool = False
+    fresh_seeds: bool = False  # whether each prompt of a sampled request without a seed draws one
     # What the request's own format calls the fields of a chat, where it is translated from another.
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -231,12 +237,15 @@ class ParsedRequest:
         return error
 
     def _check(self, intake: RequestChecker[C], prompt: Prompt, owner: bytes | None) -> C:
+        params = self.params
+        if self.fresh_seeds and params.seed is None and params.temperature >= GREEDY_BELOW:
+            params = replace(params, seed=secrets.randbits(SEED_BITS))
         try:
-            return intake.check(prompt, self.params, owner=owner)
+            return intake.check(prompt, params, owner=owner)
         except PromptTooLong:
             if not self.fit_max_tokens:
                 raise
-            return intake.check(prompt, replace(self.params, max_tokens=None), owner=owner)
+            return intake.check(prompt, replace(params, max_tokens=None), owner=owner)
 
 
 def read_json(raw: bytes) -> Any:
@@ -333,7 +342,7 @@ def _completion(body: CompletionBody, options: ParseOptions) -> ParsedRequest:
     params = _params(
         body,
         options,
-        max_tokens=COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=options.completion_tokens if body.max_tokens is None else body.max_tokens,
         logprobs=_num_logprobs(body, body.logprobs),
         prompt_logprobs=max(prompt_logprobs, default=None),
         grammar=_checked(lambda: _response_grammar(body)),
@@ -539,6 +548,7 @@ def _common(body: Body, options: ParseOptions) -> dict[str, Any]:
         "cache_salt": body.cache_salt,
         "receipt": bool(body.receipt),
         "explain": bool(body.explain),
+        "fresh_seeds": options.fresh_seeds,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -155,8 +156,8 @@ def refuse_aborted(outputs: Sequence[RequestOutput]) -> None:
 
 
 def weights_fields(contract: str, version: int) -> dict[str, Any]:
-    """The fields of a response that say which weights its last token is of; the first ones have no number."""
-    return {"system_fingerprint": contract} | ({"weights_version": version} if version else {})
+    """The fields of a response that say which weights its last token is of."""
+    return {"system_fingerprint": contract, "weights_version": version}
 
 
 def reasoning_tokens(parsed: ParsedRequest, outputs: Sequence[RequestOutput]) -> int:
@@ -309,9 +310,9 @@ class LogprobTable:
             for other, logprob in entry.items():
                 text = _token_text(self._parsed, other, logprob)
                 # Tokens that are parts of characters have equal texts; the id keeps both in the table.
-                tops[f"token_id:{other}" if text in tops else text] = _finite(logprob.logprob)
+                tops[f"token_id:{other}" if text in tops else text] = finite(logprob.logprob)
             text = _token_text(self._parsed, token, entry[token])
-            self._add_row(text, _finite(entry[token].logprob), tops)
+            self._add_row(text, finite(entry[token].logprob), tops)
 
     def take(self) -> dict[str, list[Any]]:
         """The rows added since the last call."""
@@ -370,7 +371,7 @@ def _chat_token(
         data = text.encode("utf-8", "replace")
     return {
         "token": _token_text(parsed, token, logprob),
-        "logprob": _finite(logprob.logprob),
+        "logprob": finite(logprob.logprob),
         "bytes": None if data is None else list(data),
     }
 
@@ -381,7 +382,7 @@ def _prompt_logprobs(output: RequestOutput, most: int) -> list[dict[str, Any] | 
         if entry is None
         else {
             str(token): {
-                "logprob": _finite(logprob.logprob),
+                "logprob": finite(logprob.logprob),
                 "rank": logprob.rank,
                 "decoded_token": logprob.decoded_token,
             }
@@ -397,7 +398,13 @@ def _token_text(parsed: ParsedRequest, token: int, logprob: Logprob) -> str:
     return logprob.decoded_token
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold. Raises ApiError for one that is no number."""
+    if math.isnan(logprob):
+        raise ApiError(
+            "a log-probability is not a number: the model's weights are damaged",
+            status=500, kind="server_error", code="request_failed",
+        )  # fmt: skip
     return max(logprob, MIN_LOGPROB)
 
 
@@ -415,6 +422,7 @@ __all__ = [
     "encode_json",
     "encode_slices",
     "finish_reason",
+    "finite",
     "reasoning_tokens",
     "refuse_aborted",
     "respond",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samewise.openai.errors import ApiError, invalid, unsupported
-from samewise.openai.replies import MIN_LOGPROB
+from samewise.openai.replies import MIN_LOGPROB, finite, usage
 from samewise.outputs import ABORTED, CompletionOutput, Logprob, RequestOutput
 
 Json = dict[str, Any]
@@ -80,6 +80,7 @@ def token_reply(request_id: str, output: RequestOutput) -> Json:
             "token_ids": choice.token_ids,
             "finish_reason": choice.finish_reason,
             "logprobs": _chat_logprobs(choice),
+            "seed": choice.seed,
         }
         | weights_of(choice)
         for choice in output.outputs
@@ -93,7 +94,7 @@ def token_reply(request_id: str, output: RequestOutput) -> Json:
     return {
         "request_id": request_id, "choices": choices, "prompt_logprobs": prompt_logprobs,
         "kv_transfer_params": None, "weights_version": output.weights_version,
-        "system_fingerprint": output.contract,
+        "system_fingerprint": output.contract, "usage": usage([output]),
     }  # fmt: skip
 
 
@@ -121,11 +122,6 @@ def _token(token: int, logprob: Logprob) -> Json:
 def _as_dict(logprob: Logprob, num: int) -> Json:
     rank, text = logprob.rank or num, logprob.decoded_token
     return {"logprob": finite(logprob.logprob), "rank": rank, "decoded_token": text}
-
-
-def finite(logprob: float) -> float:
-    """A number that JSON can hold."""
-    return max(logprob, MIN_LOGPROB)
 
 
 # ---- SGLang's /generate, which slime sends
@@ -190,6 +186,7 @@ def sglang_reply(
         "cached_tokens": output.num_cached_tokens,
         "weight_version": version,
         "system_fingerprint": output.contract,
+        "seed": choice.seed,
     } | weights_of(choice)
     if choice.logprobs is not None:
         pairs = list(zip(choice.token_ids, choice.logprobs, strict=True))
@@ -238,6 +235,7 @@ def trl_reply(outputs: Sequence[RequestOutput]) -> Json:
         "completion_ids": [choice.token_ids for choice in choices],
         "logprobs": [[[finite(value) for _, value in row] for row in rows] for rows in ranked],
         "logprob_token_ids": [[[token for token, _ in row] for row in rows] for rows in ranked],
+        "seeds": [choice.seed for choice in choices],
         "weights_version": max((output.weights_version for output in outputs), default=0),
     }
 
@@ -251,9 +249,16 @@ def sequence_request(body: Json) -> tuple[Json, list[int], int]:
     """The body of a completion that scores sequences, the lengths of their prompts, and how many tops."""
     sequences = required(body, "sequences", list, "a list of lists of token ids")
     lengths = required(body, "prompt_lengths", list, "the length of each prompt")
+    if not sequences or not all(isinstance(one, list) for one in sequences):
+        raise invalid("sequences", "give a list of lists of token ids")
     if len(sequences) != len(lengths):
         raise invalid("prompt_lengths", f"{len(lengths)} for {len(sequences)} sequences; give one each")
+    for sequence, length in zip(sequences, lengths, strict=True):
+        if type(length) is not int or not 0 < length <= len(sequence):
+            raise invalid("prompt_lengths", "give whole numbers from 1 to the length of each sequence")
     num = body.get("top_logprobs", 100)
+    if type(num) is not int or num < 0:
+        raise invalid("top_logprobs", "give a whole number, 0 or more")
     fields = {
         "prompt": sequences, "max_tokens": 0, "prompt_logprobs": num, "return_token_ids": True,
         "temperature": body.get("temperature", 1.0),
@@ -358,7 +363,6 @@ __all__ = [
     "Json",
     "Piece",
     "as_object",
-    "finite",
     "folder_of",
     "is_aborted",
     "piece_of",

@@ -25,6 +25,12 @@ def refuse_other_models(model: object) -> None:
             "and wrappers removed",
             param="model",
         )
+    if adapters := adapted_modules(model):
+        raise BadParameter(
+            f"model: {adapters[0]} has an adapter, which the engine would not see change; merge it (peft: "
+            "merge_and_unload) or train without adapters",
+            param="model",
+        )
     if changed := inner_forwards(model):
         raise BadParameter(
             f"model: {changed[0]} has a forward of its own, which the engine has not; give the model as "
@@ -46,6 +52,12 @@ def refuse_other_models(model: object) -> None:
             param="model",
         )
     refuse_other_card(first.device)
+
+
+def adapted_modules(model: nn.Module) -> list[str]:
+    """The names of modules that adapters have wrapped, as PEFT does: they hold what they wrap as a child."""
+    wrapping = {"base_layer", "modules_to_save"}
+    return [name for name, module in model.named_modules() if wrapping & dict(module.named_children()).keys()]
 
 
 def refuse_other_card(device: torch.device) -> None:
@@ -96,6 +108,7 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 __all__ = [
+    "adapted_modules",
     "alias_model",
     "architecture",
     "refuse_other_card",

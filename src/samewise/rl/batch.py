@@ -52,6 +52,13 @@ class TokenBatch:
         """
         _check_shape(input_ids, attention_mask, "attention_mask")
         _check_shape(input_ids, position_ids, "position_ids")
+        if attention_mask is not None and not ((attention_mask == 0) | (attention_mask == 1)).all():
+            odd = attention_mask[(attention_mask != 0) & (attention_mask != 1)][0].item()
+            raise BadParameter(
+                f"attention_mask holds {odd}; give 1 for tokens and 0 for padding, and mark packed "
+                "sequences by position_ids",
+                param="attention_mask",
+            )
         ids = input_ids.tolist()
         masks = [[1] * len(row) for row in ids] if attention_mask is None else attention_mask.tolist()
         runs: list[Run] = []

@@ -30,7 +30,9 @@ from samewise.params import GREEDY_BELOW, SamplingParams
 from samewise.rl.alias import alias_model, architecture, refuse_other_models, weights_of
 from samewise.rl.batch import Block, Run, TokenBatch
 from samewise.rl.gradients import HEAD_ROWS, GradientModel
+from samewise.rl.state import TensorState, state_of
 from samewise.types import Sampling, Span
+from samewise.values import is_integer
 from samewise.verify.frame_sizes import recheck_frame_sizes
 
 if TYPE_CHECKING:
@@ -87,13 +89,13 @@ class TrainingForward:
         if like is not None:
             _refuse_unlike(like, self.dtype, self.device)
         config = _config(arch, self.dtype, self.device, kv_tokens, taken | settings)
-        self._gradients = GradientModel(model, arch)
         loaded = Loaded(alias_model(model), arch, {})
         # Tensors made in inference mode could not be written by a refresh.
         with torch.inference_mode(mode=False), torch.no_grad():
             self._parts: Assembly = assemble(loaded, config, Tuning(), ahead=False)
+            self._gradients = GradientModel(model, arch, self._parts.limits.max_model_len)
         self._tensors = dict(weights_of(self._parts.runner.model))
-        self._state: list[Any] = []
+        self._state: list[TensorState] = []
         self._num_layers, self._width = len(arch.layers), model.get_input_embeddings().weight.shape[1]
         self.num_refreshes = 0
         """How often the packed weights were made again."""
@@ -107,7 +109,7 @@ class TrainingForward:
                 f"the model's {replaced} is another tensor than when this TrainingForward was made; "
                 "make a new one"
             )
-        state = _state_of(list(self._own.values()))
+        state = state_of(list(self._own.values()))
         if state == self._state:
             return False
         runner = self._parts.runner
@@ -160,6 +162,11 @@ class TrainingForward:
         temperature = 1.0 if temperature < GREEDY_BELOW else temperature
         batch = TokenBatch.of(input_ids, attention_mask, position_ids)
         self._refuse_misfit(batch)
+        if logits_to_keep is not None and not (is_integer(logits_to_keep) and logits_to_keep >= 0):
+            raise BadParameter(
+                f"logits_to_keep={logits_to_keep!r}: give the number of last columns, or None for all",
+                param="logits_to_keep",
+            )
         num_columns = input_ids.shape[1]
         first = 0 if logits_to_keep is None else max(0, num_columns - logits_to_keep)
         inside, places = batch.targets(first)
@@ -362,20 +369,6 @@ def _config(
         "kv_memory": max(4, num_pages) * kv_page_bytes(arch, dtype),
     }  # fmt: skip
     return EngineConfig.of(**settings | fixed)
-
-
-def _state_of(tensors: list[torch.Tensor]) -> list[tuple[int, int, int, float]]:
-    """What tells tensors from earlier content: where each lies, how often it was written, a hash and a sum.
-
-    Writes through `.data` are not counted, so the content is looked at, at the speed of reading it twice. The
-    hash is an exclusive or, to which pairs of equal changes are invisible; the sum sees those. The host waits
-    for the device twice, not for every tensor.
-    """
-    contents = [tensor.detach() for tensor in tensors]
-    hashes = torch.stack([torch.hash_tensor(content).view(torch.int64) for content in contents]).tolist()
-    sums = torch.stack([content.sum(dtype=torch.float32) for content in contents]).tolist()
-    places = [(tensor.data_ptr(), tensor._version) for tensor in tensors]  # noqa: SLF001 - it has no public name
-    return [(*place, hashed, total) for place, hashed, total in zip(places, hashes, sums, strict=True)]
 
 
 def _refuse_unlike(llm: LLM, dtype: torch.dtype, device: torch.device) -> None:

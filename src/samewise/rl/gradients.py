@@ -18,6 +18,7 @@ from samewise.model.arch import Arch, layer_list
 from samewise.model.attention_binding import ATTENTION
 from samewise.model.fused_layer import NATIVE_FAMILIES
 from samewise.model.layer_parts import adds_down_product
+from samewise.model.rope import fix_rope
 from samewise.model.surgery import plain_copy, with_class, with_forward, with_layers, with_module
 from samewise.rl.alias import set_attention
 
@@ -57,13 +58,17 @@ def _gradients(
     grad: torch.Tensor,
     needed: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """Gradients of compute(x) by x and the parameters, None for those not needed."""
-    with torch.enable_grad():
-        x = x.detach().requires_grad_(needed[0])
-        y = compute(x)
-    inputs = [x, *params]
-    wanted = [i for i, need in enumerate(needed) if need]
-    found = torch.autograd.grad(y, [inputs[i] for i in wanted], grad, allow_unused=True)
+    """Gradients of compute(x) by x and the parameters, None for those not needed.
+
+    In their own dtype, also in a backward pass under autocast.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(needed[0])
+            y = compute(x)
+        inputs = [x, *params]
+        wanted = [i for i, need in enumerate(needed) if need]
+        found = torch.autograd.grad(y, [inputs[i] for i in wanted], grad, allow_unused=True)
     result: list[torch.Tensor | None] = [None] * len(inputs)
     for i, gradient in zip(wanted, found, strict=True):
         result[i] = gradient
@@ -182,11 +187,13 @@ def _without_last_product(layer: nn.Module) -> nn.Module:
 class GradientModel:
     """The trainer's model, arranged for the backward pass. Shares its parameters; the model is not changed.
 
-    Its modules are copies in evaluation mode: no dropout, and no checkpointing of their own.
+    Its modules are copies in evaluation mode: no dropout, and no checkpointing of their own. Rotary positions
+    are those of an engine with this `max_model_len`.
     """
 
-    def __init__(self, model: nn.Module, arch: Arch) -> None:
+    def __init__(self, model: nn.Module, arch: Arch, max_model_len: int) -> None:
         self._model = plain_copy(model).eval()
+        fix_rope(self._model, max_model_len)
         set_attention(self._model, "sdpa", instead_of=ATTENTION)
         self._layers_name, layers = layer_list(self._model, arch)
         self._layers = list(layers)
@@ -210,7 +217,8 @@ class GradientModel:
         ]
         model = with_layers(self._model, self._layers_name, layers)
         base = model.get_submodule(self._base_name)
-        hidden: torch.Tensor = base(input_ids=input_ids, use_cache=False).last_hidden_state
+        with torch.autocast(input_ids.device.type, enabled=False):
+            hidden: torch.Tensor = base(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden
 
     def logprobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,21 +10,63 @@ from transformers import PreTrainedModel
 
 from samewise import machine
 from samewise.config import EngineConfig
+from samewise.contract import Contract
 from samewise.engine import Engine
+from samewise.engine.weights import WeightUpdate
+from samewise.errors import GuaranteeLost
 from samewise.execute.load import Loaded
+from samewise.llm.intake import CheckedRequest, CheckedScore, Prompt
 from samewise.llm.llm import LLM
-from samewise.rl.alias import alias_model, architecture, refuse_other_models
+from samewise.outputs import ScoreOutput
+from samewise.params import SamplingParams
+from samewise.rl.alias import alias_model, architecture, refuse_other_models, weights_of
+from samewise.rl.state import state_of
 
 KV_SHARE = 0.2
 """Of a card's free memory, for KV: gradients and the optimizer's state, which come later, need the rest."""
+
+
+class SharedLLM(LLM):
+    """An LLM over the tensors of a model in training.
+
+    The trainer may write them in ways that torch does not count, through `.data`: so their content is
+    compared with the certified one before every call.
+    """
+
+    def _share(self, model: PreTrainedModel) -> None:
+        self._shared = [tensor for _, tensor in weights_of(model)]
+        self._certified = state_of(self._shared)
+
+    def update_weights(self, update: WeightUpdate, *, mode: str | None = None) -> Contract:
+        """See LLM.update_weights."""
+        contract = super().update_weights(update, mode=mode)
+        self._certified = state_of(self._shared)
+        return contract
+
+    def _check_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[CheckedRequest]:
+        self._refuse_changed()
+        return super()._check_all(prompts, params)
+
+    def _score(self, requests: list[CheckedScore], *, use_tqdm: bool) -> list[ScoreOutput]:
+        self._refuse_changed()
+        return super()._score(requests, use_tqdm=use_tqdm)
+
+    def _refuse_changed(self) -> None:
+        if state_of(self._shared) != self._certified:
+            raise GuaranteeLost(
+                "the weights are not the certified ones: a tensor of the model was written in place, through "
+                ".data or replaced; call update_weights(model.state_dict())"
+            )
 
 
 def llm_over(model: PreTrainedModel, tokenizer: Any = None, **settings: Any) -> LLM:
     """An LLM that generates with the weights of a transformers model in training.
 
     The model's tensors are shared: a CPU makes packed copies, CUDA copies of q/k/v and gate/up weights, which
-    it stacks. After the weights have changed call `llm.update_weights(model.state_dict())`: until then the
-    engine refuses to serve. `settings` are keywords of EngineConfig; on CUDA `kv_memory` is by default a
+    it stacks. After the weights have changed, in whatever way, call `llm.update_weights(model.state_dict())`:
+    until then calls are refused. `settings` are keywords of EngineConfig; on CUDA `kv_memory` is by default a
     fifth of what is free.
     """
     machine.pin_environment()
@@ -36,7 +79,9 @@ def llm_over(model: PreTrainedModel, tokenizer: Any = None, **settings: Any) -> 
     with torch.inference_mode(mode=False):
         aliases = alias_model(model)
     eos_ids = _eos_ids(model)
-    return LLM.over(Engine(Loaded(aliases, architecture(model), {}, tokenizer, {}, eos_ids), config))
+    llm = SharedLLM.over(Engine(Loaded(aliases, architecture(model), {}, tokenizer, {}, eos_ids), config))
+    llm._share(model)  # noqa: SLF001 - an alternative constructor
+    return llm
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -48,4 +93,4 @@ def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset([eos] if isinstance(eos, int) else eos)
 
 
-__all__ = ["llm_over"]
+__all__ = ["SharedLLM", "llm_over"]

@@ -9,7 +9,6 @@ the importance ratio is exactly 1 until the weights change. Needs `pip install t
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from samewise.llm.llm import LLM
 from samewise.params import SamplingParams
 from samewise.rl.forward import TrainingForward
 from samewise.rl.rollout import llm_over
+from samewise.rl.seeds import answer_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, engine_settings: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if kwargs.get("rollout_func") is not None:
-            raise BadParameter(
-                "rollout_func is this trainer's own; use trl.GRPOTrainer for another", param="rollout_func"
-            )
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self)
-        self.rollout_func = _rollout
         self._settings = {"proposer": "auto"} | (engine_settings or {})
         self._llm: LLM | None = None
         self._forwards: dict[int, TrainingForward] = {}  # by the model's id: the policy's, the reference's
@@ -94,24 +89,25 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     # ---- rollout
 
-    def roll_out(self, prompts: list[Any]) -> dict[str, Any]:
-        """TRL's rollout: an answer to every prompt, after the engine has got the trainer's weights."""
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: list[Any] | None, *_: Any, **__: Any
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """TRL's rollout, and each turn after a tool's result: an answer to every prompt.
+
+        Token ids and log-probabilities, after the engine has got the trainer's weights.
+        """
+        if images is not None and any(images):
+            raise BadParameter("prompts with images are not supported; text only", param="prompts")
         forward = self.forward_of(self.model)
         forward.refresh()
         if forward.num_refreshes != self._given:  # another forward pass may have noticed the change
             self.llm.update_weights(self._policy.state_dict())
             self._given = forward.num_refreshes
-        prompt_ids, images, _ = self._tokenize_prompts(prompts)
-        if images is not None and any(image for image in images):
-            raise BadParameter("prompts with images are not supported; text only", param="prompts")
         outputs = self.llm.generate(
-            [list(ids) for ids in prompt_ids], self._sampling(len(prompts)), use_tqdm=False
+            [list(ids) for ids in prompt_ids], self._sampling(len(prompt_ids)), use_tqdm=False
         )
-        return {
-            "prompt_ids": [output.prompt_token_ids for output in outputs],
-            "completion_ids": [output.outputs[0].token_ids for output in outputs],
-            "logprobs": [output.outputs[0].token_logprobs for output in outputs],
-        }
+        answers = [output.outputs[0] for output in outputs]
+        return [answer.token_ids for answer in answers], [answer.token_logprobs for answer in answers]
 
     def _sampling(self, num: int) -> list[SamplingParams]:
         """A seed for every answer, of the trainer's seed and step alone: a resumed run repeats it."""
@@ -124,7 +120,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
                 temperature=self.temperature,
                 max_tokens=self.max_completion_length,
                 logprobs_mode="processed_logprobs",
-                seed=_seed(*parts, number),
+                seed=answer_seed(*parts, number),
                 detokenize=False,
             )
             for number in range(num)
@@ -185,16 +181,6 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         return loss
 
 
-def _rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-    return trainer.roll_out(prompts)
-
-
-def _seed(*parts: int) -> int:
-    """53 bits of a hash: readable by every JSON reader, and different for every answer."""
-    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 11
-
-
 def _refuse_unsupported(trainer: Any) -> None:
     """Raise BadParameter for settings under which rollout and trainer could not agree."""
     neutral = {
@@ -207,6 +193,7 @@ def _refuse_unsupported(trainer: Any) -> None:
                 param=name,
             )
     checks = {
+        "rollout_func": trainer.rollout_func,
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": getattr(
             trainer, "use_transformers_continuous_batching", False

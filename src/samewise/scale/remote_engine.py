@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from samewise.contract import Contract
-from samewise.engine.weights import WeightUpdate
+from samewise.engine.weights import CheckedUpdate, WeightUpdate
 from samewise.errors import EngineLost, MachineError, QueueFull
 from samewise.kv.prefix import extend_digests
 from samewise.scale.merge_stats import merge_stats
@@ -251,6 +251,16 @@ class RemoteEngine:
 
     # ---- what replicas do not do
 
+    @property
+    def certified(self) -> bool:
+        """Always: weights are not replaced."""
+        return True
+
+    def read_update(self, update: WeightUpdate) -> CheckedUpdate:
+        """Refused as `update_weights` is."""
+        self.update_weights(update)
+        raise AssertionError
+
     def update_weights(
         self,
         update: WeightUpdate,  # noqa: ARG002 - refused
@@ -263,7 +273,10 @@ class RemoteEngine:
             "or train with an engine in one process (no --replicas)"
         )
 
-    def forget_prefixes(self) -> None:
+    def forget_prefixes(
+        self,
+        received: Mapping[int, Received | None] | None = None,  # noqa: ARG002 - refused
+    ) -> None:
         """Refused: every replica has a prefix cache of its own."""
         raise MachineError("the prefix caches of replicas cannot be emptied from here; restart the replicas")
 

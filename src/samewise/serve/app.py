@@ -139,6 +139,8 @@ class Service:
         self._intakes, self._renders = FairThreads(INTAKE_THREADS), FairThreads(RENDER_THREADS)
         self._started = int(time.time())
         self._parse_options: ParseOptions | None = None  # of the current contract
+        self.before_answers: Callable[[], Awaitable[None]] | None = None
+        """Awaited before every answer is begun."""
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
@@ -250,11 +252,21 @@ class Service:
                 return EventStream(events, close=answering.pop_all().close, unread=self.unread, owner=owner)
             return await until_disconnect(request.receive, self._reply(exchange, active, facts))
 
-    async def complete(self, request: Request, endpoint: str, body: dict[str, Any]) -> list[RequestOutput]:
-        """The complete answers to a body of an endpoint, for routes that answer in another form."""
+    async def complete(
+        self, request: Request, endpoint: str, body: dict[str, Any], *, whole_context: bool = False
+    ) -> list[RequestOutput]:
+        """The complete answers to a body of an endpoint, for routes that answer in another form.
+
+        `whole_context`: without `max_tokens` a completion goes on to the end of the context.
+        """
+
+        def read(raw: Any, options: ParseOptions) -> Exchange:
+            if whole_context:
+                options = replace(options, completion_tokens=None)
+            return OpenAIExchange(endpoint, raw, options)
+
         active = self.worker.begin(self._owner(request))
         try:
-            read = partial(OpenAIExchange, endpoint)
             exchange, _ = await self._submit(request, read, encode_json(body), active)
             outputs = await until_disconnect(request.receive, active.outputs())
             refuse_aborted(outputs)
@@ -270,6 +282,8 @@ class Service:
 
         Returns the request and the model's name in its answer.
         """
+        if self.before_answers is not None:
+            await self.before_answers()
         llm, options = self.worker.llm, self._options()
 
         def prepare() -> tuple[Exchange, str, list[Any]]:
@@ -418,7 +432,9 @@ class Service:
             )
             defaults = replace(options.defaults, logprobs_mode=self.settings.logprobs_mode)
             limit = MAX_TRAINING_LOGPROBS if self.settings.training else options.max_logprobs
-            options = self._parse_options = replace(options, defaults=defaults, max_logprobs=limit)
+            options = self._parse_options = replace(
+                options, defaults=defaults, max_logprobs=limit, fresh_seeds=self.settings.fresh_seeds
+            )
         return options
 
     # ---- the model
@@ -564,7 +580,9 @@ def make_app(
     ]
     routes += [*_document_routes(service), *page_routes(worker, settings, service.unread)]
     if settings.training:
-        routes += TrainingRoutes(service).routes()
+        training = TrainingRoutes(service)
+        service.before_answers = training.use_collected
+        routes += training.routes()
     # A key is not sent by browsers of their own accord, so with keys any page may try.
     origins = None if settings.keys else settings.allowed_origins
     middleware = [

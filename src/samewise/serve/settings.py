@@ -16,6 +16,8 @@ from samewise.receipts.signing import SigningKey
 from samewise.serve.limits import ServeLimits
 
 KEY_VARIABLE = "SAMEWISE_API_KEY"
+UNSEEDED = ("fresh", "prompt")
+"""Where the seed of a sampled request that gives none comes from: it is drawn, or derived from the prompt."""
 MAX_QUEUED = 1024
 """Choices that may wait where `max_queued` is not set. Set by hand: minutes of work for a small machine."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -98,6 +100,7 @@ class ServeSettings:
     signer: SigningKey | None = field(default=None, repr=False)  # signs receipts
     training: bool = False  # whether trainers may pause it and replace its weights; only with a key
     logprobs_mode: str = "raw_logprobs"  # of requests that do not say
+    unseeded: str | None = None  # see UNSEEDED; None: fresh for trainers, else prompt
 
     def __post_init__(self) -> None:
         if self.max_body < 1024:
@@ -123,6 +126,10 @@ class ServeSettings:
                 f"logprobs_mode={self.logprobs_mode!r}: choose one of {', '.join(LOGPROBS_MODES)}",
                 param="logprobs_mode",
             )
+        if self.unseeded not in (None, *UNSEEDED):
+            raise BadParameter(
+                f"unseeded={self.unseeded!r}: choose one of {', '.join(UNSEEDED)}", param="unseeded"
+            )
         for origin in self.allowed_origins:
             if not ORIGIN.fullmatch(origin):
                 raise BadParameter(
@@ -134,6 +141,14 @@ class ServeSettings:
             raise BadParameter(
                 "served_model_name is empty; leave it out or give a name", param="served_model_name"
             )
+
+    @property
+    def fresh_seeds(self) -> bool:
+        """Whether sampled requests without a seed draw one.
+
+        A trainer samples a prompt many times, in requests that are all alike, and needs different answers.
+        """
+        return self.unseeded == "fresh" or (self.unseeded is None and self.training)
 
     @property
     def several_owners(self) -> bool:
@@ -150,6 +165,7 @@ __all__ = [
     "LOCAL_HOSTS",
     "LOG_LEVELS",
     "MAX_QUEUED",
+    "UNSEEDED",
     "Keys",
     "ServeSettings",
     "gather_keys",

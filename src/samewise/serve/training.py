@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -32,7 +33,16 @@ MAX_PIECE = 2**31
 bfloat16 takes 1.4 GB in base64. Set by hand."""
 
 SGLANG_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
-"""SGLang's ways to pause. Where it frees the memory of what runs, and computes it again, ours freezes it."""
+"""SGLang's ways to pause. `retract` frees the memory of what runs when the cache is flushed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Collected:
+    """Tensors that have come for an update. `begun`: by `/start_weight_update`, and used at its finish."""
+
+    begun: bool = False
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    mode: str = "keep"
 
 
 class TrainingRoutes:
@@ -41,10 +51,10 @@ class TrainingRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._bodies = SharedBudget(MAX_PIECE)
-        self._pieces: dict[str, torch.Tensor] = {}
-        self._collecting = False  # between /start_weight_update and /finish_weight_update
+        self._collected = _Collected()
         self._labels: dict[int, str] = {}  # versions that trainers named, by number
         self._lock = asyncio.Lock()  # one update at a time
+        self._using = asyncio.Lock()  # while tensors that came one by one are used
 
     def routes(self) -> list[Route]:
         """All routes, each with and without a slash at its end unless the two differ."""
@@ -90,12 +100,14 @@ class TrainingRoutes:
     # ---- pauses
 
     async def pause(self, request: Request) -> Response:
-        """Stop generating; `mode` as vLLM's, by default `abort`."""
-        await self._service.worker.llm.pause(_mode(request, "abort"))
+        """Stop generating; `mode` as vLLM's, by default `abort`. An older flag of vLLM's is `wait`."""
+        waits = request.query_params.get("wait_for_inflight_requests", "false").lower() in ("true", "1")
+        await self._service.worker.llm.pause(_mode(request, "wait" if waits else "abort"))
         return JsonResponse({"status": "paused"})
 
     async def resume(self, _: Request) -> Response:
         """Go on."""
+        await self.use_collected()
         await self._service.worker.llm.resume()
         return JsonResponse({"status": "resumed"})
 
@@ -123,6 +135,7 @@ class TrainingRoutes:
 
     async def continue_generation(self, _: Request) -> Response:
         """The end of SGLang's pause."""
+        await self.use_collected()
         await self._service.worker.llm.resume()
         return JsonResponse({"status": "ok", "message": "Generation continued successfully."})
 
@@ -149,27 +162,51 @@ class TrainingRoutes:
 
     async def start_weight_update(self, _: Request) -> Response:
         """Begin an update in pieces. The old weights serve until it is finished."""
-        self._pieces, self._collecting = {}, True
+        await self.use_collected()
+        self._collected = _Collected(begun=True)
         return JsonResponse({"message": "Weight update started"})
 
     async def finish_weight_update(self, request: Request) -> Response:
         """Replace the tensors that were sent, all at once."""
         body = await self._body(request)
-        if not self._collecting:
+        mode = _mode(request, "keep")
+        if not (self._collected.begun or self._collected.tensors):
             raise ApiError("there is no update to finish; call /start_weight_update", code="invalid_value")
-        pieces, self._pieces, self._collecting = self._pieces, {}, False
-        await self._replace(pieces, _mode(request, "keep"), body.get("weight_version"))
+        collected, self._collected = self._collected, _Collected()
+        await self._replace(collected.tensors, mode, body.get("weight_version"))
         return JsonResponse({"message": "Weight update finished", **self._version()})
 
     async def update_named_param(self, request: Request) -> Response:
-        """One tensor in the body; at once, or with `/finish_weight_update` where one was begun."""
-        body = await self._body(request, large=True)
-        pieces = await asyncio.to_thread(lambda: _tensors([body]))
-        if self._collecting:
-            self._pieces |= pieces
-        else:
-            await self._replace(pieces, _mode(request, "keep"), None)
-        return JsonResponse({"message": "Request received, updating named parameter", **self._version()})
+        """One tensor in the body. Used together with the others, see `use_collected`."""
+        body, mode = await self._body(request, large=True), _mode(request, "keep")
+        await self._collect([body], mode)
+        message = f"Request received, {len(self._collected.tensors)} parameters wait to be updated together"
+        return JsonResponse({"message": message, **self._version()})
+
+    async def use_collected(self) -> None:
+        """Replace the tensors that came one by one without `/start_weight_update`, all at once.
+
+        Before an answer is begun, the cache is emptied or a pause ends: each replacement alone would be
+        packed, probed and certified, and weights of which a part is new would be served.
+        """
+        if self._using.locked() or (self._collected.tensors and not self._collected.begun):
+            async with self._using:
+                if self._collected.tensors and not self._collected.begun:
+                    collected, self._collected = self._collected, _Collected()
+                    await self._replace(collected.tensors, collected.mode, None)
+
+    async def _collect(self, bodies: list[Any], mode: str) -> None:
+        """Keep tensors for the update that is under way, after they were checked."""
+        collected = self._collected
+        tensors = await asyncio.to_thread(lambda: _tensors(bodies))
+        await self._service.worker.llm.check_update(tensors)
+        if self._collected is not collected:
+            raise ApiError(
+                "the update ended while these tensors were read; send all of them before it is finished",
+                param="tensors", code="invalid_value",
+            )  # fmt: skip
+        collected.tensors |= tensors
+        collected.mode = mode
 
     async def _add_pieces(self, body: wire.Json) -> None:
         tensors = wire.as_object(body.get("update_info") or {}).get("tensors")
@@ -178,11 +215,11 @@ class TrainingRoutes:
                 "update_info", "give weight_dir, a folder of safetensors, or tensors, a list of "
                 "{name, dtype, shape, data} after /start_weight_update"
             )  # fmt: skip
-        if not self._collecting:
+        if not self._collected.begun:
             raise ApiError(
                 "tensors come between /start_weight_update and /finish_weight_update", param="tensors"
             )
-        self._pieces |= await asyncio.to_thread(lambda: _tensors(tensors))
+        await self._collect(tensors, "keep")
 
     async def _replace(self, update: Any, mode: str, label: object) -> None:
         llm = self._service.worker.llm
@@ -203,14 +240,18 @@ class TrainingRoutes:
         return JsonResponse(self._version())
 
     async def reset_prefix_cache(self, _: Request) -> Response:
-        """Empty the prefix cache, if nothing is under way."""
+        """Empty the prefix cache, if nothing runs."""
+        await self.use_collected()
         return JsonResponse({"success": await self._service.worker.llm.reset_prefix_cache()})
 
     async def flush_cache(self, _: Request) -> Response:
-        """The same as SGLang has it: 400 while requests are under way."""
+        """The same as SGLang has it: 400 while requests run."""
+        await self.use_collected()
         if await self._service.worker.llm.reset_prefix_cache():
             return Response("Cache flushed.\n", media_type="text/plain")
-        raise ApiError("the cache was not flushed: requests are under way", code="invalid_value")
+        raise ApiError(
+            "the cache was not flushed: requests run; pause, or let them end", code="invalid_value"
+        )
 
     # ---- what it is
 
@@ -250,7 +291,9 @@ class TrainingRoutes:
         """vLLM's token-in token-out route."""
         body = await self._body(request)
         request_id = str(body.get("request_id") or request.state.request_id)[:200]
-        (output,) = await self._service.complete(request, COMPLETIONS, wire.token_request(body))
+        (output,) = await self._service.complete(
+            request, COMPLETIONS, wire.token_request(body), whole_context=True
+        )
         return JsonResponse(wire.token_reply(request_id, output))
 
     async def generate_sglang(self, request: Request) -> Response:

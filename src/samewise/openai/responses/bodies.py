@@ -158,6 +158,7 @@ class ResponseReply(TypedDict):
     usage: ResponseUsage | None
     user: str | None
     system_fingerprint: str
+    weights_version: NotRequired[int]  # of a complete one
     seed: NotRequired[int]
     prompt_token_ids: NotRequired[list[int]]
     token_ids: NotRequired[list[int]]

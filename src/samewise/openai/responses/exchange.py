@@ -20,7 +20,14 @@ from samewise.openai.exchange import (
     named_event,
 )
 from samewise.openai.parse import ParsedRequest, ParseOptions
-from samewise.openai.replies import BytesOfToken, chat_logprobs, encode_json, encode_slices, usage
+from samewise.openai.replies import (
+    BytesOfToken,
+    chat_logprobs,
+    encode_json,
+    encode_slices,
+    usage,
+    weights_fields,
+)
 from samewise.openai.responses.builder import Event, ResponseBuilder
 from samewise.openai.responses.items import Item
 from samewise.openai.responses.parse import ParsedResponse, parse_response
@@ -256,7 +263,7 @@ class _ResponseWriter:
                 "total_tokens": counts["total_tokens"],
             },
             "seed": answer.seed,
-        }
+        } | weights_fields(output.contract, output.weights_version)
         if self._request.parsed.return_token_ids:
             fields |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": answer.token_ids}
         if receipts is not None:
