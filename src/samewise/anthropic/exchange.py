@@ -77,6 +77,10 @@ class _MessageWriter:
         events = [] if self._begun else self.begin(output())
         return _encode([*events, *self.add(chunk.text, output, finished=chunk.finish_reason is not None)])
 
+    def keep_alive(self) -> bytes:
+        """Anthropic's own event for it, which may come at any time."""
+        return named_event({"type": "ping"})
+
     def last(self, outputs: Sequence[RequestOutput], receipts: Receipts | None) -> bytes:
         """The events that complete the message."""
         return _encode(self.end(outputs, receipts))

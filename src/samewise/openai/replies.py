@@ -34,8 +34,8 @@ def encode_json(body: Any) -> bytes:
 
 
 LINE_ENDS = "\u0085\u2028\u2029"
-"""Characters beyond ASCII at which readers of lines split, httpx's `iter_lines` among them. JSON escapes those
-of ASCII anyway."""
+"""Characters beyond ASCII at which readers of lines split, httpx's `iter_lines` among them. JSON escapes
+those of ASCII anyway."""
 
 _ESCAPES = [(char.encode(), rf"\u{ord(char):04x}".encode()) for char in LINE_ENDS]
 

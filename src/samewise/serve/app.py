@@ -324,12 +324,17 @@ class Service:
         try:
             if first := writer.first():
                 yield first
-            async with aclosing(active.chunks()) as batches:
+            keep_alive, sent = self.settings.keep_alive, time.monotonic()
+            async with aclosing(active.chunks(keep_alive)) as batches:
                 async for batch in batches:
                     for number, data in enumerate(_encoded(batch, active, writer)):
                         if number:  # a late reader has many; others are served between them
                             await asyncio.sleep(0)
                         yield data
+                        sent = time.monotonic()
+                    if not batch or time.monotonic() - sent >= keep_alive:  # chunks may be held back
+                        yield writer.keep_alive()
+                        sent = time.monotonic()
             outputs, last = await self._run(end, parsed, active)
             self.metrics.finished(parsed, outputs)
             for start in range(0, len(last), SLICE_BYTES):

@@ -95,16 +95,21 @@ class ActiveRequest:
             for reader in self.readers:
                 reader.close()
 
-    async def chunks(self) -> AsyncGenerator[list[tuple[int, Chunk]]]:
-        """(index of the prompt, chunk) as they become final, as many at a time as there are."""
+    async def chunks(self, pause: float | None = None) -> AsyncGenerator[list[tuple[int, Chunk]]]:
+        """(index of the prompt, chunk) as they become final, as many at a time as there are.
+
+        An empty list after each `pause` seconds without a chunk.
+        """
         if len(self.readers) == 1:
-            while chunks := await self.readers[0].next_chunks():
+            async for chunks in _chunks(self.readers[0], pause):
                 yield [(0, chunk) for chunk in chunks]
             return
         waits = {asyncio.ensure_future(reader.next_chunks()): i for i, reader in enumerate(self.readers)}
         try:
             while waits:
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(waits, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    yield []
                 batch: list[tuple[int, Chunk]] = []
                 for wait in sorted(done, key=lambda one: waits[one]):
                     index = waits.pop(wait)
@@ -128,6 +133,20 @@ class ActiveRequest:
         """The complete answers, one per prompt."""
         await self.wait()
         return [reader.output() for reader in self.readers]
+
+
+async def _chunks(reader: ResponseReader, pause: float | None) -> AsyncGenerator[list[Chunk]]:
+    """A reader's chunks to their end; an empty list after each `pause` seconds without one."""
+    while True:
+        try:
+            async with asyncio.timeout(pause):
+                chunks = await reader.next_chunks()  # takes nothing where it is cancelled
+        except TimeoutError:
+            yield []
+            continue
+        if not chunks:
+            return
+        yield chunks
 
 
 class Worker:

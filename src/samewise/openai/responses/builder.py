@@ -42,6 +42,10 @@ class ResponseBuilder:
             self._event("response.in_progress", response=response),
         ]
 
+    def keep_alive(self) -> list[Event]:
+        """The event that says once more that the response is in progress. It names no items."""
+        return [self._event("response.in_progress", response=self._head | {"status": "in_progress"})]
+
     def add(self, deltas: list[dict[str, Any]], entries: list[dict[str, Any]] | None = None) -> list[Event]:
         """The events of some deltas."""
         self._entries += entries or []

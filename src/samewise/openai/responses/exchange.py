@@ -149,6 +149,10 @@ class _ResponseWriter:
             )
         )
 
+    def keep_alive(self) -> bytes:
+        """An event: Codex counts the seconds since the last one, and no comment resets its clock."""
+        return _encode(self._builder.keep_alive())
+
     def last(self, outputs: Sequence[RequestOutput], receipts: Receipts | None) -> bytes:
         """The events that complete the response."""
         return _encode(self.end(outputs, receipts))
