@@ -250,7 +250,7 @@ def validate(kind: type[B], body: object) -> B:
     if not isinstance(body, dict):
         raise ApiError(f"the body is a JSON object, not {_quote(body)}", code="invalid_body")
     for name, value in body.items():
-        if _nests_deeper(value, MAX_NESTING - 1):
+        if nests_deeper(value, MAX_NESTING - 1):
             raise invalid(name, f"nests more than {MAX_NESTING} levels deep; make it flatter")
     try:
         return kind.model_validate(body)
@@ -266,7 +266,7 @@ def validate(kind: type[B], body: object) -> B:
         ) from None
 
 
-def _nests_deeper(value: object, levels: int) -> bool:
+def nests_deeper(value: object, levels: int) -> bool:
     """Whether objects and lists lie within each other more than `levels` deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
