@@ -167,8 +167,8 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]], Any]:
             allowed = choice.get("tools")
             if not isinstance(allowed, list) or not all(isinstance(one, dict) for one in allowed):
                 raise invalid("tool_choice", "allowed_tools has a list of tools")
-            names = [one.get("name") for one in allowed]
-            tools = [tool for tool in tools if tool["function"].get("name") in names]
+            names = {name for one in allowed if isinstance(name := one.get("name"), str)}
+            tools = [tool for tool in tools if str(tool["function"].get("name")) in names]
             choice = choice.get("mode", "auto")
         elif kind == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
