@@ -33,7 +33,7 @@ def not_stored(name):
 
 
 def messages(given, instructions=None, find=not_stored):
-    return messages_of(input_items(given), find, instructions=instructions)
+    return messages_of(input_items(given, find), instructions=instructions)
 
 
 def read(**body):
@@ -216,6 +216,7 @@ def test_text_format_is_a_grammar():
         ({"max_output_tokens": 0}, "max_output_tokens", 400),
         ({"messages": []}, "messages", 400),
         ({"n": 2}, "n", 400),
+        ({"logprobs": True}, "logprobs", 400),
         ({"input": None}, "input", 400),
         ({"input": []}, "input", 400),
         ({"input": [{"type": "ghost_snapshot"}]}, "input", 400),
@@ -299,7 +300,7 @@ def test_an_answer_that_was_cut_is_incomplete():
     made = builder()
     made.begin()
     made.add([{"reasoning": "so"}])
-    last = made.end(cut=True, usage=USAGE)[-1]
+    last = made.end(cut=True, usage=USAGE, incomplete_details={"reason": "max_output_tokens"})[-1]
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]

@@ -23,7 +23,7 @@ from samewise.text.grammar import WHITESPACE
 from samewise.types import Grammar
 
 MAX_TOOLS = 1024
-"""Tools in one request. Coding agents with MCP servers send hundreds. Set by hand: checking them takes 1 ms."""
+"""Tools in one request. Coding agents with MCP servers send hundreds. Set by hand: checking takes 1 ms."""
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,128}")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 

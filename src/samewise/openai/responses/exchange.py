@@ -16,7 +16,7 @@ from samewise.openai.replies import BytesOfToken, chat_logprobs, encode_json, us
 from samewise.openai.responses.builder import Event, ResponseBuilder
 from samewise.openai.responses.items import Item
 from samewise.openai.responses.parse import ParsedResponse, parse_response
-from samewise.outputs import Chunk, Logprob, RequestOutput
+from samewise.outputs import ABORTED, Chunk, Logprob, RequestOutput
 
 PREFIX = "resp_"
 
@@ -45,6 +45,7 @@ class Records:
 
     def __init__(self, get: Callable[[str], ResponseRecord]) -> None:
         self._get = get
+        self._items: dict[str, dict[str, Item]] = {}  # by response and id, of those that were referred to
 
     def conversation(self, response_id: str) -> list[Item]:
         """The items of a stored response, its input included."""
@@ -54,8 +55,11 @@ class Records:
         """An item of a stored response: its id contains the response's."""
         response_id = PREFIX + item_id.partition("_")[2].partition("_")[0]
         try:
-            return next(one for one in self.conversation(response_id) if one.get("id") == item_id)
-        except (ApiError, StopIteration):
+            if response_id not in self._items:
+                items = self.conversation(response_id)
+                self._items[response_id] = {str(one["id"]): one for one in items if "id" in one}
+            return self._items[response_id][item_id]
+        except (ApiError, KeyError):
             raise ApiError(
                 f"the item {item_id[:80]!r} is not stored here; send the item itself",
                 status=404, param="input", code="item_not_found",
@@ -141,7 +145,7 @@ class _ResponseWriter:
 
     def encode(self, prompt_index: int, chunk: Chunk, output: Callable[[], RequestOutput]) -> bytes:  # noqa: ARG002 - there is one prompt
         """The events of a chunk."""
-        if chunk.finish_reason in ("abort", "error"):
+        if chunk.finish_reason in ("abort", "error") and chunk.stop_reason != ABORTED:
             return b""  # `failed` tells of it
         return _encode(
             self.add(
@@ -211,7 +215,9 @@ class _ResponseWriter:
             fields |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": answer.token_ids}
         if receipts is not None:
             fields["receipt"] = receipts[0]
-        events = self._builder.end(cut=answer.finish_reason == "length", **fields)
+        details = {"reason": "max_output_tokens"} if answer.finish_reason == "length" else None
+        cut = answer.finish_reason in ("length", "abort")  # what failed does not come here
+        events = self._builder.end(cut=cut, incomplete_details=details, **fields)
         self._store(events[-1]["response"])
         return events
 

@@ -25,6 +25,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "background": ((False,), "is not supported; stream the response instead"),
     "conversation": ((), "is not supported; use previous_response_id, or send the items"),
     "image": ((), "is not supported; text only"),
+    "logprobs": ((False,), f"is not known here; use include: [{LOGPROBS!r}], and top_logprobs"),
     "max_completion_tokens": ((), "is not known here; use max_output_tokens"),
     "max_tokens": ((), "is not known here; use max_output_tokens"),
     "messages": ((), "is not known here; use input"),
@@ -81,7 +82,7 @@ def _parse(
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise invalid("max_output_tokens", "give 1 or more")
     items = [*(earlier(body.previous_response_id) if body.previous_response_id else ())]
-    items += input_items(body.input)
+    items += input_items(body.input, find)
     if not items and body.instructions is None:
         raise ApiError("input is missing", param="input", code="missing_required_parameter")
     tools, choice = _tools(body)
@@ -94,7 +95,7 @@ def _parse(
     text_format = None if body.text is None else body.text.format
     chat = extra | {
         "model": body.model,
-        "messages": messages_of(items, find, instructions=body.instructions),
+        "messages": messages_of(items, instructions=body.instructions),
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
