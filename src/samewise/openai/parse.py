@@ -625,6 +625,7 @@ def _quote(value: object) -> str:
 
 
 __all__ = [
+    "MAX_NESTING",
     "SAMPLING_FIELDS",
     "DeltaParser",
     "ParseOptions",
@@ -632,6 +633,7 @@ __all__ = [
     "Prompt",
     "RequestChecker",
     "load_json",
+    "nests_deeper",
     "parse",
     "read_json",
     "refuse_unsupported",

@@ -101,8 +101,8 @@ class ActiveRequest:
         An empty list after each `pause` seconds without a chunk.
         """
         if len(self.readers) == 1:
-            async for chunks in _chunks(self.readers[0], pause):
-                yield [(0, chunk) for chunk in chunks]
+            while (chunks := await self.readers[0].next_chunks(pause)) != []:
+                yield [(0, chunk) for chunk in chunks or ()]
             return
         waits = {asyncio.ensure_future(reader.next_chunks()): i for i, reader in enumerate(self.readers)}
         try:
@@ -133,20 +133,6 @@ class ActiveRequest:
         """The complete answers, one per prompt."""
         await self.wait()
         return [reader.output() for reader in self.readers]
-
-
-async def _chunks(reader: ResponseReader, pause: float | None) -> AsyncGenerator[list[Chunk]]:
-    """A reader's chunks to their end; an empty list after each `pause` seconds without one."""
-    while True:
-        try:
-            async with asyncio.timeout(pause):
-                chunks = await reader.next_chunks()  # takes nothing where it is cancelled
-        except TimeoutError:
-            yield []
-            continue
-        if not chunks:
-            return
-        yield chunks
 
 
 class Worker:
