@@ -7,6 +7,39 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass
 
+TEMPLATE = (
+    "{% if tools %}<tool_call>{% for tool in tools %} {{ tool.function.name }}{% endfor %}\n{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}: {% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}"
+    "\n</think>\n\n{% endif %}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+"""A chat template with tools and reasoning, whose prompts are short: the model's context is 512 bytes."""
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string", "enum": ["Ulm", "Bonn"]}},
+            "required": ["town"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+LOOSE = {"type": "function", "function": {"name": "look"}}
+THOUGHT = {"regex": "<think>\n[a-c]{2,8}\n</think>\n\n[d-f]{3,6}"}
+CHAT_EXTRAS: list[dict] = [
+    {},
+    {},
+    {"tools": [LOOSE], "tool_choice": "auto"},
+    {"tools": [TOOL, LOOSE], "tool_choice": "auto"},  # by a grammar, with any text beside calls
+    {"tools": [TOOL], "tool_choice": "required", "max_tokens": 90},
+    {"structured_outputs": THOUGHT},
+]
+FOLLOW_UP = {"input": "and then?", "max_output_tokens": 12, "seed": 3, "return_token_ids": True}
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 MIB = 2**20
@@ -26,6 +59,7 @@ class SoakRequest:
     path: str
     body: dict
     expected: tuple
+    follow_up: tuple = ()  # of a response that FOLLOW_UP continues: the same of that; else nothing
 
 
 def random_bodies(num: int, rng: random.Random) -> list[tuple[str, dict]]:
@@ -55,6 +89,8 @@ def random_bodies(num: int, rng: random.Random) -> list[tuple[str, dict]]:
         if rng.random() < 0.3:
             messages = [{"role": "user", "content": text}]
             chat = body | {"messages": messages, "logprobs": True, "top_logprobs": 2}
+            if "response_format" not in chat:
+                chat |= rng.choice(CHAT_EXTRAS)
             requests.append((CHAT, chat))
             if "n" not in body:
                 requests += [(RESPONSES, as_response(chat)), (MESSAGES, as_message(chat))]
@@ -71,6 +107,9 @@ def as_response(chat: dict) -> dict:
     body |= {"include": ["message.output_text.logprobs"], "metadata": {"from": "the soak"}}
     if "response_format" in chat:
         body["text"] = {"format": chat["response_format"]}
+    if "tools" in chat:  # where log-probabilities are refused
+        body["tools"] = [{"type": "function"} | tool["function"] for tool in chat["tools"]]
+        body |= {"include": [], "top_logprobs": None}
     return {
         name: body[name]
         for name in body
@@ -85,6 +124,13 @@ def as_message(chat: dict) -> dict:
         body["stop_sequences"] = chat["stop"]
     if "response_format" in chat:
         body["output_config"] = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    if "tools" in chat:
+        body["tool_choice"] = {"type": "any" if chat["tool_choice"] == "required" else "auto"}
+        body["tools"] = [
+            {name: value for name, value in tool["function"].items() if name != "parameters"}
+            | {"input_schema": tool["function"].get("parameters", {"type": "object"})}
+            for tool in chat["tools"]
+        ]
     return {name: body[name] for name in body if name not in ("stop", "response_format")}
 
 
@@ -94,56 +140,100 @@ def references(bodies: list[tuple[str, dict]]) -> tuple[list[SoakRequest], str]:
     from samewise.anthropic.exchange import MessagesExchange
     from samewise.openai.exchange import AnswerFacts, OpenAIExchange
     from samewise.openai.parse import ParseOptions
-    from samewise.openai.responses.exchange import Records, ResponsesExchange
-    from samewise.testing import byte_tokenizer
+    from samewise.openai.responses.exchange import Records, ResponseRecord, ResponsesExchange
+
+    llm = LLM.over(make_engine(proposer="none", enable_prefix_caching=False, max_num_seqs=1))
+    llm.get_tokenizer().chat_template = TEMPLATE
+    contract, intake = llm.engine.contract.id, llm._loop.intake
+    options = ParseOptions.of(intake, proposer="auto", contract_id=contract)
+    facts = AnswerFacts(
+        model="x", created=0, request_id="x", contract=contract, decode=intake.decode,
+        token_bytes=intake.token_bytes,
+    )  # fmt: skip
+    stored: dict[str, ResponseRecord] = {}
+    records = Records(stored.__getitem__)
 
     def read(path: str, body: dict):
         if path == RESPONSES:
-            return ResponsesExchange(body, options, records=Records(lambda _: None), keep=lambda _: None)
+            keep = lambda record: stored.setdefault(record.id, record)  # noqa: E731
+            return ResponsesExchange(body, options, records=records, keep=keep)
         return MessagesExchange(body, options) if path == MESSAGES else OpenAIExchange(path, body, options)
 
-    llm = LLM.over(make_engine(proposer="none", enable_prefix_caching=False, max_num_seqs=1))
-    options = ParseOptions()
-    facts = AnswerFacts(
-        model="x", created=0, request_id="x", contract="x", decode=byte_tokenizer().decode,
-        token_bytes=lambda _: None,
-    )  # fmt: skip
-    requests = []
-    for path, body in bodies:
+    def reply_to(path: str, body: dict) -> dict:
         exchange = read(path, body)
         parsed = exchange.parsed
         prompt = llm.chat_prompt(parsed.messages, **parsed.template) if parsed.chat else parsed.prompts[0]
-        outputs = llm.generate([prompt], parsed.params, use_tqdm=False)
-        requests.append(SoakRequest(path, body, results_of(path, exchange.reply(facts, outputs, None))))
-    return requests, llm.engine.contract.id
+        return exchange.reply(facts, llm.generate([prompt], parsed.params, use_tqdm=False), None)
+
+    requests = []
+    for path, body in bodies:
+        reply = reply_to(path, body)
+        follow_up = ()
+        if path == RESPONSES and body["max_output_tokens"] != 70:  # whose conversation may not fit
+            follow_up = results_of(path, reply_to(path, FOLLOW_UP | {"previous_response_id": reply["id"]}))
+        requests.append(SoakRequest(path, body, results_of(path, reply), follow_up))
+    return requests, contract
+
+
+# ---- results: token ids, log-probabilities, what was said, and how it ended
 
 
 def results_of(path: str, reply: dict) -> tuple:
     """The results of each choice of a whole answer; agents' answers have one."""
     if path == RESPONSES:
-        (message,) = reply["output"]
-        (part,) = message["content"]
-        values = tuple(row["logprob"] for row in part["logprobs"])
-        return ((tuple(reply["token_ids"]), values, part["text"], reply["status"]),)
+        parts = [part for item in reply["output"] for part in item.get("content", [])]
+        values = tuple(row["logprob"] for part in parts for row in part.get("logprobs", ()))
+        said = tuple(map(item_said, reply["output"]))
+        return ((tuple(reply["token_ids"]), values, said, reply["status"]),)
     if path == MESSAGES:
-        text = "".join(block["text"] for block in reply["content"])
         values = tuple(row["logprob"] for row in reply["logprobs"]["content"])
-        return ((tuple(reply["token_ids"]), values, text, reply["stop_reason"]),)
+        said = tuple(as_json(block) for block in reply["content"])
+        return ((tuple(reply["token_ids"]), values, said, reply["stop_reason"]),)
     return tuple(choice_result(choice) for choice in reply["choices"])
 
 
+def item_said(item: dict) -> tuple:
+    """What an item of a response says; items and responses have ids of their own."""
+    texts = [part["text"] for part in item.get("content", [])]
+    return item["type"], *texts, *(item.get(name) for name in ("call_id", "name", "arguments"))
+
+
 def streamed_results_of(path: str, events: list[dict]) -> tuple:
-    """The results of each choice of a stream."""
+    """The results of each choice of a stream, joined from its deltas."""
     if path == RESPONSES:
-        whole = results_of(path, events[-1]["response"])
-        text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
-        return ((*whole[0][:2], text, whole[0][3]),)
-    if path == MESSAGES:
-        deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
-        last = next(event for event in events if event["type"] == "message_delta")
-        text = [{"text": "".join(deltas)}]
-        return results_of(path, last | {"content": text, "stop_reason": last["delta"]["stop_reason"]})
-    return stream_result(events)
+        return streamed_response(events)
+    return streamed_message(events) if path == MESSAGES else stream_result(events)
+
+
+def streamed_response(events: list[dict]) -> tuple:
+    items: list[dict] = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            items.append(dict(event["item"]))
+        elif kind == "content_part.added":
+            items[-1]["content"] = [dict(event["part"])]
+        elif kind in ("output_text.delta", "reasoning_text.delta"):
+            items[-1]["content"][0]["text"] += event["delta"]
+        elif kind == "function_call_arguments.delta":
+            items[-1]["arguments"] += event["delta"]
+    (whole,) = results_of(RESPONSES, events[-1]["response"])
+    return ((*whole[:2], tuple(map(item_said, items)), whole[3]),)
+
+
+def streamed_message(events: list[dict]) -> tuple:
+    blocks: list[dict] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(dict(event["content_block"]))
+        elif event["type"] == "content_block_delta":
+            kind = event["delta"]["type"].removesuffix("_delta")
+            if kind == "input_json":
+                blocks[-1]["input"] = json.loads(event["delta"]["partial_json"])
+            else:
+                blocks[-1][kind] += event["delta"][kind]
+    last = next(event for event in events if event["type"] == "message_delta")
+    return results_of(MESSAGES, last | {"content": blocks, "stop_reason": last["delta"]["stop_reason"]})
 
 
 def is_complete(path: str, events: list[dict], *, done: bool) -> bool:
@@ -155,28 +245,40 @@ def is_complete(path: str, events: list[dict], *, done: bool) -> bool:
 
 
 def choice_result(choice: dict) -> tuple:
-    """What must equal the reference: token ids, log-probabilities, text, finish reason."""
-    logprobs = choice["logprobs"]
+    """What must equal the reference of a choice of a completion or a chat."""
+    logprobs, message = choice["logprobs"], choice.get("message", choice)
     values = logprobs["token_logprobs"] if "token_logprobs" in logprobs else [
         one["logprob"] for one in logprobs["content"]
     ]  # fmt: skip
-    text = choice["text"] if "text" in choice else choice["message"]["content"]
-    return tuple(choice["token_ids"]), tuple(values), text, choice["finish_reason"]
+    text = message["text"] if "text" in message else message["content"] or ""
+    said = text, message.get("reasoning") or "", tuple(map(call_said, message.get("tool_calls", ())))
+    return tuple(choice["token_ids"]), tuple(values), said, choice["finish_reason"]
+
+
+def call_said(call: dict) -> tuple:
+    return call["id"], call["function"]["name"], call["function"]["arguments"]
 
 
 def stream_result(events: list[dict]) -> tuple:
     """The `choice_result` of each choice of a stream."""
-    ids, values, texts, ends = defaultdict(list), defaultdict(list), defaultdict(str), {}
+    ids, values, texts, thoughts = (defaultdict(kind) for kind in (list, list, str, str))
+    calls, ends = defaultdict(dict), {}
     for event in events:
         for choice in event["choices"]:
-            i, logprobs = choice["index"], choice["logprobs"] or {}
-            ids[i] += choice.get("token_ids", [])
+            i, logprobs, delta = choice["index"], choice["logprobs"] or {}, choice.get("delta", {})
+            ids[i] += choice.get("token_ids") or []
             values[i] += logprobs.get("token_logprobs", []) + [
                 one["logprob"] for one in logprobs.get("content", [])
             ]
-            texts[i] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            texts[i] += choice["text"] if "text" in choice else delta.get("content") or ""
+            thoughts[i] += delta.get("reasoning") or ""
+            for part in delta.get("tool_calls", ()):
+                call = calls[i].setdefault(part["index"], part)
+                if call is not part:
+                    call["function"]["arguments"] += part["function"]["arguments"]
             ends[i] = choice["finish_reason"] or ends.get(i)
-    return tuple((tuple(ids[i]), tuple(values[i]), texts[i], ends[i]) for i in sorted(ends))
+    said = {i: (texts[i], thoughts[i], tuple(map(call_said, calls[i].values()))) for i in ends}
+    return tuple((tuple(ids[i]), tuple(values[i]), said[i], ends[i]) for i in sorted(ends))
 
 
 def as_json(body: object) -> bytes:

@@ -18,6 +18,11 @@ CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformanc
 ANSWERING = ("/v1/completions", "/v1/chat/completions")
 AGENTS = ("/v1/responses", "/v1/messages")
 COUNT_TOKENS = "/v1/messages/count_tokens"
+WEATHER = {
+    "type": "object", "properties": {"town": {"enum": ["Ulm", "Bonn"]}}, "required": ["town"],
+    "additionalProperties": False,
+}  # fmt: skip
+HOSTED = {"type": "web_search", "name": "web_search"}
 
 
 def run(
@@ -69,7 +74,7 @@ def test_likely_requests_of_agents_are_answered(server: ServerProcess, tmp_path:
     document = tmp_path / "narrow.json"
     document.write_text(json.dumps(narrowed_for_agents(httpx.get(f"{server.url}/openapi.json").json())))
     counts = run(
-        server, tmp_path, str(document), "--max-examples", "60", "--mode", "positive", "--phases", "fuzzing"
+        server, tmp_path, str(document), "--max-examples", "80", "--mode", "positive", "--phases", "fuzzing"
     )
     assert {status for path, status in counts if path in AGENTS} <= {200, 400}
     for path in (*AGENTS, COUNT_TOKENS):
@@ -88,9 +93,10 @@ def narrowed_for_agents(document: dict[str, Any]) -> dict[str, Any]:
         "top_k": {"type": "integer", "minimum": 1, "maximum": 400},
         "previous_response_id": {"type": "null"},
         "truncation": {"enum": ["disabled", None]},
-        "tool_choice": {"type": "null"},
-        "top_logprobs": {"type": "null"},
-        "include": {"enum": [None, [], ["reasoning.encrypted_content"]]},
+        "top_logprobs": {"enum": [None, 0, 2]},
+        "include": {
+            "enum": [None, [], ["reasoning.encrypted_content"], ["message.output_text.logprobs"]]
+        },
         "thinking": {"enum": [None, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}]},
         "output_format": {"type": "null"},
         "output_config": {
@@ -99,12 +105,23 @@ def narrowed_for_agents(document: dict[str, Any]) -> dict[str, Any]:
         "text": {"enum": [None, {"format": {"type": "text"}}, {"verbosity": "low"}]},
         "reasoning": {"enum": [None, {"effort": "low"}, {"effort": "none", "summary": "auto"}]},
         "stop_sequences": {"type": "array", "items": {"enum": ["x", "yz"]}, "maxItems": 2},
-        "tools": {"enum": [None, [], [{"type": "web_search", "name": "web_search"}]]},
     }  # fmt: skip
-    for name in ("ResponsesBody", "MessagesBody", "CountTokensBody"):
+    function = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
+    of_responses = narrow | {
+        "tools": {"enum": [None, [], [HOSTED], [function], [function, HOSTED]]},
+        "tool_choice": {"enum": [None, "auto", "none", "required", {"type": "function", "name": "weather"}]},
+    }
+    tool = {"name": "weather", "input_schema": WEATHER}
+    of_messages = narrow | {
+        "tools": {"enum": [None, [], [HOSTED], [tool], [tool | {"strict": True}, HOSTED]]},
+        "tool_choice": {"enum": [None, *({"type": kind} for kind in ("auto", "none", "any"))]},
+    }
+    for name, fields in (
+        ("ResponsesBody", of_responses), ("MessagesBody", of_messages), ("CountTokensBody", of_messages),
+    ):  # fmt: skip
         body = document["components"]["schemas"][name]
-        for field in body["properties"].keys() & narrow.keys():
-            body["properties"][field] = narrow[field]
+        for field in body["properties"].keys() & fields.keys():
+            body["properties"][field] = fields[field]
         body["additionalProperties"] = False
     document["components"]["schemas"]["ResponsesBody"]["required"] = ["input", "max_output_tokens"]
     document["paths"] = {path: document["paths"][path] for path in (*AGENTS, COUNT_TOKENS)}
@@ -162,11 +179,12 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
                 {"type": "json_schema", "json_schema": schema},
             ]
         },
+        "structured_outputs": {"enum": [None, {"choice": ["x", "yz"]}, {"regex": "[ab]{2}"}]},
         "receipt": {"enum": [False, None]},
-        "tools": {"type": "null"},
-        "tool_choice": {"type": "null"},
+        "tools": {"enum": [None, [], [{"type": "function", "function": {"name": "f", "strict": True}}]]},
+        "tool_choice": {"enum": [None, "auto", "none"]},
         "logprobs": {"type": "null"},
-        "top_logprobs": {"type": "null"},
+        "top_logprobs": {"enum": [None, 0]},
         "add_generation_prompt": {"type": "null"},
         "continue_final_message": {"enum": [False, None]},
         "chat_template_kwargs": {"enum": [None, {}, {"extra": 1}]},

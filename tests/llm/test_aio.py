@@ -196,6 +196,23 @@ def test_a_reader_that_is_not_streamed_receives_no_chunks() -> None:
     run_async(work())
 
 
+def test_a_reader_tells_a_pause_from_the_end() -> None:
+    async def work() -> None:
+        async with paced_llm() as llm:
+            with await llm.open("hello", SHORT) as reader:
+                found = []
+                while (chunks := await reader.next_chunks(0.0001)) != []:
+                    found.append(chunks)
+                assert None in found
+                assert (
+                    sum(len(chunk.token_ids) for chunks in found for chunk in chunks or ())
+                    == reader.num_tokens
+                )
+            await assert_idle(llm)
+
+    run_async(work())
+
+
 def test_a_reader_returns_the_chunks_before_its_error() -> None:
     async def work() -> None:
         async with paced_llm() as llm:

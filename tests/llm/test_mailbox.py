@@ -34,6 +34,24 @@ def test_take_waits_for_the_first_item() -> None:
     asyncio.run(work())
 
 
+def test_take_waits_no_longer_than_a_pause() -> None:
+    """And an item that comes later is taken by the next call; a timer that was not needed wakes none."""
+
+    async def work() -> None:
+        mailbox = Mailbox()
+        assert await mailbox.take(0.01) == []
+        mailbox.put(CHUNK)
+        assert await mailbox.take(0.01) == [CHUNK]
+        asyncio.get_running_loop().call_later(0.03, mailbox.put, None)
+        assert await mailbox.take(60) == [None]
+        taking = asyncio.create_task(mailbox.take())
+        await asyncio.sleep(0.03)
+        assert not taking.done()
+        taking.cancel()
+
+    asyncio.run(work())
+
+
 def test_an_item_put_after_a_cancelled_take_is_kept() -> None:
     async def work() -> None:
         mailbox = Mailbox()

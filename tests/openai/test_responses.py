@@ -35,7 +35,7 @@ def not_stored(name):
 
 
 def messages(given, instructions=None, find=not_stored):
-    return messages_of(input_items(given), find, instructions=instructions)
+    return messages_of(input_items(given, find), instructions=instructions)
 
 
 def read(**body):
@@ -192,6 +192,14 @@ def test_tool_choices():
         assert refused.value.param == "tool_choice"
 
 
+def test_many_allowed_tools_are_read_in_linear_time():
+    """Of a body's 8 MiB, as many tools and names of tools as fit. With a list of names this took minutes."""
+    tools = [{"type": "function", "name": f"f{i}"} for i in range(60_000)]
+    names = [{"name": f"g{i}"} for i in range(60_000)] + [{"name": ["f1"]}, {"name": "f7"}]
+    request = read(tools=tools, tool_choice={"type": "allowed_tools", "tools": names})
+    assert [tool["function"]["name"] for tool in request.parsed.template["tools"]] == ["f7"]
+
+
 def test_text_format_is_a_grammar():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     named = {"type": "json_schema", "name": "x", "schema": schema, "strict": True, "description": None}
@@ -210,6 +218,7 @@ def test_text_format_is_a_grammar():
         ({"max_output_tokens": 0}, "max_output_tokens", 400),
         ({"messages": []}, "messages", 400),
         ({"n": 2}, "n", 400),
+        ({"logprobs": True}, "logprobs", 400),
         ({"input": None}, "input", 400),
         ({"input": []}, "input", 400),
         ({"input": [{"type": "ghost_snapshot"}]}, "input", 400),
@@ -293,7 +302,7 @@ def test_an_answer_that_was_cut_is_incomplete():
     made = builder()
     made.begin()
     made.add([{"reasoning": "so"}])
-    last = made.end(cut=True, usage=USAGE)[-1]
+    last = made.end(cut=True, usage=USAGE, incomplete_details={"reason": "max_output_tokens"})[-1]
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]

@@ -146,6 +146,14 @@ def test_invalid_tools_are_refused_by_name(tools, choice, message):
     assert caught.value.param == str(caught.value).partition("=")[0]
 
 
+def test_hundreds_of_tools_are_taken():
+    """Coding agents with MCP servers send them."""
+    tools = [{"type": "function", "function": {"name": f"mcp__{i}"}} for i in range(MAX_TOOLS)]
+    assert MAX_TOOLS == 1024
+    assert len(request_tools(tools, template=HERMES).tools) == MAX_TOOLS
+    assert request_tools(tools, "required", template=HERMES).grammar is not None
+
+
 def test_a_response_format_is_refused_where_a_call_cannot_be_told_from_it():
     for template, response in ((LLAMA, Grammar.json_object()), (HERMES, Grammar.regex("a"))):
         with pytest.raises(BadParameter, match=rf"^response_format={response.kind}: .*tool_choice"):

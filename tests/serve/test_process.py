@@ -202,6 +202,25 @@ def test_requests_are_aborted_after_the_timeout_or_a_second_signal(signals: int)
     assert json.loads(remaining[-2].removeprefix("data: "))["error"]["code"] == "draining"
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_model_without_tools_is_told_of_at_the_start(known: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Agents send tools with their first request, which is refused then."""
+
+    def load() -> AsyncLLM:
+        llm = tiny()
+        if known:
+            llm.intake.tokenizer.chat_template = "{% if tools %}<tool_call>{% endif %}"
+        return llm
+
+    def client(url: str) -> None:
+        wait_until_ready(url)
+        send_sigterm()
+
+    with caplog.at_level(logging.INFO):
+        serve_here(client, load)
+    assert ("no tool format" in caplog.text) is not known
+
+
 def test_the_server_exits_with_1_when_its_engine_stops(caplog: pytest.LogCaptureFixture) -> None:
     def broken(ask: Any) -> list[int]:
         if len(ask.tokens) > 20:

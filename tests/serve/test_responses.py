@@ -123,6 +123,8 @@ def test_a_response_is_stored_continued_and_deleted() -> None:
                 RESPONSES, BODY | {"input": [items[0], reference, items[2]], "return_token_ids": True}
             )
             assert again["prompt_token_ids"] == two["prompt_token_ids"]
+            twice = await served.client.post(RESPONSES, json=BODY | {"input": [reference, reference]})
+            assert (twice.status_code, error_of(twice)["param"]) == (400, "input")
             events = await stream(served, BODY | {"input": "so", "previous_response_id": two["id"]})
             streamed = events[-1]["response"]
             assert (await served.client.get(f"{RESPONSES}/{streamed['id']}")).json() == streamed
@@ -134,8 +136,9 @@ def test_a_response_is_stored_continued_and_deleted() -> None:
                 await served.client.post(RESPONSES, json=BODY | {"previous_response_id": one["id"]}),
             ):
                 assert (reply.status_code, error_of(reply)["code"]) == (404, "response_not_found")
-            # What continued it has a copy of the conversation.
+            # What continued it, or referred to an item of it, has a copy of the conversation.
             await served.post(RESPONSES, BODY | {"previous_response_id": two["id"]})
+            await served.post(RESPONSES, BODY | {"previous_response_id": again["id"]})
             unstored = await served.post(RESPONSES, BODY | {"store": False})
             assert (await served.client.get(f"{RESPONSES}/{unstored['id']}")).status_code == 404
             wrong = await served.client.put(f"{RESPONSES}/x", json={})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from agent_bodies import HERMES, named_events
 from served_app import run, served_app
 
 from samewise import AsyncLLM
@@ -94,6 +95,62 @@ def test_aborted_requests_return_what_they_have() -> None:
             (choice,) = (await running)["choices"]
             assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "aborted")
             assert choice["token_ids"]
+            await app.check_idle()
+
+    run(scenario())
+
+
+async def aborted(app: Any, path: str, body: dict[str, Any]) -> Any:
+    """The reply to a request that is aborted after its first tokens."""
+    before = (await app.llm.stats())["output_tokens"]
+    running = asyncio.create_task(app.client.post(path, json=body))
+    while (await app.llm.stats())["output_tokens"] < before + 8:
+        await asyncio.sleep(0.01)
+    assert (await app.post("/abort_requests", {}))["aborted"] == 1
+    return await running
+
+
+def test_aborted_responses_are_incomplete_and_have_what_was_held_back() -> None:
+    """Text that may begin a call is held back until the answer ends, however it ends."""
+
+    async def scenario() -> None:
+        async with training() as app:
+            app.llm.intake.tokenizer.chat_template = HERMES
+            tool = {"type": "function", "name": "f"}
+            (opening,) = app.llm.intake.encode("<")
+            body = {"input": "hello", "max_output_tokens": 400, "tools": [tool], "return_token_ids": True}
+            body |= {"logit_bias": {str(opening): 100}, "ignore_eos": True}
+            for extra in ({}, {"stream": True}):
+                reply = await aborted(app, "/v1/responses", body | extra)
+                assert reply.status_code == 200
+                response = {} if extra else reply.json()
+                if extra:
+                    events = named_events(reply.text)
+                    assert events[-1]["type"] == "response.incomplete"
+                    response = events[-1]["response"]
+                assert (response["status"], response["incomplete_details"]) == ("incomplete", None)
+                (item,) = response["output"]
+                assert item["status"] == "incomplete"
+                assert item["content"][0]["text"] == "<" * len(response["token_ids"])
+            await app.check_idle()
+
+    run(scenario())
+
+
+def test_aborted_messages_end_with_an_error() -> None:
+    """There is no stop reason that says so, and clients send the request again."""
+
+    async def scenario() -> None:
+        async with training() as app:
+            hello = [{"role": "user", "content": "hello"}]
+            body = {"messages": hello, "max_tokens": 400, "ignore_eos": True}
+            reply = await aborted(app, "/v1/messages", body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "aborted")
+            reply = await aborted(app, "/v1/messages", body | {"stream": True})
+            events = named_events(reply.text)
+            assert (events[0]["type"], events[-1]["type"]) == ("message_start", "error")
+            assert events[-1]["error"]["type"] == "overloaded_error"
+            assert "message_delta" not in {event["type"] for event in events}
             await app.check_idle()
 
     run(scenario())

@@ -5,18 +5,25 @@ A whole message is what the events of a stream add up to: both come from here.
 
 from __future__ import annotations
 
+import json
 from hashlib import sha256
 from typing import Any
 
+from samewise.openai.nesting import MAX_NESTING, nests_deeper
 from samewise.openai.parse import load_json
 
 Event = dict[str, Any]
+
+MAX_INPUT_NESTING = MAX_NESTING - 8
+"""Levels of objects and lists in a call's input. The next request has it four levels deeper."""
 
 
 class MessageBuilder:
     """The blocks of one message, made from a choice's deltas. `head` are its fields that do not change.
 
-    A thinking block's signature is a digest of the contract and the text: equal answers have equal blocks.
+    The input of a call is sent when it is complete: clients read it piece by piece, and what a model writes
+    may turn out not to be JSON. A thinking block's signature is a digest of the contract and the text: equal
+    answers have equal blocks.
     """
 
     def __init__(self, head: dict[str, Any], *, contract: str, show_thinking: bool = True) -> None:
@@ -80,9 +87,7 @@ class MessageBuilder:
                 {"type": "tool_use", "id": part["id"], "name": function["name"], "input": {}}
             )
             self._call = part["index"]
-        if arguments := function.get("arguments"):
-            self._growing += arguments
-            events.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
+        self._growing += function.get("arguments", "")
         return events
 
     def _begin(self, block: dict[str, Any]) -> list[Event]:
@@ -103,7 +108,8 @@ class MessageBuilder:
             block["signature"] = _signature(self._contract, self._growing)
             events.append(self._delta({"type": "signature_delta", "signature": block["signature"]}))
         elif block["type"] == "tool_use":
-            block["input"] = _input(self._growing)
+            text, block["input"] = _input(self._growing)
+            events.append(self._delta({"type": "input_json_delta", "partial_json": text}))
         self._open, self._call = False, None
         return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
@@ -115,13 +121,20 @@ def _signature(contract: str, thinking: str) -> str:
     return sha256(f"{contract}\0{thinking}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """A call's input. Arguments that were cut off, or are no JSON object, are an empty one."""
+def _input(arguments: str) -> tuple[str, dict[str, Any]]:
+    """A call's input, as JSON text and as a value.
+
+    Arguments that were cut off, that are no JSON object, or that clients cannot read (half of a surrogate
+    pair, deep nesting) are an empty object.
+    """
     try:
-        value = load_json(arguments or "{}")
+        value = load_json(arguments)
+        if isinstance(value, dict) and not nests_deeper(value, MAX_INPUT_NESTING):
+            json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+            return arguments, value
     except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {}
+        pass
+    return "{}", {}
 
 
-__all__ = ["Event", "MessageBuilder"]
+__all__ = ["MAX_INPUT_NESTING", "Event", "MessageBuilder"]

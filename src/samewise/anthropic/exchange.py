@@ -9,7 +9,7 @@ from typing import Any
 from samewise.anthropic.builder import Event, MessageBuilder
 from samewise.anthropic.errors import error_body
 from samewise.anthropic.parse import ParsedMessage, parse_message
-from samewise.openai.errors import ApiError
+from samewise.openai.errors import ApiError, unavailable
 from samewise.openai.exchange import AnswerFacts, ChoiceDeltas, EventWriter, Receipts, kept_bytes, named_event
 from samewise.openai.parse import ParsedRequest, ParseOptions
 from samewise.openai.replies import chat_logprobs, weights_fields
@@ -39,6 +39,7 @@ class MessagesExchange:
         writer = _MessageWriter(self._request, facts)
         (output,) = outputs
         (answer,) = output.outputs
+        _refuse_aborted(answer)
         (start,) = writer.begin(output)
         writer.add(answer.text, lambda: output, finished=True)
         *_, delta, _ = writer.end(outputs, receipts)
@@ -83,6 +84,10 @@ class _MessageWriter:
         events = [] if self._begun else self.begin(output())
         return _encode([*events, *self.add(chunk.text, output, finished=chunk.finish_reason is not None)])
 
+    def keep_alive(self) -> bytes:
+        """Anthropic's own event for it, which may come at any time."""
+        return named_event({"type": "ping"})
+
     def last(self, outputs: Sequence[RequestOutput], receipts: Receipts | None) -> bytes:
         """The events that complete the message."""
         return _encode(self.end(outputs, receipts))
@@ -112,6 +117,7 @@ class _MessageWriter:
         """The events that complete the message."""
         (output,) = outputs
         (answer,) = output.outputs
+        _refuse_aborted(answer)
         parsed = self._request.parsed
         begun = [] if self._begun else self.begin(output)
         usage: dict[str, Any] = {"output_tokens": len(answer.token_ids)}
@@ -141,6 +147,12 @@ class _MessageWriter:
         if isinstance(answer.stop_reason, str):
             return "stop_sequence", answer.stop_reason
         return ("tool_use" if self._builder.called else "end_turn"), None
+
+
+def _refuse_aborted(answer: CompletionOutput) -> None:
+    """Raise if the answer was cut off by a trainer: there is no stop reason that says so."""
+    if answer.finish_reason == "abort":
+        raise unavailable("a pause or /abort_requests ended the answer; send the request again", "aborted")
 
 
 def _encode(events: Sequence[Event]) -> bytes:

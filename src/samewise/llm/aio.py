@@ -93,15 +93,19 @@ class ResponseReader:
         self._ended = False
         self._failure: BaseException | None = None
 
-    async def next_chunks(self) -> list[Chunk]:
+    async def next_chunks(self, pause: float | None = None) -> list[Chunk] | None:
         """Chunks since the last call, in order, at least one; empty when the request is over.
 
-        Raises the error that ended the request, after the chunks before it were returned.
+        None after `pause` seconds without one. Raises the error that ended the request, after the chunks
+        before it were returned.
         """
         if self._ended:
             return []
         chunks: list[Chunk] = []
-        for item in () if self._failure else await self._mailbox.take():
+        items = [] if self._failure else await self._mailbox.take(pause)
+        if not items and not self._failure and pause is not None:
+            return None
+        for item in items:
             if isinstance(item, Chunk):
                 chunks.append(item)
                 continue

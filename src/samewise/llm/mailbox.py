@@ -110,18 +110,24 @@ class Mailbox:
     def put(self, item: Item) -> None:
         """Add an item and wake the reader."""
         self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            _wake(self._waiter)
         if not isinstance(item, Chunk):
             self._end()
         elif self._account is not None:
             self._account.add(chunk_size(item))
 
-    async def take(self) -> list[Item]:
-        """The items there are, at most MAX_TAKEN of them; waits for the first."""
+    async def take(self, pause: float | None = None) -> list[Item]:
+        """The items there are, at most MAX_TAKEN of them; waits for the first, at most `pause` seconds."""
         if not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            loop = asyncio.get_running_loop()
+            self._waiter = waiter = loop.create_future()
+            timer = None if pause is None else loop.call_later(pause, _wake, waiter)
+            try:  # for every token of every reader: 0.7 µs, where asyncio.timeout takes 3.5
+                await waiter
+            finally:
+                if timer is not None:
+                    timer.cancel()
         items = [self._items.popleft() for _ in range(min(MAX_TAKEN, len(self._items)))]
         if self._account is not None:
             self._account.remove(sum(chunk_size(item) for item in items if isinstance(item, Chunk)))
@@ -155,6 +161,11 @@ class Mailbox:
         call, self._on_end = self._on_end, None
         if call is not None:
             call()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class LoopWaker:

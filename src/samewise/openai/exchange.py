@@ -42,6 +42,10 @@ class EventWriter(Protocol):
         """The events of a chunk. `output` returns what is known of the chunk's prompt."""
         ...
 
+    def keep_alive(self) -> bytes:
+        """What is sent where nothing else was for a while; clients and proxies give up a silent stream."""
+        ...
+
     def last(self, outputs: Sequence[RequestOutput], receipts: Receipts | None) -> bytes:
         """What ends a complete answer."""
         ...
@@ -134,6 +138,10 @@ class _OpenAIWriter:
     def first(self) -> bytes:
         """Nothing: the first chunk opens each choice."""
         return b""
+
+    def keep_alive(self) -> bytes:
+        """A comment: these streams have no event that adds nothing."""
+        return b": keep-alive\n\n"
 
     def last(self, outputs: Sequence[RequestOutput], receipts: Receipts | None) -> bytes:
         """Usage and receipts, and the end mark."""

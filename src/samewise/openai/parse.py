@@ -43,7 +43,7 @@ from samewise.openai.reasoning import (
     reasoning_format_of,
     thinking_kwargs,
 )
-from samewise.openai.tool_calls import ToolCallParser, call_ids
+from samewise.openai.tool_calls import ToolCallParser, call_ids, tool_format_of
 from samewise.openai.tools import RequestTools, checked_tools, request_tools, special_names, special_tokens
 from samewise.outputs import RequestOutput
 from samewise.params import GREEDY_BELOW, SamplingParams
@@ -365,7 +365,7 @@ def _chat(body: ChatBody, options: ParseOptions) -> ParsedRequest:
     if tools.tool_format is not None and body.skip_special_tokens:
         raise invalid("skip_special_tokens", "calls of tools are read from special tokens; leave it out")
     template = template_kwargs(body, special=options.special_tokens_in_content) | thinking_fields(
-        body, _template_text(body.tools, options)
+        body, _template_text(body.tools, options.template)
     )
     reasoning = _reasoning(body, tools, options)
     marked = tools.tool_format is not None or (reasoning is not None and reasoning.marks.special)
@@ -419,7 +419,7 @@ def _tools(body: ChatBody, options: ParseOptions) -> RequestTools:
         body.tools,
         body.tool_choice,
         parallel=body.parallel_tool_calls,
-        template=_template_text(body.tools, options),
+        template=_template_text(body.tools, options.template),
         special=options.special_tokens,
         response=response,
     )
@@ -440,10 +440,16 @@ def template_tools(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
     return {"tools": list(checked)} if checked else {}
 
 
-def _template_text(tools: Any, options: ParseOptions) -> str | None:
+def takes_tools(template: Callable[[Any], str]) -> bool:
+    """Whether requests with tools are taken: the chat template writes calls in a way that can be read."""
+    text = _template_text([{}], template)
+    return text is not None and tool_format_of(text) is not None
+
+
+def _template_text(tools: Any, template: Callable[[Any], str] | None) -> str | None:
     """The chat template's text for these tools; None where there is none."""
     try:
-        return options.template(tools) if options.template is not None else None
+        return template(tools) if template is not None else None
     except (TypeError, ValueError, AttributeError):  # what transformers raises for a model without a template
         return None
 
@@ -478,7 +484,7 @@ def _reasoning(body: ChatBody, tools: RequestTools, options: ParseOptions) -> _R
     if options.decode is None:
         return None
     marks = reasoning_format_of(
-        _template_text(body.tools, options), options.special_tokens, options.special_names
+        _template_text(body.tools, options.template), options.special_tokens, options.special_names
     )
     if marks is None or (marks.special and body.skip_special_tokens):
         return None
@@ -643,6 +649,7 @@ def _quote(value: object) -> str:
 
 
 __all__ = [
+    "MAX_NESTING",
     "SAMPLING_FIELDS",
     "DeltaParser",
     "ParseOptions",
@@ -650,10 +657,12 @@ __all__ = [
     "Prompt",
     "RequestChecker",
     "load_json",
+    "nests_deeper",
     "parse",
     "read_json",
     "refuse_unsupported",
     "served_name",
+    "takes_tools",
     "template_tools",
     "thinking_fields",
     "validate",

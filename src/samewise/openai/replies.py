@@ -34,6 +34,25 @@ def encode_json(body: Any) -> bytes:
         return _ENCODE_ASCII(body).encode()
 
 
+LINE_ENDS = "\u0085\u2028\u2029"
+"""Characters beyond ASCII at which readers of lines split, httpx's `iter_lines` among them. JSON escapes
+those of ASCII anyway."""
+
+_ESCAPES = [(char.encode(), rf"\u{ord(char):04x}".encode()) for char in LINE_ENDS]
+
+
+def encode_line(body: Any) -> bytes:
+    """`encode_json`, with LINE_ENDS escaped: one line to every reader, and the same values."""
+    return one_line(encode_json(body))
+
+
+def one_line(encoded: bytes) -> bytes:
+    """JSON in UTF-8 with LINE_ENDS escaped."""
+    for char, escape in _ESCAPES:  # in UTF-8 no other character contains these bytes
+        encoded = encoded.replace(char, escape)
+    return encoded
+
+
 SLICE_DEPTH = 4
 SLICE_ITEMS = 32
 """Down to this depth a body is encoded value by value, below it so many items of a list at a time, and value
@@ -411,6 +430,7 @@ def finite(logprob: float) -> float:
 __all__ = [
     "CHOICE_NULLS",
     "COMPLETION_NULLS",
+    "LINE_ENDS",
     "MESSAGE_NULLS",
     "MIN_LOGPROB",
     "NULLS",
@@ -420,6 +440,7 @@ __all__ = [
     "chat_logprobs",
     "echo",
     "encode_json",
+    "encode_line",
     "encode_slices",
     "finish_reason",
     "finite",

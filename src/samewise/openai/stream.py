@@ -13,9 +13,10 @@ from samewise.openai.replies import (
     LogprobTable,
     chat_logprobs,
     echo,
-    encode_json,
+    encode_line,
     encode_slices,
     finish_reason,
+    one_line,
     reasoning_tokens,
     usage,
     usage_of,
@@ -30,12 +31,12 @@ TEXT_PLACEHOLDER = "\0the text of a chunk\0"
 
 def encode_event(body: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + encode_json(body) + b"\n\n"
+    return b"data: " + encode_line(body) + b"\n\n"
 
 
 def encode_large_event(body: Any) -> bytes:
     """`encode_event`, for a thread: encoding a large body at once would stop every other one."""
-    return b"data: " + b"".join(encode_slices(body)) + b"\n\n"
+    return b"data: " + one_line(b"".join(encode_slices(body))) + b"\n\n"
 
 
 MAX_EVENT_VALUES = 1024
@@ -109,9 +110,9 @@ class StreamWriter:
         around = self._around_text.get((index, chunk.contract))
         if around is None:
             (event,) = self._events(prompt_index, replace(chunk, text=TEXT_PLACEHOLDER), output)
-            before, _, after = encode_event(event).rpartition(encode_json(TEXT_PLACEHOLDER))
+            before, _, after = encode_event(event).rpartition(encode_line(TEXT_PLACEHOLDER))
             around = self._around_text[index, chunk.contract] = (before, after)
-        return around[0] + encode_json(chunk.text) + around[1]
+        return around[0] + encode_line(chunk.text) + around[1]
 
     def events(
         self, prompt_index: int, chunk: Chunk, output: Callable[[], RequestOutput]

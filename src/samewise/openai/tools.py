@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,8 @@ from samewise.openai.tool_calls import CallIds, ToolCallParser, ToolFormat, tool
 from samewise.text.grammar import WHITESPACE
 from samewise.types import Grammar
 
-MAX_TOOLS = 128
-"""Tools in one request: OpenAI's own limit."""
+MAX_TOOLS = 1024
+"""Tools in one request. Coding agents with MCP servers send hundreds. Set by hand: checking takes 1 ms."""
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,128}")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -142,8 +143,8 @@ def _functions(tools: Any) -> list[dict[str, Any]]:
     if len(tools) > MAX_TOOLS:
         raise _bad("tools", f"{len(tools)} tools", f"give at most {MAX_TOOLS}")
     functions = [_function(i, tool) for i, tool in enumerate(tools)]
-    names = [function["name"] for function in functions]
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    counts = Counter(function["name"] for function in functions)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
     if repeated:
         raise _bad("tools", repeated[0], "two functions have this name; give each its own")
     return functions

@@ -348,10 +348,15 @@ class Service:
         try:
             if first := await self._first(exchange, active, writer):
                 yield first
-            async with aclosing(active.chunks()) as batches:
+            keep_alive, sent = self.settings.keep_alive, time.monotonic()
+            async with aclosing(active.chunks(keep_alive)) as batches:
                 async for batch in batches:
                     async for data in self._rendered(_encoded(batch, active, writer), parsed, active):
                         yield data
+                        sent = time.monotonic()
+                    if not batch or time.monotonic() - sent >= keep_alive:  # chunks may be held back
+                        yield writer.keep_alive()
+                        sent = time.monotonic()
             outputs, last = await self._run(end, exchange, active)
             self.metrics.finished(parsed, outputs)
             yield last

@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 
 from samewise.llm.aio import AsyncLLM
+from samewise.openai.parse import takes_tools
 from samewise.serve.app import make_app
 from samewise.serve.connections import GuardedServer
 from samewise.serve.listen import Listen
@@ -25,6 +26,12 @@ from samewise.serve.settings import ServeSettings
 from samewise.serve.worker import State, Worker
 
 log = logging.getLogger("samewise.serve")
+
+
+NO_TOOLS = (
+    "the model's chat template has no tool format that this server reads: requests with tools, as agents "
+    "(Codex, Claude Code) send them, are refused"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,8 @@ class _Process:
                 log.info("stopped by a signal while loading")
                 os._exit(0)  # the loading thread cannot be interrupted
             llm = loading.result()
+            if not takes_tools(llm.intake.template):
+                log.info(NO_TOOLS)
             log.info("ready: %s, contract %s", llm.config.model, llm.contract)
             stopped = asyncio.ensure_future(self._engine_stopped())
             if await self._before_stop(stopped, serving):

@@ -20,6 +20,10 @@ UNSEEDED = ("fresh", "prompt")
 """Where the seed of a sampled request that gives none comes from: it is drawn, or derived from the prompt."""
 MAX_QUEUED = 1024
 """Choices that may wait where `max_queued` is not set. Set by hand: minutes of work for a small machine."""
+KEEP_ALIVE = 10.0
+"""Seconds without a byte after which a stream says that it lives: a long prompt, a full queue and held-back
+text are silent. Set by hand: many proxies close a silent connection after 30 to 60 s, Codex and Claude Code
+after 300 s."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 """Names of this machine in a Host header. A page of another site that has its name lead here (DNS rebinding)
@@ -94,6 +98,7 @@ class ServeSettings:
     limits: ServeLimits = field(default_factory=ServeLimits)
     max_body: int = 8 * 2**20  # bytes; set by hand: a million tokens of text
     shutdown_timeout: float = 30.0  # seconds for active requests to end after SIGTERM
+    keep_alive: float = KEEP_ALIVE  # seconds of silence in a stream
     receipts: Path | None = None  # folder for a receipt of every answer
     hide_prompts: bool = False  # receipts hold only a digest of the prompt
     special_tokens_in_content: bool = True  # False: control tokens in messages are read as text
@@ -109,6 +114,8 @@ class ServeSettings:
             raise BadParameter(
                 f"shutdown_timeout={self.shutdown_timeout}: give seconds, 0 or more", param="shutdown_timeout"
             )
+        if not 0 < self.keep_alive < float("inf"):
+            raise BadParameter(f"keep_alive={self.keep_alive}: give seconds above 0", param="keep_alive")
         if 4 * self.max_body > 3 * self.limits.max_bodies:  # the share of a single body
             raise BadParameter(
                 f"max_body={self.max_body} is more than 3/4 of max_bodies={self.limits.max_bodies}, the "
@@ -121,15 +128,9 @@ class ServeSettings:
                 f"(--api-key-file, {KEY_VARIABLE})",
                 param="enable_training",
             )
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise BadParameter(
-                f"logprobs_mode={self.logprobs_mode!r}: choose one of {', '.join(LOGPROBS_MODES)}",
-                param="logprobs_mode",
-            )
-        if self.unseeded not in (None, *UNSEEDED):
-            raise BadParameter(
-                f"unseeded={self.unseeded!r}: choose one of {', '.join(UNSEEDED)}", param="unseeded"
-            )
+        for name, choices in (("logprobs_mode", LOGPROBS_MODES), ("unseeded", UNSEEDED)):
+            if (value := getattr(self, name)) is not None and value not in choices:
+                raise BadParameter(f"{name}={value!r}: choose one of {', '.join(choices)}", param=name)
         for origin in self.allowed_origins:
             if not ORIGIN.fullmatch(origin):
                 raise BadParameter(
@@ -161,6 +162,7 @@ def _digest(key: str) -> bytes:
 
 
 __all__ = [
+    "KEEP_ALIVE",
     "KEY_VARIABLE",
     "LOCAL_HOSTS",
     "LOG_LEVELS",

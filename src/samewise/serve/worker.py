@@ -95,16 +95,21 @@ class ActiveRequest:
             for reader in self.readers:
                 reader.close()
 
-    async def chunks(self) -> AsyncGenerator[list[tuple[int, Chunk]]]:
-        """(index of the prompt, chunk) as they become final, as many at a time as there are."""
+    async def chunks(self, pause: float | None = None) -> AsyncGenerator[list[tuple[int, Chunk]]]:
+        """(index of the prompt, chunk) as they become final, as many at a time as there are.
+
+        An empty list after each `pause` seconds without a chunk.
+        """
         if len(self.readers) == 1:
-            while chunks := await self.readers[0].next_chunks():
-                yield [(0, chunk) for chunk in chunks]
+            while (chunks := await self.readers[0].next_chunks(pause)) != []:
+                yield [(0, chunk) for chunk in chunks or ()]
             return
         waits = {asyncio.ensure_future(reader.next_chunks()): i for i, reader in enumerate(self.readers)}
         try:
             while waits:
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(waits, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    yield []
                 batch: list[tuple[int, Chunk]] = []
                 for wait in sorted(done, key=lambda one: waits[one]):
                     index = waits.pop(wait)

@@ -42,6 +42,10 @@ class ResponseBuilder:
             self._event("response.in_progress", response=response),
         ]
 
+    def keep_alive(self) -> list[Event]:
+        """The event that says once more that the response is in progress. It names no items."""
+        return [self._event("response.in_progress", response=self._head | {"status": "in_progress"})]
+
     def add(self, deltas: list[dict[str, Any]], entries: list[dict[str, Any]] | None = None) -> list[Event]:
         """The events of some deltas."""
         self._entries += entries or []
@@ -56,14 +60,13 @@ class ResponseBuilder:
         return events
 
     def end(self, *, cut: bool, **fields: Any) -> list[Event]:
-        """The events that complete the answer. `cut`: it reached its limit. `fields` are of the response."""
+        """The events that complete the answer. `cut`: before its own end. `fields` are of the response."""
         events: list[Event] = []
         if not cut and not any(item["type"] != "reasoning" for item in self._items):
             events += self._open("message")  # a complete answer has a message, also an empty one
-        events += self._finish("incomplete" if cut else "completed")
         status = "incomplete" if cut else "completed"
-        details = {"reason": "max_output_tokens"} if cut else None
-        response = self._response(status, incomplete_details=details, **fields)
+        events += self._finish(status)
+        response = self._response(status, **fields)
         return [*events, self._event(f"response.{status}", response=response)]
 
     def fail(self, message: str, code: str) -> list[Event]:

@@ -31,7 +31,7 @@ from samewise.openai.replies import (
 from samewise.openai.responses.builder import Event, ResponseBuilder
 from samewise.openai.responses.items import Item
 from samewise.openai.responses.parse import ParsedResponse, parse_response
-from samewise.outputs import Chunk, Logprob, RequestOutput
+from samewise.outputs import ABORTED, Chunk, Logprob, RequestOutput
 
 PREFIX = "resp_"
 
@@ -202,13 +202,17 @@ class _ResponseWriter:
 
     def encode(self, prompt_index: int, chunk: Chunk, output: Callable[[], RequestOutput]) -> bytes:  # noqa: ARG002 - there is one prompt
         """The events of a chunk."""
-        if chunk.finish_reason in ("abort", "error"):
+        if chunk.finish_reason in ("abort", "error") and chunk.stop_reason != ABORTED:
             return b""  # `failed` tells of it
         return _encode(
             self.add(
                 chunk.text, chunk.token_ids, chunk.logprobs, output, finished=chunk.finish_reason is not None
             )
         )
+
+    def keep_alive(self) -> bytes:
+        """An event: Codex counts the seconds since the last one, and no comment resets its clock."""
+        return _encode(self._builder.keep_alive())
 
     def last(self, outputs: Sequence[RequestOutput], receipts: Receipts | None) -> bytes:
         """The events that complete the response."""
@@ -268,7 +272,9 @@ class _ResponseWriter:
             fields |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": answer.token_ids}
         if receipts is not None:
             fields["receipt"] = receipts[0]
-        events = self._builder.end(cut=answer.finish_reason == "length", **fields)
+        details = {"reason": "max_output_tokens"} if answer.finish_reason == "length" else None
+        cut = answer.finish_reason in ("length", "abort")  # what failed does not come here
+        events = self._builder.end(cut=cut, incomplete_details=details, **fields)
         self._store(events[-1]["response"])
         return events
 

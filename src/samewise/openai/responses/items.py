@@ -50,20 +50,35 @@ def seal(reasoning: str) -> str:
     return SEALED + base64.b64encode(reasoning.encode("utf-8", "surrogatepass")).decode()
 
 
-def input_items(given: Any) -> list[Item]:
-    """A body's `input` as items."""
+def input_items(given: Any, find: FindItem) -> list[Item]:
+    """A body's `input` as items, with those it refers to in place of references.
+
+    Each is referred to once: a body of references to one long item would exceed any limit on bodies.
+    """
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if given is None:
         return []
     if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
         raise invalid("input", "is text, or a list of items")
-    return given
+    named: set[str] = set()
+    return [_found(f"input[{i}]", item, find, named) for i, item in enumerate(given)]
 
 
-def messages_of(items: Sequence[Item], find: FindItem, *, instructions: str | None) -> list[dict[str, Any]]:
+def _found(where: str, item: Item, find: FindItem, named: set[str]) -> Item:
+    """The item, or the one it refers to, whose id is then `named`."""
+    if item.get("type") != "item_reference":
+        return item
+    name = _text_field(where, item, "id")
+    if name in named:
+        raise invalid("input", f"{where} refers to {name[:80]!r} once more; refer to an item once")
+    named.add(name)
+    return find(name)
+
+
+def messages_of(items: Sequence[Item], *, instructions: str | None) -> list[dict[str, Any]]:
     """The messages of a chat. Instructions and system messages at the start become one system message."""
-    reader = _Reader(find)
+    reader = _Reader()
     for i, item in enumerate(items):
         reader.read(i, item)
     messages = reader.messages
@@ -79,8 +94,7 @@ def messages_of(items: Sequence[Item], find: FindItem, *, instructions: str | No
 class _Reader:
     """Reads items in their order. Reasoning, text and calls of one turn become one message."""
 
-    def __init__(self, find: FindItem) -> None:
-        self._find = find
+    def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self._reasoning: list[str] = []
 
@@ -88,9 +102,6 @@ class _Reader:
         """Add an item."""
         where = f"input[{i}]"
         kind = _type_of(where, item)
-        if kind == "item_reference":
-            item = self._find(_text_field(where, item, "id"))
-            kind = _type_of(where, item)
         if kind == "message":
             self._message(where, item)
         elif kind == "reasoning":

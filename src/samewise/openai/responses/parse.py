@@ -39,6 +39,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "background": ((False,), "is not supported; stream the response instead"),
     "conversation": ((), "is not supported; use previous_response_id, or send the items"),
     "image": ((), "is not supported; text only"),
+    "logprobs": ((False,), f"is not known here; use include: [{LOGPROBS!r}], and top_logprobs"),
     "max_completion_tokens": ((), "is not known here; use max_output_tokens"),
     "max_tokens": ((), "is not known here; use max_output_tokens"),
     "messages": ((), "is not known here; use input"),
@@ -95,7 +96,7 @@ def _parse(
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise invalid("max_output_tokens", "give 1 or more")
     _check_repeated(body)
-    items = _items(body, earlier, ITEMS_PER_MESSAGE * options.max_messages)
+    items = _items(body, earlier, find, ITEMS_PER_MESSAGE * options.max_messages)
     if not items and body.instructions is None:
         raise ApiError("input is missing", param="input", code="missing_required_parameter")
     tools, choice = _tools(body)
@@ -108,7 +109,7 @@ def _parse(
     text_format = None if body.text is None else body.text.format
     chat = extra | {
         "model": body.model,
-        "messages": messages_of(items, find, instructions=body.instructions),
+        "messages": messages_of(items, instructions=body.instructions),
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -152,12 +153,12 @@ def _check_repeated(body: ResponsesBody) -> None:
             raise invalid(name, f"is longer than {MAX_REPEATED >> 10} KiB as JSON; make it smaller")
 
 
-def _items(body: ResponsesBody, earlier: FindConversation, most: int) -> list[Item]:
+def _items(body: ResponsesBody, earlier: FindConversation, find: FindItem, most: int) -> list[Item]:
     """The conversation before the answer. Its items are counted before any is looked up."""
     if isinstance(body.input, list):
         _refuse_many(len(body.input), most)
     items = [*(earlier(body.previous_response_id) if body.previous_response_id else ())]
-    items += input_items(body.input)
+    items += input_items(body.input, find)
     _refuse_many(len(items), most)
     return items
 
@@ -216,8 +217,8 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]], Any]:
             allowed = choice.get("tools")
             if not isinstance(allowed, list) or not all(isinstance(one, dict) for one in allowed):
                 raise invalid("tool_choice", "allowed_tools has a list of tools")
-            names = [one.get("name") for one in allowed]
-            tools = [tool for tool in tools if tool["function"].get("name") in names]
+            names = {name for one in allowed if isinstance(name := one.get("name"), str)}
+            tools = [tool for tool in tools if str(tool["function"].get("name")) in names]
             choice = choice.get("mode", "auto")
         elif kind == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
