@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any, Self
 
 from samewise.engine import Engine
-from samewise.scale.channel import LIMITS, ChannelLimits
 from samewise.scale.engine_host import facts_of
 from samewise.scale.job_server import JobServer
 from samewise.scale.ray_replicas import RayReplicas
 from samewise.scale.records import EngineFacts, Job, Listening
 from samewise.scale.remote_engine import RemoteEngine
+from samewise.scale.wire import LIMITS, ChannelLimits
 
 
 class Relay:

@@ -9,15 +9,9 @@ from typing import Any
 
 import pytest
 
-from samewise.scale.channel import (
-    ChannelLimits,
-    JobDropped,
-    ReplicaServer,
-    RouterConnection,
-    decode,
-    encode,
-)
+from samewise.scale.channel import JobDropped, ReplicaServer, RouterConnection
 from samewise.scale.records import Address, JobKey, Progress
+from samewise.scale.wire import ChannelLimits, decode, encode
 from samewise.types import Delta, Finish, Received
 
 pytest.importorskip("msgpack", reason="msgpack comes with ray")

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from served_replicas import ServedReplicas, remote_over
 
 from samewise import AsyncLLM, SamplingParams
 from samewise.engine import Engine
-from samewise.scale.channel import ChannelLimits
 from samewise.scale.remote_engine import RemoteEngine
+from samewise.scale.wire import ChannelLimits
 from samewise.testing import tiny_engine
 from samewise.types import Finish, Grammar, Request, Sampling
 
@@ -117,18 +116,13 @@ def test_answers_go_on_when_one_side_loses_the_connection(
 def test_a_replica_whose_engine_is_lost_gets_no_more(wanted: list[list[Any]]) -> None:
     engines = [make_engine(), make_engine()]
 
-    async def spoil(_: RemoteEngine, served: ServedReplicas) -> None:
-        with torch.no_grad():
-            next(engines[0].loaded.model.parameters()).add_(1)
-        await until(lambda: served.servers["r0"].failure is not None)
-
     async def main(engine: RemoteEngine, served: ServedReplicas) -> list[list[Any]]:
         async with AsyncLLM.over(engine) as llm:
             first = await answers(llm)
             assert first == wanted
             asking = asyncio.ensure_future(answers(llm))
             await until(lambda: sum(len(asked.tokens) for asked in engine._asked.values()) > 60)
-            await spoil(engine, served)
+            engines[0]._calls.lose(RuntimeError("CUDA error: as a device would say"))
             assert await asking == wanted
             num_before = len(served.jobs)
             assert await answers(llm) == wanted

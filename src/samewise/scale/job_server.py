@@ -13,9 +13,10 @@ from typing import Any
 from samewise.engine import Engine
 from samewise.errors import CallerError, MachineError, QueueFull, SamewiseError
 from samewise.llm.intake import Intake
-from samewise.scale.channel import LIMITS, ChannelLimits, ReplicaServer
+from samewise.scale.channel import ReplicaServer
 from samewise.scale.engine_host import EngineHost
 from samewise.scale.records import Job, Listening, Progress, Refusal
+from samewise.scale.wire import LIMITS, ChannelLimits
 from samewise.text.grammar import Pace
 from samewise.types import Guide
 

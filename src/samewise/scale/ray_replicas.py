@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from samewise.errors import CallerError
-from samewise.scale.channel import LIMITS, ChannelLimits, RouterConnection, every
+from samewise.scale.channel import RouterConnection, every
 from samewise.scale.records import (
     EngineFacts,
     Job,
@@ -24,6 +24,7 @@ from samewise.scale.records import (
     Started,
 )
 from samewise.scale.roster import RosterLink
+from samewise.scale.wire import LIMITS, ChannelLimits
 
 T = TypeVar("T")
 
@@ -127,13 +128,13 @@ class RayReplicas:
                 stream.cancel()
             raise
         except Exception as error:
-            if stream is not None:
-                stream.cancel()
             replica = None if listening is None else listening.replica
             self._inbox(Lost(key, _in_short(error), started=connection is not None, replica=replica))
             if connection is not None:
                 # The replica's process or its side of the connection has ended, or does not hear this side.
                 connection.close()
+            if stream is not None:
+                stream.cancel()
         finally:
             self._calls.pop(key, None)
 

@@ -48,8 +48,7 @@ class FailOverLimits:
     started: int = 8  # replicas lost in a row without a token between: the request may be what ends them
     unstarted: int = 60  # failed attempts in a row before any replica had begun: a minute
     delay: float = 1.0  # seconds before such an attempt is repeated, at most; the first takes 10 ms
-    avoided: float = 30.0  # seconds for which a replica that failed comes last: Ray forgets dead ones within
-    # seconds, and one that only lost its connection is used again
+    avoided: float = 30.0  # seconds for which a replica that failed comes last: Ray forgets dead ones sooner
 
 
 LIMITS = FailOverLimits()
@@ -175,8 +174,6 @@ class RemoteEngine:
         """Go on from what the caller has, in another attempt; nothing more is wanted of the last one."""
         self._replicas.end(self._key(asked), asked.replica)
         asked.attempt += 1
-        if asked.lost_at is None:
-            asked.lost_at = self._clock()
         self._start(asked, delay)
 
     def _avoided(self, asked: _Asked) -> tuple[str, ...]:
@@ -244,6 +241,7 @@ class RemoteEngine:
         if delta.finish is Finish.ERROR and not asked.has_failed:
             # One replica may lack memory, or time for a grammar, that another has.
             asked.has_failed, asked.avoid = True, () if asked.replica is None else (asked.replica,)
+            asked.lost_at = self._clock()
             self._go_on(asked, f"it failed on replica {asked.replica}")
             return [delta._replace(finish=None)]
         del self._asked[asked.request.id]
@@ -267,6 +265,8 @@ class RemoteEngine:
         asked.num_unstarted += not started
         if asked.num_started >= LIMITS.started or asked.num_unstarted >= LIMITS.unstarted:
             return [self._fail(asked, f"no replica can answer it: {error}")]
+        if asked.lost_at is None:
+            asked.lost_at = self._clock()
         if started:
             self._avoid(asked.replica)
             self._go_on(asked, error)
