@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from samewise.errors import BadParameter, InvariantBroken
+from samewise.errors import BadParameter, CallerError, InvariantBroken
 
 if TYPE_CHECKING:
     import numpy as np
@@ -258,6 +258,10 @@ class Received(NamedTuple):
     tokens: int = 0
     scores: int = 0
 
+    def after(self, delta: Delta) -> Received:
+        """How much it is with a delta that follows."""
+        return Received(self.tokens + len(delta.tokens), self.scores + len(delta.scores))
+
 
 @dataclass(slots=True)
 class Sequence:
@@ -442,6 +446,8 @@ class Delta(NamedTuple):
     A token's rank is its place in its row by falling log-probability, then by rising id, counted from 1.
     There is one for each token where log-probabilities are shown (`Sampling.top_logprobs`), and one for each
     score where those of the prompt are (`Request.prompt_logprobs`).
+
+    `error`: the caller's mistake that ended the request, where it was found after the request was queued.
     """
 
     request_id: int
@@ -459,6 +465,7 @@ class Delta(NamedTuple):
     frames: int = 0  # 1 if the tokens came from a frame; 0 for an unverified request
     ranks: tuple[int, ...] = ()
     score_ranks: tuple[int, ...] = ()
+    error: CallerError | None = None
 
 
 __all__ = [

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from replica_requests import requests, streamed, whole
+from replica_requests import CHATS, mixed, requests, streamed, whole
 from server_process import CLIENT_ENV, ServerProcess, running_server
 
 pytest.importorskip("ray", reason="ray is not installed; see make test-clients")
@@ -66,23 +66,36 @@ def below(ancestor: int) -> list[tuple[int, str]]:
 
 
 async def ask_all(url: str, bodies: list[dict[str, Any]], at_once: int) -> list[list[Any]]:
-    """Complete answers, so many requests under way."""
+    """Complete answers of chats, so many requests under way."""
+    return await ask_mixed(url, [(CHATS, body) for body in bodies], at_once)
+
+
+async def ask_mixed(
+    url: str, requests: list[tuple[str, dict[str, Any]]], at_once: int, *, whole_only: bool = False
+) -> list[list[Any]]:
+    """Answers, whole and streamed, so many requests under way. `whole_only`: none as a stream."""
     limit = asyncio.Semaphore(at_once)
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
 
-        async def one(body: dict[str, Any]) -> list[Any]:
+        async def one(path: str, body: dict[str, Any]) -> list[Any]:
+            body |= {"model": "tiny"}
             async with limit:
-                reply = await client.post("/v1/chat/completions", json=body | {"model": "tiny"})
+                if body.get("stream") and not whole_only:
+                    answer = await streamed(client, body, path)
+                    assert answer.error is None
+                    assert answer.done
+                    return answer.result()
+                reply = await client.post(path, json=body | {"stream": False})
             assert reply.status_code == 200, reply.text
             return whole(reply.json())
 
-        return list(await asyncio.gather(*map(one, bodies)))
+        return list(await asyncio.gather(*(one(*request) for request in requests)))
 
 
 def test_two_replicas_give_the_bits_of_one_server(server: ServerProcess, replicas: ServerProcess) -> None:
-    bodies = requests(200)
-    wanted = asyncio.run(ask_all(server.url, bodies, 8))
-    assert asyncio.run(ask_all(replicas.url, bodies, 24)) == wanted
+    asked = mixed(200)
+    wanted = asyncio.run(ask_mixed(server.url, asked, 8, whole_only=True))
+    assert asyncio.run(ask_mixed(replicas.url, asked, 24)) == wanted
     one, two = (httpx.get(f"{each.url}/v1/models").json()["data"] for each in (server, replicas))
     assert [card["contract"] for card in one] == [card["contract"] for card in two]
     end = time.monotonic() + 60
@@ -146,6 +159,33 @@ def test_streams_survive_the_death_of_replicas(server: ServerProcess, replicas: 
     assert replicas.metric("failovers_total") > 0
 
 
+def test_nothing_is_left_when_clients_go_while_replicas_die(replicas: ServerProcess) -> None:
+    """Clients leave in the middle of streams; replicas are killed meanwhile."""
+    bodies = [body | {"model": "tiny"} for body in requests(48, max_tokens=400)]
+    killed: list[int] = []
+
+    async def main() -> None:
+        left = list(enumerate(bodies))
+        async with httpx.AsyncClient(base_url=replicas.url, timeout=240) as client:
+
+            async def reader() -> None:
+                while left:
+                    number, body = left.pop(0)
+                    await streamed(client, body, max_pieces=20 + number)
+
+            reading = [asyncio.ensure_future(reader()) for _ in range(12)]
+            while not all(one.done() for one in reading):
+                await asyncio.sleep(0.4)
+                if len(pids := [pid for pid in replica_pids(replicas) if pid not in killed]) == 2:
+                    killed.append(pids[0])
+                    os.kill(pids[0], signal.SIGKILL)
+            await asyncio.gather(*reading)
+
+    asyncio.run(asyncio.wait_for(main(), 200))
+    assert killed
+    replicas.check_idle()
+
+
 def test_a_full_server_over_replicas_answers_429(folder: Path, tmp_path: Path) -> None:
     options = ("--replicas", "1", "--replica-cpus", "1", "--max-num-queued-reqs", "1", "--max-num-seqs", "2")
     with running_server(folder, tmp_path / "log", *options, ready_seconds=180) as server:
@@ -191,6 +231,24 @@ def test_an_application_is_replaced_unnoticed_and_refuses_another_contract(
     assert seen["refused"]
     assert all("dtype is bfloat16, not float32" in text for text in seen["refused"])
     assert "dtype is bfloat16, not float32" in seen["second"]
+
+
+def test_long_streams_go_on_when_replicas_are_stopped_or_lose_their_engine(
+    folder: Path, tmp_path: Path
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(TESTS / "ray_failures.py"), str(folder), str(tmp_path)],
+        env=ENV, capture_output=True, text=True, check=False, timeout=400,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    seen = json.loads(ran.stdout.splitlines()[-1])
+    assert list(seen) == ["drained", "lost"]
+    assert len(seen["drained"]["replaced"]) == 2
+    assert len(seen["lost"]["replaced"]) == 1
+    for what in seen.values():
+        assert what["failovers"] > 0
+        assert what["num_answers"] > 0
+        assert not what["others"], seen
 
 
 def batch_lines(num: int) -> str:

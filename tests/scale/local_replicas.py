@@ -14,11 +14,15 @@ from samewise.scale.records import Job, JobKey, News, Progress, ReplicaGone, Sta
 class LocalReplicas:
     """Jobs go to the replicas in turn. `kill_after`: a replica dies when it has sent so many deltas.
 
-    A replica that has died comes back under another name, over the same engine.
+    A replica that has died comes back under another name, over the same engine. `lose_every`: of so many
+    deltas one is lost on its way.
     """
 
-    def __init__(self, engines: list[Engine], kill_after: int | None = None) -> None:
-        self._kill_after = kill_after
+    def __init__(
+        self, engines: list[Engine], kill_after: int | None = None, lose_every: int | None = None
+    ) -> None:
+        self._kill_after, self._lose_every = kill_after, lose_every
+        self.num_lost = 0
         self._lock = threading.RLock()  # of the router's thread and those of the hosts
         self._hosts = [EngineHost(engine, partial(self._send, i)) for i, engine in enumerate(engines)]
         self._intakes = [Intake(engine.loaded, engine.limits, seed=0, date=None) for engine in engines]
@@ -60,10 +64,18 @@ class LocalReplicas:
             for one in progress:
                 if self._jobs[one.key] != self._name(i):
                     continue  # it was lost with the replica
-                self._inbox(one)
                 self._sent[i] += 1
+                if self._loses(i, one):
+                    self.num_lost += 1
+                else:
+                    self._inbox(one)
                 if self._kill_after is not None and self._sent[i] % self._kill_after == 0:
                     self._kill(i)
+
+    def _loses(self, i: int, one: Progress) -> bool:
+        """Whether a delta is lost. The last one of an answer is not: only a closed connection loses that."""
+        is_last = one.delta.finish is not None
+        return self._lose_every is not None and self._sent[i] % self._lose_every == 0 and not is_last
 
     def _kill(self, i: int) -> None:
         name = self._name(i)

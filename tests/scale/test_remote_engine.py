@@ -9,13 +9,23 @@ from local_replicas import LocalReplicas
 
 from samewise import AsyncLLM, SamplingParams
 from samewise.engine import Engine
-from samewise.errors import GuaranteeLost, QueueFull, RequestFailed
+from samewise.errors import BadParameter, GuaranteeLost, QueueFull, RequestFailed
 from samewise.outputs import RequestOutput
 from samewise.scale.engine_host import facts_of
-from samewise.scale.records import Job, JobKey, Lost, News, ReplicaGone, Started, refuse_other
+from samewise.scale.records import (
+    Job,
+    JobKey,
+    Lost,
+    News,
+    Progress,
+    Refused,
+    ReplicaGone,
+    Started,
+    refuse_other,
+)
 from samewise.scale.remote_engine import LIMITS, RemoteEngine
 from samewise.testing import tiny_engine
-from samewise.types import Finish, Grammar, Request, Sampling
+from samewise.types import Delta, Finish, Grammar, Received, Request, Sampling
 
 SCHEMA = Grammar.json_schema(
     {"type": "object", "properties": {"a": {"type": "string", "maxLength": 30}}, "required": ["a"]}
@@ -106,6 +116,53 @@ def test_answers_are_those_of_one_engine(
     asyncio.run(asyncio.wait_for(main(), 240))
 
 
+def test_a_message_that_is_lost_leaves_no_hole(wanted: list[tuple[list[Any], list[str]]]) -> None:
+    async def main() -> None:
+        engines = [make_engine(proposer="none") for _ in range(2)]
+        replicas = LocalReplicas(engines, lose_every=40)
+        async with over(replicas) as llm:
+            assert await answers(llm, [*CASES, *CASES]) == wanted
+            stats = await llm.stats()
+        assert replicas.num_lost > 3
+        assert (
+            stats["failovers"] >= replicas.num_lost / 2
+        )  # two of one answer may be lost before it is noticed
+        replicas.close()
+
+    asyncio.run(asyncio.wait_for(main(), 240))
+
+
+def test_nothing_is_left_when_clients_go_while_replicas_die() -> None:
+    async def ask_and_leave(llm: AsyncLLM, number: int) -> None:
+        """Read some chunks of a stream of several choices, and go."""
+        params = SamplingParams(max_tokens=90, ignore_eos=True, seed=number, n=1 + number % 3)
+        left = 10 + 4 * number
+        with await llm.open(f"{number % 4}: once upon a time", params) as reader:
+            while left > 0:
+                chunks = await reader.next_chunks()
+                assert chunks
+                left -= len(chunks)
+
+    async def main() -> None:
+        engines = [make_engine(proposer="none") for _ in range(2)]
+        replicas = LocalReplicas(engines, kill_after=37)
+        async with over(replicas) as llm:
+            await asyncio.gather(*(ask_and_leave(llm, number) for number in range(16)))
+            while llm._engine._asked:
+                await asyncio.sleep(0.01)
+        assert replicas.num_killed > 3
+        replicas.close()  # after all that the engines were told
+        for engine in engines:
+            while not engine.idle:
+                engine.step()
+            engine.check()
+            stats = engine.stats()
+            assert (stats["running"], stats["waiting"]) == (0, 0)
+            assert stats["pages_available"] == stats["pages"]
+
+    asyncio.run(asyncio.wait_for(main(), 240))
+
+
 class NoReplicas:
     """Replicas that only note what they are told; the test says what they answer."""
 
@@ -161,7 +218,7 @@ def test_a_request_given_up_is_a_failed_request_for_its_reader() -> None:
     asyncio.run(asyncio.wait_for(main(), 240))
 
 
-def test_a_replica_of_another_contract_is_not_used() -> None:
+def test_a_replica_of_another_contract_is_not_used_and_avoided() -> None:
     engine, replicas = remote()
     engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
     key = replicas.jobs[0].key
@@ -169,6 +226,7 @@ def test_a_replica_of_another_contract_is_not_used() -> None:
     assert engine.step() == []
     assert replicas.ended == [key]
     assert replicas.jobs[1].key.attempt == 1
+    assert replicas.jobs[1].avoid == ("r0",)
 
 
 def test_contracts_that_differ_are_refused_by_the_facts_that_differ() -> None:
@@ -187,6 +245,94 @@ def test_a_replica_that_was_lost_is_avoided() -> None:
     assert [job.avoid for job in replicas.jobs] == [(), ("r0",)]
 
 
+def lose(engine: RemoteEngine, replicas: NoReplicas, news: Callable[[Job], News]) -> Job:
+    """Have the newest job begun by replica r0 and then lost; returns the job that replaces it."""
+    job = replicas.jobs[-1]
+    replicas.inbox(Started(job.key, "r0", engine.contract.id))
+    replicas.inbox(news(job))
+    assert engine.step() == []
+    assert replicas.jobs[-1] is not job
+    return replicas.jobs[-1]
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        lambda job: ReplicaGone("r0", "it died"),
+        lambda job: Lost(job.key, "its engine has stopped", started=True),
+        lambda job: Lost(job.key, "its engine has stopped", started=False, replica="r0"),
+        lambda job: Progress(job.key, Received(1, 0), delta_of(job, (5,))),
+    ],
+)
+def test_a_replica_that_failed_is_avoided_for_a_while(news: Callable[[Job], News]) -> None:
+    seconds = [100.0]
+    engine, replicas = remote(clock=lambda: seconds[0])
+    engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+    assert lose(engine, replicas, news).avoid == ("r0",)
+    seconds[0] += LIMITS.avoided - 1
+    engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+    assert replicas.jobs[-1].avoid == ("r0",)
+    seconds[0] += 2
+    engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+    assert replicas.jobs[-1].avoid == ()
+
+
+def delta_of(job: Job, tokens: tuple[int, ...], finish: Finish | None = None) -> Delta:
+    return Delta(job.key.number, tokens, (0.0,) * len(tokens), ((),) * len(tokens), finish)
+
+
+def test_an_answer_goes_on_where_the_message_before_it_ended() -> None:
+    engine, replicas = remote()
+    engine.add(Request(engine.new_id(), (1, 2), Sampling(), 9))
+    first = replicas.jobs[0]
+    replicas.inbox(Progress(first.key, Received(), delta_of(first, (5, 6))))
+    replicas.inbox(Progress(first.key, Received(3, 0), delta_of(first, (8,), Finish.STOP)))
+    (delta,) = engine.step()
+    assert (delta.tokens, delta.finish) == ((5, 6), None)
+    assert replicas.ended == [first.key]
+    again = replicas.jobs[1]
+    assert again.request.output == (5, 6)
+    replicas.inbox(Progress(again.key, Received(2, 0), delta_of(again, (7, 8), Finish.STOP)))
+    (delta,) = engine.step()
+    assert (delta.tokens, delta.finish) == ((7, 8), Finish.STOP)
+    assert engine.idle
+
+
+def test_a_mistake_that_a_replica_finds_ends_the_request_with_its_error() -> None:
+    class Refusing(NoReplicas):
+        def start(self, job: Job, delay: float) -> None:
+            self.jobs.append(job)
+            self.inbox(Refused(job.key, BadParameter("grammar=regex: too large", param="grammar")))
+
+    async def main() -> None:
+        replicas = Refusing()
+        async with AsyncLLM.over(RemoteEngine(facts_of(make_engine()), replicas)) as llm:
+            with pytest.raises(BadParameter, match="too large") as refused:
+                await llm.generate("hello", SamplingParams(max_tokens=4, n=2))
+        assert refused.value.param == "grammar"
+        assert len(replicas.jobs) == 2  # one for each choice
+
+    asyncio.run(asyncio.wait_for(main(), 240))
+
+
+def test_a_request_that_fails_on_one_replica_is_tried_once_on_another() -> None:
+    engine, replicas = remote()
+    engine.add(Request(engine.new_id(), (1, 2), Sampling(), 9))
+    first = replicas.jobs[0]
+    replicas.inbox(Started(first.key, "r0", engine.contract.id))
+    replicas.inbox(Progress(first.key, Received(), delta_of(first, (5, 6))))
+    replicas.inbox(Progress(first.key, Received(2, 0), delta_of(first, (), Finish.ERROR)))
+    assert [(delta.tokens, delta.finish) for delta in engine.step()] == [((5, 6), None), ((), None)]
+    again = replicas.jobs[1]
+    assert (again.request.output, again.avoid) == ((5, 6), ("r0",))
+    engine.add(Request(engine.new_id(), (1, 2), Sampling(), 9))
+    assert replicas.jobs[2].avoid == ()  # the replica itself is well
+    replicas.inbox(Started(again.key, "r1", engine.contract.id))
+    replicas.inbox(Progress(again.key, Received(2, 0), delta_of(again, (), Finish.ERROR)))
+    assert [delta.finish for delta in engine.step()] == [Finish.ERROR]
+    assert len(replicas.jobs) == 3
+
+
 def test_more_requests_than_may_wait_are_refused() -> None:
     engine, _ = remote(max_queued=2)
     for _ in range(32 + 2):  # 32 run at once
@@ -196,14 +342,12 @@ def test_more_requests_than_may_wait_are_refused() -> None:
 
 
 def test_recovery_starts_from_what_the_caller_has() -> None:
-    from samewise.scale.records import Progress
-    from samewise.types import Delta, Received
-
     engine, replicas = remote()
     numbers = [engine.new_id() for _ in range(3)]
     for number in numbers:
         engine.add(Request(number, (1, 2), Sampling(), 9))
-        replicas.inbox(Progress(replicas.jobs[-1].key, Delta(number, (5, 6, 7), (0.0,) * 3, ((),) * 3, None)))
+        job = replicas.jobs[-1]
+        replicas.inbox(Progress(job.key, Received(), delta_of(job, (5, 6, 7))))
     assert len(engine.step()) == 3
     engine.recover({numbers[0]: Received(1), numbers[1]: None})
     assert [job.request.output for job in replicas.jobs[3:]] == [(5,), (5, 6, 7)]

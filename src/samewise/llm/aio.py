@@ -639,7 +639,8 @@ class AsyncLLM:
             while answer.pending:
                 items.append((reader.mailbox, answer.pending.popleft()))
             if answer.finished:
-                items.append((reader.mailbox, RequestFailed(FAILED) if answer.failed else None))
+                failure = answer.error or RequestFailed(FAILED) if answer.failed else None
+                items.append((reader.mailbox, failure))
         self._waker.deliver(mail)
 
     def _drop(self, answers: list[Answer]) -> None:

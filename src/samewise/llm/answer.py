@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from samewise.errors import CallerError
 from samewise.llm.intake import CheckedRequest
 from samewise.llm.prediction import PredictionFollower
 from samewise.outputs import (
@@ -98,6 +99,7 @@ class Answer:
         self.checked, self.request_id, self.streamed = checked, request_id, streamed
         self.choices: list[Choice] = []
         self.pending: deque[Chunk] = deque()
+        self.error: CallerError | None = None  # the caller's mistake that ended a choice
         self._weights, self._clock = weights, clock  # contract and version of the engine's weights now
         self._decode_token = decode_token if checked.params.detokenize else _no_text
         self._new_stream = new_stream
@@ -117,7 +119,7 @@ class Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether a choice ended because it failed inside the engine."""
+        """Whether a choice ended because it failed inside the engine, or with `error`."""
         return any(choice.finish == Finish.ERROR for choice in self.choices)
 
     def add_choice(self, index: int, engine_id: int) -> Choice:
@@ -143,6 +145,7 @@ class Answer:
         return update
 
     def _add(self, choice: Choice, delta: Delta) -> Update:
+        self.error = self.error or delta.error
         if choice.index == 0:
             self._prompt_scores += delta.scores
             self._prompt_tops += delta.score_tops

@@ -1,11 +1,11 @@
 """Any number of engines behind one address, and over one batch file, with Ray (extra `ray`).
 
 Holds: remote_engine an engine whose frames run elsewhere, for `llm`; records what travels; engine_host an
-engine for routers; channel the connection between them; prefix_choice and routing which replica is asked;
-replica and ray_replicas the two ends in Ray Serve; roster their contract; deploy the application; cluster
-`samewise serve --replicas`; batch Ray Data; settings; merge_stats; ray_extra imports ray. Only routing
-imports ray when it is imported, and no module that a replica unpickles imports torch before the replica has
-pinned its environment.
+engine for routers, job_server its answers; channel the connection between them, wire its form; prefix_choice
+and routing which replica is asked; replica and ray_replicas the two ends in Ray Serve; roster their contract;
+deploy the application; cluster `samewise serve --replicas`; batch Ray Data; settings; merge_stats; ray_extra
+imports ray. Only routing imports ray when it is imported, and no module that a replica unpickles imports
+torch before the replica has pinned its environment.
 State: a RemoteEngine owns what callers have of their requests, a Replica its engine, the Roster the contract.
 Imports: serve, jobs, llm, engine, and what they import.
 """

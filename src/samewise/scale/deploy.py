@@ -164,8 +164,9 @@ def remote_llm(app_name: str, num_replicas: int, max_queued: int | None) -> Asyn
     from samewise.llm.aio import AsyncLLM
     from samewise.scale.ray_replicas import RayReplicas
     from samewise.scale.remote_engine import RemoteEngine
+    from samewise.scale.roster import RosterLink
 
-    replicas = RayReplicas(serve.get_deployment_handle(ENGINES, app_name), app_name)
+    replicas = RayReplicas(serve.get_deployment_handle(ENGINES, app_name), RosterLink(app_name))
     facts = replicas.facts(FACTS_SECONDS)
     engine = RemoteEngine(facts, replicas, num_replicas=num_replicas, max_queued=max_queued)
     return AsyncLLM.over(engine)

@@ -8,31 +8,63 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from samewise.engine import Engine
-from samewise.errors import CallerError, GuaranteeLost
+from samewise.errors import CallerError, EngineLost, GuaranteeLost, MachineError
 from samewise.scale.records import EngineFacts, Job, JobKey, Progress
-from samewise.types import Delta, Finish, Guide
+from samewise.types import Delta, Finish, Guide, Received
 
 log = logging.getLogger("samewise.scale")
 
 Deliver = Callable[[list[Progress]], None]
 
 
-class EngineHost:
-    """Owns an engine's thread. `deliver` is called in it with what every step has committed."""
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """Set by hand."""
 
-    def __init__(self, engine: Engine, deliver: Deliver) -> None:
-        self._engine, self._deliver = engine, deliver
+    hanging: float = 60.0
+    """Seconds that one step may take, after which the engine hangs. Steps take milliseconds; the first of a
+    size may compile kernels, which takes some seconds."""
+
+
+LIMITS = HostLimits()
+
+
+@dataclass(slots=True, eq=False)
+class _RunningJob:
+    """A job in the engine, and what was committed for its request so far. Owned by the EngineHost."""
+
+    job: Job
+    committed: Received
+
+
+class EngineHost:
+    """Owns an engine's thread. `deliver` is called in it with what every step has committed.
+
+    `on_failure` is called in it last, where the engine cannot go on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Deliver,
+        *,
+        on_failure: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._deliver, self._on_failure, self._clock = engine, deliver, on_failure, clock
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._jobs: dict[int, Job] = {}  # by the engine's id
+        self._busy_since: float | None = None  # by the clock; None: it waits for calls
+        self._jobs: dict[int, _RunningJob] = {}  # by the engine's id
         self._ids: dict[JobKey, int] = {}
         self._newest: dict[tuple[bytes, int], int] = {}  # the engine's id of a router's request
         self._stats = engine.stats()
-        self.failure: BaseException | None = None
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="samewise-engine", daemon=True)
         self._thread.start()
 
@@ -49,6 +81,16 @@ class EngineHost:
         self._calls.put(self._read_stats)
         return self._stats
 
+    @property
+    def failure(self) -> MachineError | None:
+        """Why the engine cannot go on, or is in one step for too long; None where neither is so."""
+        if self._failure is not None:
+            return EngineLost(f"the engine has stopped: {self._failure}")
+        since = self._busy_since
+        if since is not None and self._clock() - since > LIMITS.hanging:
+            return MachineError(f"the engine hangs: one step takes more than {LIMITS.hanging:g} s")
+        return None
+
     def close(self) -> None:
         """Stop the thread."""
         self._calls.put(None)
@@ -61,18 +103,22 @@ class EngineHost:
             while self._take_calls():
                 self._step()
         except BaseException as error:
+            self._failure = error
             log.exception("the engine has stopped")
-            self.failure = error
+            self._on_failure()
 
     def _take_calls(self) -> bool:
         """Run the calls that wait; block while the engine is idle. False when it is time to stop."""
         while True:
+            self._busy_since = None
             try:
                 call = self._calls.get(block=self._engine.idle)
             except queue.Empty:
+                self._busy_since = self._clock()
                 return True
             if call is None:
                 return False
+            self._busy_since = self._clock()
             call()
 
     def _step(self) -> None:
@@ -87,12 +133,14 @@ class EngineHost:
             return
         progress: list[Progress] = []
         for delta in deltas:
-            job = self._jobs.get(delta.request_id)
-            if job is None:
+            running = self._jobs.get(delta.request_id)
+            if running is None:
                 continue
-            progress.append(Progress(job.key, delta._replace(request_id=job.key.number)))
+            key, begin = running.job.key, running.committed
+            progress.append(Progress(key, begin, delta._replace(request_id=key.number)))
+            running.committed = begin.after(delta)
             if delta.finish is not None:
-                self._forget(job.key)
+                self._forget(key)
         if progress:
             self._deliver(progress)
 
@@ -100,14 +148,15 @@ class EngineHost:
         engine, request = self._engine, job.request
         number = engine.new_id()
         leader = None if request.leader is None else self._newest.get((job.key.router, request.leader))
-        self._jobs[number], self._ids[job.key] = job, number
+        begin = Received(len(request.output), request.num_scores)
+        self._jobs[number], self._ids[job.key] = _RunningJob(job, begin), number
         self._newest[job.key.router, job.key.number] = number
         try:
             engine.add(replace(request, id=number, leader=leader), guide)
         except CallerError as error:  # a full queue, where the engine has a limit of its own
             log.warning("a request is refused: %s", error)
             self._forget(job.key)
-            self._deliver([Progress(job.key, Delta(job.key.number, (), (), (), Finish.ERROR))])
+            self._deliver([Progress(job.key, begin, Delta(job.key.number, (), (), (), Finish.ERROR))])
 
     def _end(self, key: JobKey) -> None:
         number = self._forget(key)
@@ -136,4 +185,4 @@ def facts_of(engine: Engine) -> EngineFacts:
     )
 
 
-__all__ = ["Deliver", "EngineHost", "facts_of"]
+__all__ = ["LIMITS", "Deliver", "EngineHost", "HostLimits", "facts_of"]

@@ -8,10 +8,23 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from samewise.errors import CallerError
 from samewise.scale.channel import RouterConnection, every
-from samewise.scale.records import EngineFacts, Job, JobKey, Lost, News, Progress, ReplicaGone, Started
-from samewise.scale.replica import Listening
+from samewise.scale.records import (
+    EngineFacts,
+    Job,
+    JobKey,
+    Listening,
+    Lost,
+    News,
+    Progress,
+    Refusal,
+    Refused,
+    ReplicaGone,
+    Started,
+)
 from samewise.scale.roster import RosterLink
+from samewise.scale.wire import LIMITS, ChannelLimits
 
 T = TypeVar("T")
 
@@ -22,11 +35,11 @@ STATS_SECONDS = 1.0
 
 
 class RayReplicas:
-    """Owns the calls and the connections. `handle` is of the replicas of the application."""
+    """Owns the calls and the connections. `handle` and `roster` are those of the application's replicas."""
 
-    def __init__(self, handle: Any, app_name: str) -> None:
+    def __init__(self, handle: Any, roster: RosterLink, *, limits: ChannelLimits = LIMITS) -> None:
         self._handle, self._describe = handle.options(stream=True), handle
-        self._roster = RosterLink(app_name)
+        self._roster, self._limits = roster, limits
         self._inbox: Callable[[News | None], None] = lambda _: None
         self._calls: dict[JobKey, asyncio.Task[None]] = {}
         self._connections: dict[str, asyncio.Future[RouterConnection]] = {}  # by replica
@@ -95,42 +108,54 @@ class RayReplicas:
 
     async def _answer(self, job: Job, delay: float) -> None:
         """One call of Ray Serve, as long as the job takes: it counts for routing, limits and scaling."""
-        key, stream, started = job.key, None, False
+        key, stream = job.key, None
+        listening: Listening | None = None
+        connection: RouterConnection | None = None
         try:
             if delay:
                 await asyncio.sleep(delay)
             stream = self._handle.generate.remote(job)
-            async for listening in stream:
-                await self._connection(key.router, listening)
-                if listening.replica not in self._connections:  # closed since, and so reported
-                    raise ConnectionError(f"replica {listening.replica} is gone")
-                started = True
-                self._inbox(Started(key, listening.replica, listening.contract_id))
+            async for said in stream:
+                if isinstance(said, Refusal):
+                    self._inbox(_news_of(key, said))
+                    return
+                listening = said
+                connection = await self._connection(key.router, said)
+                self._inbox(Started(key, said.replica, said.contract_id))
+                connection.want(key)
         except asyncio.CancelledError:
             if stream is not None:
                 stream.cancel()
             raise
         except Exception as error:
-            text = str(error).strip().splitlines()
-            self._inbox(Lost(key, f"{type(error).__name__}: {text[-1] if text else ''}", started))
+            replica = None if listening is None else listening.replica
+            self._inbox(Lost(key, _in_short(error), started=connection is not None, replica=replica))
+            if connection is not None:
+                # The replica's process or its side of the connection has ended, or does not hear this side.
+                connection.close()
+            if stream is not None:
+                stream.cancel()
         finally:
             self._calls.pop(key, None)
 
     async def _connection(self, router: bytes, listening: Listening) -> RouterConnection:
-        """The connection to a replica, opened by the first job there."""
+        """The connection to a replica, opened by the first job there. Raises ConnectionError."""
         name = listening.replica
         opening = self._connections.get(name)
         if opening is None:
             opening = self._connections[name] = asyncio.ensure_future(self._open(router, listening))
         try:
-            return await asyncio.shield(opening)
+            connection = await asyncio.shield(opening)
         except ConnectionError:
             if self._connections.get(name) is opening:
                 del self._connections[name]
             raise
+        if self._connections.get(name) is not opening:  # closed since
+            raise ConnectionError(f"the connection to replica {name} was closed")
+        return connection
 
     async def _open(self, router: bytes, listening: Listening) -> RouterConnection:
-        connection = RouterConnection(router, self._on_progress)
+        connection = RouterConnection(router, self._on_progress, self._limits)
         await connection.open(listening.address, lambda error: self._on_close(listening.replica, error))
         return connection
 
@@ -145,7 +170,7 @@ class RayReplicas:
     def _end(self, key: JobKey, replica: str | None) -> None:
         opening = None if replica is None else self._connections.get(replica)
         if opening is not None and opening.done() and opening.exception() is None:
-            opening.result().end(key)
+            opening.result().want(key, wanted=False)
         elif (call := self._calls.get(key)) is not None:
             call.cancel()
 
@@ -157,6 +182,19 @@ class RayReplicas:
         for opening in list(self._connections.values()):
             if opening.done() and opening.exception() is None:
                 await opening.result().wait_closed()
+
+
+def _news_of(key: JobKey, refusal: Refusal) -> News:
+    """What a refusal means for a request: its end, or that its replica has failed."""
+    error = refusal.error
+    if isinstance(error, CallerError):
+        return Refused(key, error)
+    return Lost(key, _in_short(error), started=False, replica=refusal.replica)
+
+
+def _in_short(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[-1] if text else ''}"
 
 
 __all__ = ["RayReplicas"]

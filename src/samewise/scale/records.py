@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from samewise.config import EngineConfig
 from samewise.contract import Contract
-from samewise.errors import GuaranteeLost
+from samewise.errors import CallerError, GuaranteeLost, SamewiseError
 from samewise.execute.load import Loaded
 from samewise.schedule.limits import Limits
-from samewise.types import Delta, Request
+from samewise.types import Delta, Received, Request
 from samewise.verify.probe import ProbeReport
 
 
@@ -29,7 +29,31 @@ class Job:
     key: JobKey
     request: Request
     pages: tuple[bytes, ...]  # digests of the prompt's full pages, for routing
-    avoid: tuple[str, ...] = ()  # replicas that were lost; Ray may take seconds to find out
+    avoid: tuple[str, ...] = ()  # replicas to which it goes only where there is no other
+
+
+class Address(NamedTuple):
+    """Where a replica is reached, and what proves it. Travels over Ray."""
+
+    host: str
+    port: int
+    router_secret: bytes  # of the router, sent to the replica
+    replica_secret: bytes  # of the replica, sent to the router
+
+
+class Listening(NamedTuple):
+    """What a replica says of a job that it has queued: the job's tokens come from there."""
+
+    replica: str
+    address: Address
+    contract_id: str
+
+
+class Refusal(NamedTuple):
+    """What a replica says of a job that it does not take: a mistake of the caller, or of its own engine."""
+
+    replica: str
+    error: SamewiseError
 
 
 class Started(NamedTuple):
@@ -44,6 +68,7 @@ class Progress(NamedTuple):
     """A replica has committed something for a job. The delta's request id is the router's."""
 
     key: JobKey
+    begin: Received  # what was committed for the request before, by any replica
     delta: Delta
 
 
@@ -53,6 +78,14 @@ class Lost(NamedTuple):
     key: JobKey
     error: str
     started: bool
+    replica: str | None = None  # which has failed, where it is known and to be avoided
+
+
+class Refused(NamedTuple):
+    """A replica found a mistake of the caller in a job; the others would find it too."""
+
+    key: JobKey
+    error: CallerError
 
 
 class ReplicaGone(NamedTuple):
@@ -62,7 +95,7 @@ class ReplicaGone(NamedTuple):
     error: str
 
 
-News = Started | Progress | Lost | ReplicaGone
+News = Started | Progress | Lost | Refused | ReplicaGone
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +124,16 @@ def refuse_other(first: Contract, other: Contract, replica: str) -> None:
 
 
 __all__ = [
+    "Address",
     "EngineFacts",
     "Job",
     "JobKey",
+    "Listening",
     "Lost",
     "News",
     "Progress",
+    "Refusal",
+    "Refused",
     "ReplicaGone",
     "Started",
     "refuse_other",

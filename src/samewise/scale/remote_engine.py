@@ -5,6 +5,9 @@ log-probabilities. When a replica dies or is stopped, its requests are given to 
 that (`Request.output`), as `schedule/registry.py` does after a failed step inside one engine. Sampling,
 penalties, grammars and limits are functions of the request and these tokens, so the rest of the answer is the
 same bits. Text, stop strings and log-probabilities are made here, above the engine, and notice nothing.
+
+All that arrives says where in the answer it begins. Where that is not what the caller has, the rest is asked
+for again: an answer has no hole, whatever a network loses.
 """
 
 from __future__ import annotations
@@ -13,17 +16,26 @@ import logging
 import queue
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from samewise.contract import Contract
 from samewise.engine.weights import CheckedUpdate, WeightUpdate
-from samewise.errors import EngineLost, MachineError, QueueFull
+from samewise.errors import CallerError, EngineLost, MachineError, QueueFull
 from samewise.kv.prefix import extend_digests
 from samewise.scale.merge_stats import merge_stats
-from samewise.scale.records import EngineFacts, Job, JobKey, Lost, News, Progress, ReplicaGone, Started
+from samewise.scale.records import (
+    EngineFacts,
+    Job,
+    JobKey,
+    Lost,
+    News,
+    Progress,
+    Refused,
+    ReplicaGone,
+    Started,
+)
 from samewise.types import Delta, Finish, Guide, Received, Request
 
 log = logging.getLogger("samewise.scale")
@@ -31,17 +43,15 @@ log = logging.getLogger("samewise.scale")
 
 @dataclass(frozen=True, slots=True)
 class FailOverLimits:
-    """When a request is given up. Set by hand."""
+    """When a request is given up, and which replicas are avoided. Set by hand."""
 
     started: int = 8  # replicas lost in a row without a token between: the request may be what ends them
     unstarted: int = 60  # failed attempts in a row before any replica had begun: a minute
     delay: float = 1.0  # seconds before such an attempt is repeated, at most; the first takes 10 ms
+    avoided: float = 30.0  # seconds for which a replica that failed comes last: Ray forgets dead ones sooner
 
 
 LIMITS = FailOverLimits()
-
-MAX_GONE = 16
-"""Replicas that were lost and are still avoided. Set by hand: Ray forgets them within seconds."""
 
 
 class Replicas(Protocol):
@@ -76,12 +86,19 @@ class _Asked:
     pages: tuple[bytes, ...]
     tokens: list[int] = field(default_factory=list)
     num_scores: int = 0
+    has_failed: bool = False  # whether a replica's engine has ended it with an error
+    avoid: tuple[str, ...] = ()  # that replica
     attempt: int = 0
     replica: str | None = None  # where this attempt began
     num_cached: int | None = None  # prompt tokens that the first replica found in its cache
     num_started: int = 0  # replicas lost since the last progress
     num_unstarted: int = 0
     lost_at: float | None = None
+
+    @property
+    def received(self) -> Received:
+        """How much of it the caller has."""
+        return Received(len(self.tokens), self.num_scores)
 
 
 class RemoteEngine:
@@ -107,7 +124,7 @@ class RemoteEngine:
         self._facts, self._replicas, self._clock = facts, replicas, clock
         self._router = secrets.token_bytes(16)
         self._asked: dict[int, _Asked] = {}  # by request id
-        self._gone: deque[str] = deque(maxlen=MAX_GONE)  # replicas that were lost
+        self._failed: dict[str, float] = {}  # by replica, when it failed last
         self._next_id = 0
         self._inbox: queue.SimpleQueue[News | None] = queue.SimpleQueue()
         self.num_failovers = 0
@@ -150,7 +167,20 @@ class RemoteEngine:
     def _start(self, asked: _Asked, delay: float = 0.0) -> None:
         request = replace(asked.request, output=tuple(asked.tokens), num_scores=asked.num_scores)
         asked.replica = None
-        self._replicas.start(Job(self._key(asked), request, asked.pages, tuple(self._gone)), delay)
+        job = Job(self._key(asked), request, asked.pages, self._avoided(asked))
+        self._replicas.start(job, delay)
+
+    def _start_again(self, asked: _Asked, delay: float = 0.0) -> None:
+        """Go on from what the caller has, in another attempt; nothing more is wanted of the last one."""
+        self._replicas.end(self._key(asked), asked.replica)
+        asked.attempt += 1
+        self._start(asked, delay)
+
+    def _avoided(self, asked: _Asked) -> tuple[str, ...]:
+        """Replicas that failed a short while ago, and the one where this request has failed."""
+        since = self._clock() - LIMITS.avoided
+        self._failed = {name: at for name, at in self._failed.items() if at > since}
+        return (*self._failed, *asked.avoid)
 
     def _key(self, asked: _Asked) -> JobKey:
         return JobKey(self._router, asked.request.id, asked.attempt)
@@ -178,27 +208,47 @@ class RemoteEngine:
         if news is None:
             return []
         if isinstance(news, ReplicaGone):
-            self._gone.append(news.replica)
+            self._avoid(news.replica)
             lost = [asked for asked in self._asked.values() if asked.replica == news.replica]
             return [delta for asked in lost for delta in self._lost(asked, news.error, started=True)]
         asked = self._asked.get(news.key.number)
         if asked is None or news.key != self._key(asked):
             return []  # of a request that has ended, or of an attempt that was given up
         if isinstance(news, Progress):
-            return [self._progress(asked, news.delta)]
+            return self._progress(asked, news)
+        if isinstance(news, Refused):
+            return [self._fail(asked, str(news.error), news.error)]
         if isinstance(news, Lost):
+            self._avoid(news.replica)
             return self._lost(asked, news.error, started=news.started)
         return self._started(asked, news)
 
     def _started(self, asked: _Asked, news: Started) -> list[Delta]:
+        asked.replica = news.replica
         if news.contract_id != self.contract.id:
-            self._replicas.end(news.key, news.replica)
+            self._avoid(news.replica)
             error = f"replica {news.replica} has the contract {news.contract_id}, not {self.contract.id}"
             return self._lost(asked, error, started=False)
-        asked.replica = news.replica
         return []
 
-    def _progress(self, asked: _Asked, delta: Delta) -> Delta:
+    def _progress(self, asked: _Asked, news: Progress) -> list[Delta]:
+        if news.begin != asked.received:
+            error = f"{news.begin} arrived after {asked.received}"
+            return self._lost(asked, error, started=True)
+        delta = self._committed(asked, news.delta)
+        if delta.finish is None:
+            return [delta]
+        if delta.finish is Finish.ERROR and not asked.has_failed:
+            # One replica may lack memory, or time for a grammar, that another has.
+            asked.has_failed, asked.avoid = True, () if asked.replica is None else (asked.replica,)
+            asked.lost_at = self._clock()
+            self._go_on(asked, f"it failed on replica {asked.replica}")
+            return [delta._replace(finish=None)]
+        del self._asked[asked.request.id]
+        return [delta]
+
+    def _committed(self, asked: _Asked, delta: Delta) -> Delta:
+        """The delta for the caller, who has it from now on."""
         if asked.lost_at is not None:
             self.failover_seconds += self._clock() - asked.lost_at
             asked.lost_at = None
@@ -207,27 +257,45 @@ class RemoteEngine:
         asked.num_scores += len(delta.scores)
         if asked.num_cached is None:
             asked.num_cached = delta.num_cached
-        if delta.finish is not None:
-            del self._asked[asked.request.id]
         return delta._replace(num_cached=asked.num_cached)
 
     def _lost(self, asked: _Asked, error: str, *, started: bool) -> list[Delta]:
         """Go on elsewhere, or end the request with an error where that failed too often."""
-        number = asked.request.id
         asked.num_started += started
         asked.num_unstarted += not started
         if asked.num_started >= LIMITS.started or asked.num_unstarted >= LIMITS.unstarted:
-            log.error("request %d is given up, no replica can answer it: %s", number, error)
-            del self._asked[number]
-            return [Delta(number, (), (), (), Finish.ERROR)]
-        if started:
-            log.warning("request %d goes on elsewhere after %d tokens: %s", number, len(asked.tokens), error)
-            self.num_failovers += 1
+            return [self._fail(asked, f"no replica can answer it: {error}")]
         if asked.lost_at is None:
             asked.lost_at = self._clock()
-        asked.attempt += 1
-        self._start(asked, 0.0 if started else min(LIMITS.delay, 0.01 * 2**asked.num_unstarted))
+        if started:
+            self._avoid(asked.replica)
+            self._go_on(asked, error)
+        else:
+            self._start_again(asked, min(LIMITS.delay, 0.01 * 2**asked.num_unstarted))
         return []
+
+    def _go_on(self, asked: _Asked, reason: str) -> None:
+        """Give a request that a replica had begun to another one."""
+        log.warning(
+            "request %d goes on elsewhere after %d tokens: %s", asked.request.id, len(asked.tokens), reason
+        )
+        self.num_failovers += 1
+        self._start_again(asked)
+
+    def _fail(self, asked: _Asked, reason: str, error: CallerError | None = None) -> Delta:
+        """End a request with an error; `error`: for its caller."""
+        number = asked.request.id
+        log.log(
+            logging.ERROR if error is None else logging.INFO, "request %d is given up, %s", number, reason
+        )
+        self._replicas.end(self._key(asked), asked.replica)
+        del self._asked[number]
+        return Delta(number, (), (), (), Finish.ERROR, error=error)
+
+    def _avoid(self, replica: str | None) -> None:
+        """Give nothing to a replica for a while where there is another one. None: it is not known."""
+        if replica is not None:
+            self._failed[replica] = self._clock()
 
     # ---- failures of this process
 
@@ -239,15 +307,14 @@ class RemoteEngine:
     def recover(self, received: Mapping[int, Received | None] | None = None, *, blame: bool = False) -> None:  # noqa: ARG002
         """Start every request again from what its caller has. No step runs here, so none is blamed."""
         for number, asked in list(self._asked.items()):
-            has = (received or {}).get(number, Received(len(asked.tokens), asked.num_scores))
-            self._replicas.end(self._key(asked), asked.replica)
+            has = (received or {}).get(number, asked.received)
             if has is None:
+                self._replicas.end(self._key(asked), asked.replica)
                 del self._asked[number]
                 continue
             del asked.tokens[has.tokens :]
             asked.num_scores = min(asked.num_scores, has.scores)
-            asked.attempt += 1
-            self._start(asked)
+            self._start_again(asked)
 
     # ---- what replicas do not do
 
@@ -323,4 +390,4 @@ class RemoteEngine:
         self._replicas.close()
 
 
-__all__ = ["LIMITS", "MAX_GONE", "FailOverLimits", "RemoteEngine", "Replicas"]
+__all__ = ["LIMITS", "FailOverLimits", "RemoteEngine", "Replicas"]

@@ -128,9 +128,8 @@ class ServeSettings:
                 f"(--api-key-file, {KEY_VARIABLE})",
                 param="enable_training",
             )
-        for name, choices in (("logprobs_mode", LOGPROBS_MODES), ("unseeded", UNSEEDED)):
-            if (value := getattr(self, name)) is not None and value not in choices:
-                raise BadParameter(f"{name}={value!r}: choose one of {', '.join(choices)}", param=name)
+        _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        _check_choice("unseeded", self.unseeded, (None, *UNSEEDED))
         for origin in self.allowed_origins:
             if not ORIGIN.fullmatch(origin):
                 raise BadParameter(
@@ -155,6 +154,12 @@ class ServeSettings:
     def several_owners(self) -> bool:
         """Whether requests come from owners that share the server: there are several keys."""
         return len(self.keys.digests) > 1
+
+
+def _check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    if value not in choices:
+        named = ", ".join(choice for choice in choices if choice is not None)
+        raise BadParameter(f"{name}={value!r}: choose one of {named}", param=name)
 
 
 def _digest(key: str) -> bytes:
