@@ -444,6 +444,7 @@ __all__ = [
     "encode_slices",
     "finish_reason",
     "finite",
+    "one_line",
     "reasoning_tokens",
     "refuse_aborted",
     "respond",
