@@ -51,6 +51,30 @@ def test_output_is_the_same_with_any_prediction(proposer):
             assert bits(llm, params.clone(prediction=prediction)) == expected, name
 
 
+@pytest.mark.parametrize("make", [TreeDrafter])
+def test_tokens_that_the_model_does_not_have_never_reach_a_frame(make):
+    """A drafter cuts a prediction there, whoever passed it on."""
+    drafter, prices = make(100), RowPrices.free(1, 64)
+    for predicted in ([5, 6, 100, 7, 8], [5, 6, -1, 7, 8], [5, 6, 2**31 - 1, 7], [99, 100], [100]):
+        drafter.begin(0, [1, 2, 3], None, predicted)
+        (tree,), _ = drafter.grow([Limit(0, 64, 16)], prices)
+        assert all(0 <= token < 100 for token in tree.tokens)
+        assert predicted[0] in tree.tokens or predicted[0] >= 100
+        assert 7 not in tree.tokens
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "auto"])
+def test_a_predicted_text_may_hold_tokens_that_the_model_does_not_have(proposer):
+    """Its tokenizer knows `<pad>`, 258; the model has 258 tokens."""
+    answers = []
+    for name, predicted in (("none", None), (proposer, "ab<pad>cd<pad>"), (proposer, "<pad>" * 9)):
+        sizes = {"vocab_size": 258, "pad_token_id": 0}
+        engine = tiny_engine(max_model_len=256, proposer=name, overrides=sizes)
+        params = PARAMS[0].clone(prediction=predicted, allowed_token_ids=[97, 98])
+        answers.append(bits(LLM.over(engine), params))
+    assert answers[0] == answers[1] == answers[2]
+
+
 def test_usage_of_a_prediction_does_not_depend_on_proposer_or_load():
     counts = []
     for proposer, load in (("none", 1), ("ngram", 1), ("auto", 4)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from samewise.draft.estimates import (
@@ -158,7 +159,7 @@ class TreeDrafter:
     def __init__(
         self, vocab: int, sources: Sources = Sources.ALL, tuning: TreeTuning = DEFAULTS.trees
     ) -> None:
-        self._tuning, self._sources = tuning, sources
+        self._vocab, self._tuning, self._sources = vocab, tuning, sources
         self.tables = RecycleTables(vocab, tuning.max_tables)
         self.store = TextStore(tuning.suffixes)
         self.estimates = Estimates(tuning.estimates)
@@ -168,7 +169,8 @@ class TreeDrafter:
         self, seq_id: int, tokens: list[int], salt: bytes | None, prediction: Sequence[int] = ()
     ) -> None:
         """Index a text. Without a salt nothing of it is shared, and no other text serves it."""
-        text, prediction = SuffixTrie(self._tuning.suffixes), list(prediction)
+        text = SuffixTrie(self._tuning.suffixes)
+        prediction = list(takewhile(lambda token: 0 <= token < self._vocab, prediction))
         if prediction:
             text.extend(prediction)
             text.separate()
