@@ -44,7 +44,7 @@ class Prediction:
         return len(self.tokens)
 
     def find(self, last: Sequence[int], passed: int) -> int | None:
-        """The first place behind such a run, not before `passed`, else the first of all; None: there is none."""
+        """The first place behind such a run from `passed` on, else the first of all; None: there is none."""
         if len(last) < RESYNC_TOKENS:
             return None
         run = 0
