@@ -56,6 +56,13 @@ class _Known(NamedTuple):
     last: int
 
 
+class _Begun(NamedTuple):
+    """A text that is being indexed: what will be known then, and how many tokens are left, at most."""
+
+    known: _Known
+    left: int
+
+
 class TreeFollowUp:
     """A plan to draft trees as soon as a frame lands."""
 
@@ -96,6 +103,7 @@ class TreeProposer(Proposer):
         self.name = NAMES[sources]
         self.wants_candidates = Sources.ROWS in sources
         self._known: dict[int, _Known] = {}
+        self._begun: dict[int, _Begun] = {}
         self.followed: Follows | None = None
         """What drafted from the frame that landed; its tokens are known to the drafter already."""
         self._num_trees = self._num_nodes = self._num_accepted = 0
@@ -103,9 +111,17 @@ class TreeProposer(Proposer):
     # ---- the proposer interface
 
     def meet(self, asks: list[Ask]) -> None:
-        """Index the prompts."""
+        """Index the prompts; of long ones the beginning, `index_texts` does the rest."""
         for ask in asks:
             self._follow(ask)
+
+    def index_texts(self) -> None:
+        """Go on indexing, in the order in which texts were met."""
+        left = self._tuning.suffixes.tokens_per_step
+        for seq_id in list(self._begun):
+            if left <= 0:
+                break
+            left -= self._index(seq_id, left)
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
         """A tree of the likeliest nodes for each sequence; a draft under way is not extended."""
@@ -157,12 +173,13 @@ class TreeProposer(Proposer):
 
     def forget(self, seq_id: int) -> None:
         """Drop a sequence; its text goes to the store, if it shares."""
-        if self._known.pop(seq_id, None) is not None:
+        known, begun = self._known.pop(seq_id, None), self._begun.pop(seq_id, None)
+        if known is not None or begun is not None:
             self._drafter.forget(seq_id)
 
     def recover(self) -> None:
         """Drop all sequences."""
-        self._known, self.followed = {}, None
+        self._known, self._begun, self.followed = {}, {}, None
         self._drafter.recover()
 
     def renew(self, contract_id: str) -> None:  # noqa: ARG002 - weights were replaced, whichever they are
@@ -188,11 +205,16 @@ class TreeProposer(Proposer):
         self, asks: list[Ask], prices: RowPrices, max_nodes: int, min_prob: float = 0.0
     ) -> tuple[list[DraftTree], float]:
         """Trees for sequences without a draft, and the accepted tokens to expect from all of them."""
-        limits = []
-        for ask in asks:
-            self._follow(ask)
-            limits.append(Limit(ask.seq_id, min(max_nodes, ask.max_nodes), min(ask.room, MAX_TREE_DEPTH)))
-        return self._drafter.grow(limits, prices, min_prob)
+        limits = [
+            Limit(ask.seq_id, min(max_nodes, ask.max_nodes), min(ask.room, MAX_TREE_DEPTH))
+            for ask in asks
+            if self._follow(ask)
+        ]
+        grown, expected = self._drafter.grow(limits, prices, min_prob)
+        if len(grown) == len(asks):
+            return grown, expected
+        trees = dict(zip([limit.seq_id for limit in limits], grown, strict=True))
+        return [trees.get(ask.seq_id, DraftTree()) for ask in asks], expected
 
     def expect(self, seq_ids: list[int], prices: RowPrices, max_nodes: int) -> tuple[int, float]:
         """Nodes of trees for those of the sequences that are known, and the accepted ones to expect."""
@@ -233,11 +255,16 @@ class TreeProposer(Proposer):
 
     # ---- texts
 
-    def _follow(self, ask: Ask) -> None:
-        """Bring the drafter to the end of the ask's tokens; index them anew where it knows others."""
+    def _follow(self, ask: Ask) -> bool:
+        """Bring the drafter to the end of the ask's tokens; index them anew where it knows others.
+
+        False: of a long text a part is not indexed yet, and no tree can be grown.
+        """
         tokens, known = ask.tokens, self._known.get(ask.seq_id)
         if known is not None and known.length == len(tokens) and known.last == tokens[-1]:
-            return
+            return True
+        if ask.seq_id in self._begun:
+            return False
         if known is not None and (known.length > len(tokens) or tokens[known.length - 1] != known.last):
             self._drop(ask.seq_id)
             known = None
@@ -246,9 +273,23 @@ class TreeProposer(Proposer):
             prediction = ask.prediction[: self._tuning.suffixes.indexed_tokens]
             self._drafter.begin(ask.seq_id, tokens[start : ask.prompt_len], ask.share_salt, prediction)
             known = _Known(ask.prompt_len, tokens[ask.prompt_len - 1])
+            self._begun[ask.seq_id] = _Begun(known, ask.prompt_len - start + len(prediction) + 1)
+            self._index(ask.seq_id, self._tuning.suffixes.tokens_per_step)
+            if ask.seq_id in self._begun:
+                return False
         if known.length < len(tokens):
             self._drafter.commit([Committed(ask.seq_id, tuple(tokens[known.length :]))])
         self._known[ask.seq_id] = _Known(len(tokens), tokens[-1])
+        return True
+
+    def _index(self, seq_id: int, max_tokens: int) -> int:
+        """Index so many tokens of a text, and return how many there were, at most."""
+        begun, left = self._begun[seq_id], self._drafter.index(seq_id, max_tokens)
+        if left:
+            self._begun[seq_id] = begun._replace(left=left)
+        else:
+            self._known[seq_id] = self._begun.pop(seq_id).known
+        return begun.left - left
 
     def _drop(self, seq_id: int) -> None:
         """Forget a sequence whose text is not the one that is known, without storing it."""

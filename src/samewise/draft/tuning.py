@@ -64,6 +64,9 @@ class SuffixTuning:
     # Last tokens of a prompt, and first tokens of a prediction, that are indexed: 3 MB at most for each. An
     # answer is indexed whole.
     indexed_tokens: int = 32_768
+    # Tokens of new texts that are indexed in one step, while the device computes: about 1 ms in C++, 0.3 to
+    # 0.5 µs each; in Python ten times that. A longer text gets its first tree some steps later.
+    tokens_per_step: int = 2048
     # Last tokens of an answer that must occur in the caller's prediction to find the place in it again.
     min_resync: int = RESYNC_TOKENS
 
@@ -95,9 +98,11 @@ class TreeTuning:
     deep_ranks: int = 3
     # Committed rows whose runners-up are candidates. One row brings 1 % less, three bring no more.
     num_rows: int = 2
-    # Tables of recycled candidates (cache salts) kept at once, each of 32 bytes per token of the vocabulary
-    # (5 MB for 152 thousand tokens); the least recently used is dropped first.
-    max_tables: int = 4
+    # Bytes of all tables of recycled candidates, one for each cache salt: 32 bytes per token of the
+    # vocabulary, 5 MB for 152 thousand tokens, so that 27 salts of such a model can run at once; the least
+    # recently used is dropped first. Set by hand: what a server with a key for each user can spare. In C++ a
+    # page of memory is taken when its first row is written.
+    table_bytes: int = 128 * 2**20
     # Without `auto`: the least probability of a drafted node, and the most nodes.
     min_prob: float = 0.03
     max_nodes: int = 16

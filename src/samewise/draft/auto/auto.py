@@ -200,6 +200,10 @@ class Auto(Proposer):
         if self._idle is not None and (self._drafters.any_ready or any(ask.prediction for ask in asks)):
             self._idle.wake()
 
+    def index_texts(self) -> None:
+        """Pass on to the trees: drafters read texts in passes of their own."""
+        self._trees.index_texts()
+
     # ---- learning
 
     def observe(self, verdicts: list[Verdict]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from samewise.draft import estimates, suffix_counts
-from samewise.draft.recycle import WIDTH
+from samewise.draft.recycle import WIDTH, max_tables
 from samewise.draft.tree import DraftTree, Limit, RowPrices
 from samewise.draft.tree_drafter import Committed, Memory, Sources
 from samewise.draft.tuning import DEFAULTS, TreeTuning
@@ -74,9 +74,9 @@ def _tuning(vocab: int, sources: Sources, tuning: TreeTuning) -> _Tuning:
         max_context=suffixes.max_context, max_successors=suffixes.max_successors,
         store_entries=suffixes.store_entries, max_pools=suffixes.max_pools,
         stored_tokens=suffixes.stored_tokens, min_resync=suffixes.min_resync,
-        deep_ranks=tuning.deep_ranks, num_rows=tuning.num_rows, max_tables=tuning.max_tables,
-        check_nodes=tuning.check_nodes, max_length=suffix_counts.MAX_LENGTH,
-        num_shares=suffix_counts.NUM_SHARES, max_total=suffix_counts.MAX_TOTAL,
+        deep_ranks=tuning.deep_ranks, num_rows=tuning.num_rows,
+        max_tables=max_tables(vocab, tuning.table_bytes), check_nodes=tuning.check_nodes,
+        max_length=suffix_counts.MAX_LENGTH, num_shares=suffix_counts.NUM_SHARES, max_total=suffix_counts.MAX_TOTAL,
         max_distance=estimates.MAX_DISTANCE, own=estimates.OWN,
         stored=estimates.STORED, recycled=estimates.RECYCLED, runners_up=estimates.RUNNERS_UP[0],
         predicted=estimates.PREDICTED, occurred=estimates.OCCURRED, again=estimates.AGAIN,
@@ -93,6 +93,7 @@ def _library() -> ctypes.CDLL:
         "new": (address, [ctypes.POINTER(_Tuning), address]),
         "delete": (None, [address]),
         "begin": (whole, [address, whole, address, whole, ctypes.c_char_p, whole, address, whole]),
+        "index": (whole, [address, whole, whole]),
         "commit": (whole, [address, whole, *[address] * 7]),
         "grow": (whole, [address, whole, *[address] * 3, real, address, whole, real, *[address] * 5]),
         "follow_up": (
@@ -217,7 +218,7 @@ class NativeDrafter:
     def begin(
         self, seq_id: int, tokens: list[int], salt: bytes | None, prediction: Sequence[int] = ()
     ) -> None:
-        """Index a text. Without a salt nothing of it is shared, and no other text serves it."""
+        """Take a text. Without a salt nothing of it is shared, and no other text serves it."""
         text, predicted = array("i", tokens), array("i", prediction)
         salt_len = -1 if salt is None else len(salt)
         self._check(
@@ -226,6 +227,12 @@ class NativeDrafter:
                 _address(predicted), len(predicted),
             )
         )  # fmt: skip
+
+    def index(self, seq_id: int, max_tokens: int) -> int:
+        """Index so many tokens of a text that was begun; returns how many are left."""
+        left: int = self._library.drafter_index(self._handle, seq_id, max_tokens)
+        self._check(left)
+        return left
 
     def commit(self, frame: list[Committed]) -> None:
         """Learn from the last trees, keep the rows' candidates, and append the tokens."""
