@@ -26,25 +26,26 @@ class RowPricing:
 
     def __init__(self, frames: FrameCosts, factor: float = 1.0) -> None:
         self._frames, self._factor = frames, factor
-        self._key: tuple[int, int, int] | None = None  # of the seconds below
+        self._key: tuple[int, int, int, int] | None = None  # of the seconds below
         self._seconds = array("d")
 
-    def prices(self, live: int, max_nodes: int, brought: float = 1.0) -> RowPrices:
+    def prices(self, live: int, max_nodes: int, brought: float = 1.0, known: int = 0) -> RowPrices:
         """Of up to `max_nodes` nodes, or some more, beside `live` sequences.
 
-        `brought`: accepted nodes per expected one.
+        `brought`: accepted nodes per expected one. `known`: rows of the frame that read prompts.
         """
         # Rounded up, so that a few nodes more or less do not have the prices computed again.
         max_nodes = -(-max_nodes // MAX_TREE_NODES) * MAX_TREE_NODES
-        key = (self._frames.version, live, max_nodes)
+        key = (self._frames.version, live, max_nodes, known)
         if key != self._key:
-            self._seconds, self._key = self._compute(live, max_nodes), key
+            self._seconds, self._key = self._compute(live + known, max_nodes), key
         return RowPrices(live / brought, self._seconds)
 
-    def _compute(self, live: int, max_nodes: int) -> array[float]:
+    def _compute(self, rows: int, max_nodes: int) -> array[float]:
+        """Of a frame that has so many rows without any node."""
         frames, factor, seconds = self._frames, self._factor, array("d")
-        plain = frames.cost(live)
-        for cost, num in frames.steps(live, max(live, min(live + max_nodes, frames.sizes[-1]))):
+        plain = frames.cost(rows)
+        for cost, num in frames.steps(rows, max(rows, min(rows + max_nodes, frames.sizes[-1]))):
             seconds.extend([plain + factor * (cost - plain)] * num)
         return seconds
 
@@ -133,10 +134,10 @@ class TreeProposer(Proposer):
         trees, _ = self.grow(fresh, prices, tuning.max_nodes, tuning.min_prob)
         return self.proposals([ask.seq_id for ask in fresh], trees)
 
-    def _prices(self, num: int, live: int) -> RowPrices:
+    def _prices(self, num: int, live: int, known: int = 0) -> RowPrices:
         max_nodes = self._tuning.max_nodes * num
         if self._pricing is not None and self._frames is not None and self._frames.known:
-            return self._pricing.prices(live, max_nodes)
+            return self._pricing.prices(live, max_nodes, known=known)
         return RowPrices.free(num, max_nodes)
 
     def plan_follow_up(self, frame: FrameToFollow) -> TreeFollowUp | None:
@@ -144,7 +145,8 @@ class TreeProposer(Proposer):
         if self._frames is None or not self._frames.known:
             return None
         num, tuning = frame.num_judged, self._tuning
-        return self.follow(frame, self._prices(num, num), tuning.max_nodes, tuning.min_prob)
+        prices = self._prices(num, num, len(frame.next_inputs))
+        return self.follow(frame, prices, tuning.max_nodes, tuning.min_prob)
 
     def take_follow_up(self) -> list[Proposal]:
         """The trees as proposals."""

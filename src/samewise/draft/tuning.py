@@ -179,6 +179,10 @@ class AutoTuning:
     retry_steps: int = 400
     # The same for a drafter whose pass was never timed; the first pass of a size is not timed.
     retry_steps_untimed: int = 8
+    # Steps before a drafter that pays on average, but got no sequence because each one's tree promised more, is
+    # asked for again: till then frames are follow-ups, and at most one frame in so many takes the slower loop.
+    # Set by hand.
+    retry_assign_steps: int = 32
     # Tokens of a trial draft.
     trial_tokens: int = 4
     # Sequences of a trial. Trials of all 32 sequences of a 1.5B model on an H200 took 14 % of a run of half a

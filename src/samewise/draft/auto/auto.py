@@ -63,6 +63,7 @@ class Auto(Proposer):
         self._expected: dict[int, float] = {}  # accepted nodes expected of a sequence's tree in flight
         self._idle = IdlePolicy(clock, tuning) if ahead else None
         self._advantage = 1.0  # moving average: tokens per second with trees over those without
+        self._unassigned_until = 0  # step up to which a drafter that would pay is taken to get no sequence
         self._waited_steps = 0  # steps in a row in which an assigned drafter drafted nothing
         self._live: set[int] = set()  # sequences of the last frame
         self._unverified: set[int] = set()  # sequences with drafts whose verdict is not in
@@ -98,20 +99,27 @@ class Auto(Proposer):
         return proposals
 
     def plan_follow_up(self, frame: FrameToFollow) -> TreeFollowUp | None:
-        """Trees; None in a pause, where costs are not known, and where a drafter works or would pay."""
+        """Trees; None in a pause, where costs are not known, and where a drafter works or may get a sequence.
+
+        A drafter that pays on average may get none: the loop is slower, so that is asked again only at times.
+        """
         live, frames = frame.num_judged, self._frames
         if self._idle is None or self._idle.pausing or not frames.known or self._drafters.busy:
             return None
-        if self._drafters.choose(live, live / frames.cost(live) * max(1.0, self._advantage)) is not None:
+        with_trees = live / frames.cost(live) * max(1.0, self._advantage)
+        due = self._log.step >= self._unassigned_until
+        if due and self._drafters.choose(live, with_trees) is not None:
             return None
-        return self._trees.follow(frame, self._prices(live, live * frame.max_nodes), frame.max_nodes)
+        prices = self._prices(live, live * frame.max_nodes, len(frame.next_inputs))
+        return self._trees.follow(frame, prices, frame.max_nodes)
 
     def take_follow_up(self) -> list[Proposal]:
         """The trees as proposals, and what they are expected to bring taken down."""
         self._log.step += 1
         frame, trees, expected = self._trees.take_trees()
         live = frame.num_judged
-        brought = self._brought_by(live, sum([len(tree.tokens) for tree in trees]), expected)
+        num_nodes = sum([len(tree.tokens) for tree in trees])
+        brought = self._brought_by(live, num_nodes, expected, len(frame.next_inputs))
         self._explain(live, trees, expected, brought)
         self._advantage += self._tuning.trees_weight * (brought.tokens / brought.seconds - self._advantage)
         proposals = self._propose_trees(frame.seq_ids, trees)
@@ -144,20 +152,26 @@ class Auto(Proposer):
             sum([len(tree.tokens) for tree in trees]), live, expected, brought.tokens, brought.seconds,
         )  # fmt: skip
 
-    def _prices(self, live: int, max_nodes: int) -> RowPrices:
-        """What nodes cost. The price of asking is paid already, or is not in question."""
+    def _prices(self, live: int, max_nodes: int, known: int = 0) -> RowPrices:
+        """What nodes cost, beside `known` rows that read prompts.
+
+        The price of asking is paid already, or is not in question.
+        """
         frames, tuning, ratio = self._frames, self._tuning, self._ratio.value
         if not frames.known:
             return RowPrices.free(live / ratio, min(max_nodes, tuning.untimed_nodes * live))
-        return self._pricing.prices(live, max_nodes, ratio)
+        return self._pricing.prices(live, max_nodes, ratio, known)
 
-    def _brought_by(self, live: int, num_nodes: int, expected: float) -> Brought:
-        """Tokens and seconds of a frame with these nodes, the price of asking among them."""
+    def _brought_by(self, live: int, num_nodes: int, expected: float, known: int = 0) -> Brought:
+        """Tokens and seconds of a frame with these nodes, the price of asking among them.
+
+        `known`: rows of the frame that read prompts, with nodes or without.
+        """
         if not self._frames.known:
             return NOTHING
-        plain = self._frames.cost(live)
+        plain = self._frames.cost(live + known)
         price = 0.0 if self._idle is None else self._idle.price(live)
-        seconds = (self._frames.cost(live + num_nodes) + price) / plain
+        seconds = (self._frames.cost(live + known + num_nodes) + price) / plain
         return Brought(1.0 + expected * self._ratio.value / live, seconds)
 
     def _propose_trees(self, seq_ids: list[int], trees: list[DraftTree]) -> list[Proposal]:
@@ -183,16 +197,19 @@ class Auto(Proposer):
         # seen, and a draft model has to read the whole text before it can draft at one of them.
         with_trees = plain * max(1.0, advantage, self._advantage)
         choice = self._drafters.choose(live, with_trees) if plain else None
-        if choice is None:
+        ratio, assigned = self._ratio.value, list[Ask]()
+        if choice is not None:
+            assigned = [
+                ask
+                for ask, tree in zip(asks, trees, strict=True)
+                if 1.0 + ratio * sum(tree.probs) < choice.expected
+            ]
+            self._drafters.assign(choice, assigned, live)
+        if choice is None or not assigned:
+            self._unassigned_until = self._log.step + self._tuning.retry_assign_steps
             return brought
-        ratio = self._ratio.value
-        assigned = [
-            ask
-            for ask, tree in zip(asks, trees, strict=True)
-            if 1.0 + ratio * sum(tree.probs) < choice.expected
-        ]
-        self._drafters.assign(choice, assigned, live)
-        return Brought((with_trees + choice.gain) / plain, 1.0) if assigned else brought
+        self._unassigned_until = 0
+        return Brought((with_trees + choice.gain) / plain, 1.0)
 
     def meet(self, asks: list[Ask]) -> None:
         """Index the prompts; a drafter that is ready may draft for them, so a pause ends."""
