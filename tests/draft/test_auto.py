@@ -27,6 +27,7 @@ from samewise.draft.tree_drafter import TreeDrafter
 from samewise.draft.tree_proposer import TreeProposer
 from samewise.draft.tuning import DEFAULTS
 from samewise.follow_up import FollowedSequence, FrameToFollow
+from samewise.types import ROOT
 
 RETRY_STEPS = DEFAULTS.auto.retry_steps
 
@@ -150,6 +151,25 @@ def test_rows_that_read_prompts_are_paid_for(known):
         seconds, plain = drafter.prices.pop().seconds, frames.cost(2 + known)
         for num in (0, 1, 7):
             assert seconds[num] == pytest.approx(plain + factor * (frames.cost(2 + known + num) - plain))
+
+
+def test_asking_pays_where_the_pace_of_all_gains_on_average():
+    """In logarithms: one of two sequences gets twice its tokens, the other one waits for it."""
+    auto = auto_of(frame_costs(base=0.03, per_row=0.0), ahead=True)
+    trees = [DraftTree((1,), (ROOT,), (1.0,)), DraftTree()]
+    brought = auto._brought_by(2, trees, expected=1.0)
+    assert brought.tokens == pytest.approx(1.5)
+    assert brought.fair == pytest.approx(2**0.5)
+    alone = auto._brought_by(1, trees[:1], expected=1.0)
+    assert alone.fair == pytest.approx(alone.tokens)
+
+
+def test_the_price_of_asking_is_part_of_every_frame():
+    device = SimulatedDevice(REPEATING * 10)
+    device.run(100)
+    prices = device.auto._prices(1, 8)
+    assert prices.gap == pytest.approx(device.ASKING)
+    assert auto_of()._prices(1, 8).gap == 0.0
 
 
 def test_a_drafter_that_gets_no_sequence_seldom_keeps_frames_from_following():

@@ -303,7 +303,8 @@ def compare(seed, num_steps, sources):
         limits = [Limit(i, rng.choice([0, 4, 16, 64]), rng.choice([0, 1, 3, 20])) for i in live]
         slope = rng.choice([0.0, 0.02])
         seconds = [1.0 + slope * rng.random() * n for n in range(rng.choice([1, 8, 64, 200]) + 1)]
-        prices, min_prob = RowPrices(len(live), seconds), rng.choice([0.0, 0.05])
+        own, gap = rng.choice([1.0, 0.7, 1.4]), rng.choice([0.0, 0.4])
+        prices, min_prob = RowPrices(len(live) + rng.randrange(2), seconds, own, gap), rng.choice([0.0, 0.05])
         grown, other = (drafter.grow(limits, prices, min_prob) for drafter in drafters)
         assert grown == other
         frame = [random_verdict(rng, seq_id, tree) for seq_id, tree in zip(live, grown[0], strict=True)]

@@ -29,17 +29,20 @@ class RowPricing:
         self._key: tuple[int, int, int, int] | None = None  # of the seconds below
         self._seconds = array("d")
 
-    def prices(self, live: int, max_nodes: int, brought: float = 1.0, known: int = 0) -> RowPrices:
+    def prices(
+        self, live: int, max_nodes: int, brought: float = 1.0, known: int = 0, gap: float = 0.0
+    ) -> RowPrices:
         """Of up to `max_nodes` nodes, or some more, beside `live` sequences.
 
-        `brought`: accepted nodes per expected one. `known`: rows of the frame that read prompts.
+        `brought`: accepted nodes per expected one. `known`: rows of the frame that read prompts. `gap`:
+        seconds between frames, where drafts are asked for.
         """
         # Rounded up, so that a few nodes more or less do not have the prices computed again.
         max_nodes = -(-max_nodes // MAX_TREE_NODES) * MAX_TREE_NODES
         key = (self._frames.version, live, max_nodes, known)
         if key != self._key:
             self._seconds, self._key = self._compute(live + known, max_nodes), key
-        return RowPrices(live / brought, self._seconds)
+        return RowPrices(live, self._seconds, 1.0 / brought, gap)
 
     def _compute(self, rows: int, max_nodes: int) -> array[float]:
         """Of a frame that has so many rows without any node."""
@@ -218,11 +221,10 @@ class TreeProposer(Proposer):
         trees = dict(zip([limit.seq_id for limit in limits], grown, strict=True))
         return [trees.get(ask.seq_id, DraftTree()) for ask in asks], expected
 
-    def expect(self, seq_ids: list[int], prices: RowPrices, max_nodes: int) -> tuple[int, float]:
-        """Nodes of trees for those of the sequences that are known, and the accepted ones to expect."""
+    def expect(self, seq_ids: list[int], prices: RowPrices, max_nodes: int) -> tuple[list[DraftTree], float]:
+        """Trees for those of the sequences that are known, and the accepted nodes to expect of all."""
         limits = [Limit(seq_id, max_nodes, max_nodes) for seq_id in seq_ids if seq_id in self._known]
-        trees, expected = self._drafter.grow(limits, prices)
-        return sum([len(tree.tokens) for tree in trees]), expected
+        return self._drafter.grow(limits, prices)
 
     def follow(
         self, frame: FrameToFollow, prices: RowPrices, max_nodes: int, min_prob: float = 0.0

@@ -179,8 +179,8 @@ class AutoTuning:
     retry_steps: int = 400
     # The same for a drafter whose pass was never timed; the first pass of a size is not timed.
     retry_steps_untimed: int = 8
-    # Steps before a drafter that pays on average, but got no sequence because each one's tree promised more, is
-    # asked for again: till then frames are follow-ups, and at most one frame in so many takes the slower loop.
+    # Steps before a drafter that pays on average, but got no sequence because each one's tree promised more,
+    # is asked for again: till then frames are follow-ups, and at most one in so many takes the slower loop.
     # Set by hand.
     retry_assign_steps: int = 32
     # Tokens of a trial draft.

@@ -165,26 +165,28 @@ int64_t drafter_commit(Drafter* drafter, int64_t num, const int64_t* ids, const 
 // The number of nodes of all trees, at most `budget`; `counts` by sequence, the other outputs one tree after
 // another; -2 for an unknown sequence, -1 where memory ran out. `seconds` has budget + 1 entries.
 int64_t drafter_grow(Drafter* drafter, int64_t num, const int64_t* ids, const int64_t* max_nodes,
-                     const int64_t* max_depths, double live, const double* seconds, int64_t budget, double min_prob,
-                     int64_t* counts, int32_t* tokens, int32_t* parents, double* probs, double* brought) {
+                     const int64_t* max_depths, int64_t live, double own, double gap, const double* seconds,
+                     int64_t budget, double min_prob, int64_t* counts, int32_t* tokens, int32_t* parents, double* probs, double* brought) {
     for (int64_t i = 0; i < num; i++)
         if (drafter->sequences.get(ids[i]) == nullptr) return -2;
     return guarded(drafter, [&] {
         drafter->grower.clear();
         for (int64_t i = 0; i < num; i++)
             drafter->grower.add(*drafter->sequences.get(ids[i]), {max_nodes[i], max_depths[i], nullptr, nullptr});
-        return drafter->grower.grow({live, seconds, budget, min_prob}, {counts, tokens, parents, probs, brought});
+        return drafter->grower.grow({live, own, gap, seconds, budget, min_prob},
+                                    {counts, tokens, parents, probs, brought});
     });
 }
 
 // The verdicts of a frame, then trees as drafter_grow() gives them, with a count for every sequence, and the next
 // frame. -3, and nothing is changed: a sequence is not known or has too few pages, or all have ended.
-int64_t drafter_follow_up(Drafter* drafter, const FrameToFollow* frame, const FrameOutputs* outputs, double live,
-                          const double* seconds, int64_t budget, double min_prob, int64_t* counts, int32_t* tokens,
-                          int32_t* parents, double* probs, double* brought, NextFrame* next) {
+int64_t drafter_follow_up(Drafter* drafter, const FrameToFollow* frame, const FrameOutputs* outputs, int64_t live,
+                          double own, double gap, const double* seconds, int64_t budget, double min_prob,
+                          int64_t* counts, int32_t* tokens, int32_t* parents, double* probs, double* brought,
+                          NextFrame* next) {
     return guarded(drafter, [&]() -> int64_t {
         if (!drafter->follow_up.judge(*frame, *outputs)) return -3;
-        return drafter->follow_up.run(*frame, *outputs, {live, seconds, budget, min_prob},
+        return drafter->follow_up.run(*frame, *outputs, {live, own, gap, seconds, budget, min_prob},
                                       {counts, tokens, parents, probs, brought}, *next);
     });
 }

@@ -89,17 +89,15 @@ def _library() -> ctypes.CDLL:
     """The library, its functions declared. MachineError where it cannot be built."""
     library = library_of(SOURCE)
     address, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    prices = [whole, real, real, address, whole, real]  # live, own, gap, seconds, budget, min_prob
     declared = {
         "new": (address, [ctypes.POINTER(_Tuning), address]),
         "delete": (None, [address]),
         "begin": (whole, [address, whole, address, whole, ctypes.c_char_p, whole, address, whole]),
         "index": (whole, [address, whole, whole]),
         "commit": (whole, [address, whole, *[address] * 7]),
-        "grow": (whole, [address, whole, *[address] * 3, real, address, whole, real, *[address] * 5]),
-        "follow_up": (
-            whole,
-            [*[address] * 3, real, address, whole, real, *[address] * 6],
-        ),
+        "grow": (whole, [address, whole, *[address] * 3, *prices, *[address] * 5]),
+        "follow_up": (whole, [*[address] * 3, *prices, *[address] * 6]),
         "forget": (whole, [address, whole, whole]),
         "recover": (None, [address]),
         "clear": (whole, [address]),
@@ -176,7 +174,7 @@ class NativeFollower:
         self._numbers, self._next_pages = np.empty(size, np.int32), np.empty(len(self._pages), np.int32)
         self._next = _NextFrame(self._numbers.ctypes.data, self._next_pages.ctypes.data)
         self._arguments = (
-            prices.live, _address(self._seconds), budget, min_prob, *trees.addresses,
+            prices.live, prices.own, prices.gap, _address(self._seconds), budget, min_prob, *trees.addresses,
             ctypes.addressof(self._next),
         )  # fmt: skip
 
@@ -269,7 +267,7 @@ class NativeDrafter:
         seconds = prices.seconds if isinstance(prices.seconds, array) else array("d", prices.seconds)
         written = self._library.drafter_grow(
             self._handle, num, _address(seq_ids), _address(max_nodes), _address(max_depths), prices.live,
-            _address(seconds), budget, min_prob, *trees.addresses,
+            prices.own, prices.gap, _address(seconds), budget, min_prob, *trees.addresses,
         )  # fmt: skip
         self._check(written)
         return trees.read(num)
