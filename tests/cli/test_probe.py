@@ -29,10 +29,14 @@ def test_the_contract_is_printed_fact_by_fact(run, model):
 def test_the_table_of_sizes_shows_the_rows_at_which_each_operator_runs():
     engine = tiny_engine(linear="torch", frame_rows=16, proposer="none")
     assert list(engine.parts.sizes) == [1, 2, 8, 16, 64]
-    first, *others = engine.parts.operators
+    first, second, *others = engine.parts.operators
     engine.parts = replace(
         engine.parts,
-        operators=[replace(first, pieces={1: 8, 2: 8, 8: 8, 16: 16, 64: 16}), *others],
+        operators=[
+            replace(first, pieces={1: 8, 2: 8, 8: 8, 16: 16, 64: 16}),
+            replace(second, pieces={rows: rows for rows in (1, 2, 8, 16, 64)}, library_rows=(64,)),
+            *others,
+        ],
         sizes=engine.parts.sizes | {1: FrameSizeUse(16, (64,)), 2: FrameSizeUse(reason="too large")},
     )
     text = io.StringIO()
@@ -40,6 +44,8 @@ def test_the_table_of_sizes_shows_the_rows_at_which_each_operator_runs():
     lines = [line.replace("│", " ").split() for line in text.getvalue().splitlines()]
     name = first.name.split(".")[-1]
     assert [name, f"{first.outputs}×{first.inputs}", "8", "8", "=", "=", "4×16"] in lines
+    name = second.name.split(".")[-1]
+    assert [name, f"{second.outputs}×{second.inputs}", "=", "=", "=", "=", "cuBLAS"] in lines
     assert "norms and all else norms of 64 at 16 rows not used = = =" in map(" ".join, lines)
 
 
