@@ -6,8 +6,10 @@
 A line of the questions' file has `category` and `turns`, as in Spec-Bench; the first turn is asked, greedily.
 As many questions as the load says are under way at once. For each load the proposers run one after the other,
 `none` before and after them. All but `none` get a fresh engine for each load, without a prefix cache, so that
-no answer is seen twice. `auto+model` is `auto` with the draft model. Tokens and log-probabilities of every
-answer are compared with those of `none` at the first load. The last line is JSON.
+no answer is seen twice, and after the warm-up a fresh proposer: nothing was learned of other text, but what
+frames cost. Layer sets of `skip` are neither read from the user's cache nor saved there. `auto+model` is
+`auto` with the draft model. Tokens and log-probabilities of every answer are compared with those of `none` at
+the first load. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from typing import Any
 import torch
 
 from samewise.config import EngineConfig
+from samewise.draft.base import NoDrafts
+from samewise.draft.build import ProposerParts, maker_of
 from samewise.engine import Engine
 from samewise.execute.load import Loaded, load
 from samewise.testing import submit
@@ -84,15 +88,31 @@ def answer_all(
 
 def start(loaded: Loaded, settings: dict[str, Any]) -> tuple[Engine, float]:
     """A fresh engine, warmed up on text that is in no question, and the seconds this took."""
-    began = time.perf_counter()
+    began, parts = time.perf_counter(), list[ProposerParts]()
     config = EngineConfig.of(**settings)
-    engine = Engine(loaded, config)
-    engine.proposer.warm(config.max_num_seqs)
+
+    def without_proposer(given: ProposerParts) -> NoDrafts:
+        parts.append(given)
+        return NoDrafts()
+
+    engine = Engine(loaded, config, make_proposer=without_proposer)
+    give_proposer(engine, parts[0])
     built = time.perf_counter() - began
-    warm_up = [("", [1 + (7 * i + 13 * j) % 1000 for j in range(64)]) for i in range(config.max_num_seqs)]
+    vocab = min(1000, loaded.arch.vocab - 1)
+    warm_up = [("", [1 + (7 * i + 13 * j) % vocab for j in range(64)]) for i in range(config.max_num_seqs)]
     answer_all(engine, warm_up, 48, config.max_num_seqs)
-    engine.proposer.renew("after warming up")  # drops what was learned of the text
+    give_proposer(engine, parts[0])
     return engine, built
+
+
+def give_proposer(engine: Engine, parts: ProposerParts) -> None:
+    """A new proposer in place of the engine's. It is not told the contract, so it reads and saves nothing."""
+    engine.proposer = NoDrafts()
+    free_memory()
+    with engine.parts.process.pinned():
+        engine.proposer = maker_of(engine.config)(parts)
+        engine.proposer.warm(engine.config.max_num_seqs)
+    engine.verifier.with_candidates = engine.proposer.wants_candidates
 
 
 def run(engine: Engine, prompts: list[tuple[str, list[int]]], max_tokens: int, live: int) -> Any:

@@ -51,6 +51,21 @@ def test_repeated_text_takes_fewer_frames_and_more_nodes_do_not_take_more(drafts
     assert set(tree["4"]["kinds"]) == {"same", "repeats"}
 
 
+def test_auto_is_simulated_over_answers_at_once(drafts, traces):
+    """One answer repeats itself; frames of up to 3 rows cost alike, larger ones 10 % more."""
+    costs, options = "1:1,2:1,3:1,64:1.1", ("--orders", 1, "--gaps", "1:0.1")
+    figures = drafts("--traces", traces, "--live", "1,2", "--costs", costs, *options)
+    assert figures["costs"]["64"] == 1.1
+    for live in ("1", "2"):
+        assert {"same", "repeats", "all", "nodes", "asked"} == set(figures[live])
+        assert figures[live]["repeats"] > 1.5
+        assert figures[live]["same"] > 0.8
+    dear = drafts("--traces", traces, "--live", "2", "--costs", "1:1,2:1,64:100", *options)
+    assert dear["2"]["nodes"] == 0
+    assert dear["2"]["asked"] < 0.5
+    assert dear["2"]["all"] > 0.9
+
+
 def test_what_earlier_answers_left_is_used_unless_fresh(drafts, traces):
     kept = drafts("--traces", traces, "--nodes", "8")
     fresh = drafts("--traces", traces, "--nodes", "8", "--fresh")

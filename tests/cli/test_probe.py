@@ -7,7 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from native_variants import needs_compiler
-from samewise.cli.probe import sizes_table
+from samewise.cli.probe import layers_line, sizes_table
 from samewise.jobs.portable import EXPECTED_MODELS
 from samewise.testing import tiny_engine
 from samewise.verify.frame_sizes import FrameSizeUse
@@ -24,15 +24,21 @@ def test_the_contract_is_printed_fact_by_fact(run, model):
     assert {"weights", "dtype", "probe", "text"} <= report["facts"].keys()
     assert len(report["operators"]) == 5
     assert set(report["sizes"].values()) == {"as it is"}
+    assert "layers:" in result.out
+    assert report["layers"]
 
 
 def test_the_table_of_sizes_shows_the_rows_at_which_each_operator_runs():
     engine = tiny_engine(linear="torch", frame_rows=16, proposer="none")
     assert list(engine.parts.sizes) == [1, 2, 8, 16, 64]
-    first, *others = engine.parts.operators
+    first, second, *others = engine.parts.operators
     engine.parts = replace(
         engine.parts,
-        operators=[replace(first, pieces={1: 8, 2: 8, 8: 8, 16: 16, 64: 16}), *others],
+        operators=[
+            replace(first, pieces={1: 8, 2: 8, 8: 8, 16: 16, 64: 16}),
+            replace(second, pieces={rows: rows for rows in (1, 2, 8, 16, 64)}, library_rows=(64,)),
+            *others,
+        ],
         sizes=engine.parts.sizes | {1: FrameSizeUse(16, (64,)), 2: FrameSizeUse(reason="too large")},
     )
     text = io.StringIO()
@@ -40,7 +46,20 @@ def test_the_table_of_sizes_shows_the_rows_at_which_each_operator_runs():
     lines = [line.replace("│", " ").split() for line in text.getvalue().splitlines()]
     name = first.name.split(".")[-1]
     assert [name, f"{first.outputs}×{first.inputs}", "8", "8", "=", "=", "4×16"] in lines
+    name = second.name.split(".")[-1]
+    assert [name, f"{second.outputs}×{second.inputs}", "=", "=", "=", "=", "cuBLAS"] in lines
     assert "norms and all else norms of 64 at 16 rows not used = = =" in map(" ".join, lines)
+
+
+def test_the_reason_why_layers_run_as_their_modules_is_said():
+    assert "settings" in layers_line(tiny_engine(linear="torch", proposer="none"))
+    other = tiny_engine(overrides={"hidden_act": "relu"}, proposer="none", linear="native")
+    assert "of layer 0, its MLP has another activation than SiLU" in layers_line(other)
+
+
+@needs_compiler
+def test_fused_layers_are_named():
+    assert "kernels of its own" in layers_line(tiny_engine(proposer="none", linear="native"))
 
 
 def test_uses_of_a_frame_size_are_printed_in_words():

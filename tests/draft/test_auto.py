@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from array import array
 
 import pytest
 from auto_cases import (
@@ -9,6 +10,7 @@ from auto_cases import (
     NO_MATCH,
     REPEATING,
     SHORT_MATCH,
+    VOCAB,
     Clock,
     SimulatedDevice,
     TimedDrafter,
@@ -21,7 +23,11 @@ from auto_cases import (
 from samewise.draft.auto.explain import DecisionLog
 from samewise.draft.cost_model import FrameCosts
 from samewise.draft.tree import DraftTree
+from samewise.draft.tree_drafter import TreeDrafter
+from samewise.draft.tree_proposer import TreeProposer
 from samewise.draft.tuning import DEFAULTS
+from samewise.follow_up import FollowedSequence, FrameToFollow
+from samewise.types import ROOT
 
 RETRY_STEPS = DEFAULTS.auto.retry_steps
 
@@ -109,6 +115,82 @@ def test_a_prediction_is_drafted():
 
 
 # ---- drafters
+
+
+class NoFollower(TreeDrafter):
+    """Takes down the prices that follow-ups are planned with."""
+
+    def __init__(self):
+        super().__init__(VOCAB)
+        self.prices = []
+
+    def follower(self, frame, prices, max_nodes, min_prob=0.0):
+        self.prices.append(prices)
+
+
+def follow_frame(live, known=0, length=24):
+    """A frame of plain rows of sequences 0 to `live`; the next one reads `known` rows of a prompt."""
+    rows = [FollowedSequence(i, 1, 1, 0, length - 1, 0, 0, 1000, 9, 0) for i in range(live)]
+    if known:
+        rows.append(FollowedSequence(live, 0, 0, 0, 0, known + 5, known, 1000, 9, 0))
+    return FrameToFollow(
+        list(range(len(rows))), live, array("q", [field for row in rows for field in row]),
+        array("i", [REPEATING[-1]] * live), array("i"), array("i", range(known)), b"", array("i"),
+        16, 16, 16, 256,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("known", [0, 20])
+def test_rows_that_read_prompts_are_paid_for(known):
+    frames, drafter = frame_costs(sizes=tuple(range(1, 129))), NoFollower()
+    trees = TreeProposer(drafter, frames=frames)
+    auto = auto_of(frames, trees=trees, ahead=True)
+    for plan, factor in ((trees.plan_follow_up, 1.0), (auto.plan_follow_up, DEFAULTS.auto.price_factor)):
+        auto.propose([ask(i, REPEATING) for i in range(2)])
+        assert plan(follow_frame(2, known)) is None
+        seconds, plain = drafter.prices.pop().seconds, frames.cost(2 + known)
+        for num in (0, 1, 7):
+            assert seconds[num] == pytest.approx(plain + factor * (frames.cost(2 + known + num) - plain))
+
+
+def test_asking_pays_where_the_pace_of_all_gains_on_average():
+    """In logarithms: one of two sequences gets twice its tokens, the other one waits for it."""
+    auto = auto_of(frame_costs(base=0.03, per_row=0.0), ahead=True)
+    trees = [DraftTree((1,), (ROOT,), (1.0,)), DraftTree()]
+    brought = auto._brought_by(2, trees, expected=1.0)
+    assert brought.tokens == pytest.approx(1.5)
+    assert brought.fair == pytest.approx(2**0.5)
+    alone = auto._brought_by(1, trees[:1], expected=1.0)
+    assert alone.fair == pytest.approx(alone.tokens)
+
+
+def test_the_price_of_asking_is_part_of_every_frame():
+    device = SimulatedDevice(REPEATING * 10)
+    device.run(100)
+    prices = device.auto._prices(1, 8)
+    assert prices.gap == pytest.approx(device.ASKING)
+    assert auto_of()._prices(1, 8).gap == 0.0
+
+
+def test_a_drafter_that_gets_no_sequence_seldom_keeps_frames_from_following():
+    """It is cheap and half as good as the trees of this text, and better than trees were on average."""
+    clock, drafter = Clock(), NoFollower()
+    frames = frame_costs()
+    auto = auto_of(frames, [TimedDrafter(clock, 0.001)], clock, TreeProposer(drafter), ahead=True)
+    draft_lengths(auto, 100, accepted=2)
+    retry, left = DEFAULTS.auto.retry_assign_steps, 0
+    auto._drafters.forget(0)
+    for _ in range(10 * retry):
+        num = len(drafter.prices)
+        auto._advantage = 1.0
+        auto.plan_follow_up(follow_frame(1))
+        if len(drafter.prices) == num:
+            left += 1
+            proposals = auto.propose([ask(0, REPEATING)])
+            assert [proposal.drafter for proposal in proposals] == ["tree"]
+            auto.observe([verdict(0, len(proposals[0].tokens), 16, "tree")])
+        auto._log.step += 1
+    assert 2 <= left <= 12
 
 
 def test_a_cheap_drafter_that_is_right_is_used_for_long_drafts():

@@ -129,7 +129,8 @@ def test_a_follow_up_gives_what_the_steps_one_by_one_give(seed, sources):
     num_moves = num_nodes = 0
     for step in range(25):
         max_nodes = rng.choice((0, 1, 6, 12))
-        prices = RowPrices(num, [1.0 + 0.01 * i for i in range(40)]) if step % 2 else RowPrices.free(num, 40)
+        seconds = [1.0 + 0.01 * i for i in range(40)]
+        prices = RowPrices(num, seconds, own=0.9, gap=0.2) if step % 2 else RowPrices.free(num, 40)
         outputs = random_outputs(rng, texts)
         frame = frame_of(texts, max_nodes=12)
         follower, follow_up = run(native, frame, outputs, prices, max_nodes)

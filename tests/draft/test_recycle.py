@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from samewise.draft.recycle import WIDTH, RecycleTable, RecycleTables
+from samewise.draft.recycle import WIDTH, RecycleTable, RecycleTables, max_tables
 
 
 def rows(*firsts):
@@ -54,3 +54,22 @@ def test_the_latest_salts_have_a_table():
     assert tables.nbytes == 2 * 10 * 32
     tables.clear()
     assert tables.get(b"a") is None
+
+
+def test_a_table_in_use_is_kept_and_a_dropped_one_takes_the_place_of_an_idle_one():
+    tables = RecycleTables(10, 2)
+    used = {salt: tables.open(salt) for salt in (b"a", b"b", b"c")}
+    for _ in range(3):
+        used |= {salt: tables.use(salt, used[salt]) for salt in (b"a", b"b", b"c")}
+        assert tables.get(b"a") is None
+    used[b"a"] = tables.use(b"a", used[b"a"])  # b and c were used since its last rows
+    used[b"c"] = tables.use(b"c", used[b"c"])
+    tables.use(b"a", used[b"a"])  # b was not
+    assert tables.get(b"a") is not None
+    assert tables.get(b"b") is None
+
+
+def test_the_number_of_tables_follows_from_their_bytes():
+    assert max_tables(152_000, 128 * 2**20) == 27
+    assert max_tables(1000, 31_999) == max_tables(1000, 32_000) == 1
+    assert max_tables(1000, 64_000) == 2

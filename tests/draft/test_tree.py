@@ -1,10 +1,14 @@
 """Draft trees: how they grow, what is cut, and estimates that follow what was verified."""
 
+import itertools
+import math
+import random
+
 import pytest
 
 from samewise.draft.estimates import OWN, RECYCLED, RUNNERS_UP, STORED, Estimates, chance, context_class
 from samewise.draft.suffix_counts import match_class
-from samewise.draft.tree import DraftTree, Limit, Root, RowPrices, cut, grow
+from samewise.draft.tree import DraftTree, GrownTree, Limit, Root, RowPrices, cut, grow
 from samewise.types import ROOT
 
 # Log-odds by path, so that the most probable paths are known.
@@ -56,6 +60,102 @@ def test_sequences_share_a_budget_by_probability():
     prices = RowPrices.free(2, 3)
     trees, _ = cut(grow_table(prices, Limit(0, 1, 9), Limit(1, 9, 9)), prices)
     assert [tree.tokens for tree in trees] == [(1,), (1, 2)]
+
+
+def test_a_sequence_with_few_expected_tokens_comes_before_one_with_many():
+    """The fourth node of the first tree is likelier (0.4) than the first one of the second (0.3)."""
+    prices = RowPrices(2, [1.0] * 5 + [9.0])
+    trees, expected = cut([tree_of(0.9, 0.8, 0.7, 0.4), tree_of(0.3)], prices)
+    assert [len(tree) for tree in trees] == [3, 1]
+    assert expected == pytest.approx(2.7)
+
+
+def test_a_sequence_without_guesses_does_not_wait_for_long_for_another():
+    """More nodes would bring more tokens per second in all, and slow down the three that have none."""
+    seconds = [1.0, 1.0, 1.4, 1.4, 1.4, 1.4]
+    probs = (0.9, 0.88, 0.86, 0.84, 0.82)
+    assert (4 + sum(probs)) / 1.4 > (4 + probs[0]) / 1.0
+    trees, _ = cut([tree_of(*probs), tree_of(), tree_of(), tree_of()], RowPrices(4, seconds))
+    assert [len(tree) for tree in trees] == [1, 0, 0, 0]
+    alone, _ = cut([tree_of(*probs)], RowPrices(1, seconds))
+    assert len(alone[0]) == 5
+
+
+def test_a_gap_between_frames_makes_a_longer_frame_weigh_less():
+    trees, seconds = [tree_of(0.2, 0.2)], [1.0, 1.3, 1.3]
+    for gap, num in ((0.0, 2), (1.0, 2)):
+        assert len(cut(trees, RowPrices(1, seconds, gap=gap))[0][0]) == num
+    seconds = [1.0, 1.5, 1.5]
+    for gap, num in ((0.0, 0), (1.0, 2)):
+        assert len(cut(trees, RowPrices(1, seconds, gap=gap))[0][0]) == num
+
+
+def tree_of(*probs):
+    """A chain whose nodes have these probabilities, which fall."""
+    tree = GrownTree(Limit(0, 99, 99))
+    tree.tokens, tree.parents, tree.probs = [*range(len(probs))], [*range(ROOT, len(probs) - 1)], [*probs]
+    return tree
+
+
+def random_trees(rng, num):
+    return [
+        tree_of(*sorted((rng.random() ** 2 for _ in range(rng.randrange(5))), reverse=True))
+        for _ in range(num)
+    ]
+
+
+def random_prices(rng, live):
+    step, slope, seconds = rng.choice([1, 4]), rng.choice([0.0, 0.02, 0.1]), 1.0
+    times = [seconds := seconds + (i % step == 0) * slope * rng.random() for i in range(20)]
+    return RowPrices(live, times, rng.choice([1.0, 0.8, 1.5]), rng.choice([0.0, 0.3]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_all_ways_to_cut_the_one_with_most_logarithms_of_pace_is_found(seed):
+    rng = random.Random(seed)
+    trees = random_trees(rng, 3)
+    prices = random_prices(rng, live=4)
+
+    def value(counts):
+        tokens = [prices.own + sum(tree.probs[:num]) for tree, num in zip(trees, counts, strict=True)]
+        frame = prices.seconds[sum(counts)] + prices.gap
+        return sum(map(math.log, tokens)) - prices.live * math.log(frame)
+
+    found = tuple(len(tree) for tree in cut(trees, prices)[0])
+    ways = itertools.product(*[range(len(tree.probs) + 1) for tree in trees])
+    assert value(found) == pytest.approx(max(map(value, ways)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_for_one_sequence_most_tokens_per_second_are_found(seed):
+    rng = random.Random(seed)
+    (tree,), prices = random_trees(rng, 1), random_prices(rng, live=1)
+    sums = [prices.own + sum(tree.probs[:num]) for num in range(len(tree.probs) + 1)]
+    paces = [tokens / (prices.seconds[num] + prices.gap) for num, tokens in enumerate(sums)]
+    (found,), _ = cut([tree], prices)
+    assert len(found) == paces.index(max(paces))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_growing_ends_before_no_node_that_would_be_kept(seed):
+    rng = random.Random(seed)
+    odds = {}
+
+    def siblings(path):
+        if path not in odds:
+            odds[path] = sorted(((rng.gauss(-1, 1.5), t) for t in range(rng.randrange(4))), reverse=True)
+        return odds[path]
+
+    def expand_random(i, path, token):
+        return (*path, token), siblings((*path, token))
+
+    num = rng.choice([1, 2, 5])
+    roots = [Root(Limit(i, 8, 5), (i,), siblings((i,))) for i in range(num)]
+    prices = random_prices(rng, num)
+    free = RowPrices.free(num, len(prices.seconds) - 1, prices.own)
+    whole = grow(roots, expand_random, free, patience=1.0)
+    checked = grow(roots, expand_random, prices, patience=1.0, check_nodes=1)
+    assert cut(checked, prices) == cut(whole, prices)
 
 
 @pytest.mark.parametrize(("max_depth", "tokens"), [(0, ()), (1, (1, 2)), (2, (1, 3, 2, 4))])

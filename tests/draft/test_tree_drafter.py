@@ -14,6 +14,8 @@ from samewise.errors import InvariantBroken
 from samewise.types import ROOT
 
 BOTH = pytest.mark.parametrize("make", DRAFTERS)
+REPEATING = [1, 2, 3, 4] * 6
+TWO_TABLES = 2 * VOCAB * 32 + 31  # bytes
 
 
 # ---- the form of trees
@@ -136,9 +138,34 @@ def test_after_a_divergence_the_prediction_is_found_again(make):
 def test_a_prediction_is_not_stored_for_other_requests(make):
     drafter = make(VOCAB)
     drafter.begin(0, [1, 2, 3], b"", [30, 31, 32, 33])
+    assert drafter.index(0, 100) == 0
     drafter.forget(0)
     drafter.begin(1, [30, 31], b"")
     assert len(grow(drafter, 1, 8)) == 0
+
+
+@BOTH
+def test_a_text_is_indexed_in_pieces_of_any_size(make):
+    rng = random.Random(3)
+    text, predicted = ([rng.randrange(15) for _ in range(num)] for num in (80, 50))
+    for sizes in ([1], [7, 1, 30], [131], [1000]):
+        drafter, left = make(VOCAB), len(predicted) + 1 + len(text)
+        drafter.begin(0, text, b"", predicted)
+        drafter.begin(1, text, b"", predicted)  # `grow` indexes what is left
+        for size in sizes * 140:
+            left = max(0, left - size)
+            assert drafter.index(0, size) == left
+        assert grow(drafter, 0, 32) == grow(drafter, 1, 32)
+    assert drafter.index(99, 5) == 0
+
+
+@BOTH
+def test_a_text_that_was_not_indexed_to_its_end_is_not_stored(make):
+    drafter = make(VOCAB)
+    drafter.begin(0, REPEATING, b"")
+    drafter.index(0, 3)
+    drafter.forget(0)
+    assert drafter.memory().store == drafter.memory().sequences == 0
 
 
 # ---- what is shared
@@ -168,14 +195,52 @@ def test_salts_do_not_see_each_other(make):
 
 @BOTH
 def test_tables_of_few_salts_are_kept_and_memory_is_bounded(make):
-    tuning = TreeTuning(max_tables=2, suffixes=SuffixTuning(store_entries=2000, max_pools=3))
+    tuning = TreeTuning(table_bytes=TWO_TABLES, suffixes=SuffixTuning(store_entries=2000, max_pools=3))
     drafter, rng, largest = make(VOCAB, Sources.ALL, tuning), random.Random(1), 0
     for number in range(60):
         drafter.begin(number, [rng.randrange(VOCAB) for _ in range(50)], bytes([number % 5]))
         assert drafter.memory().tables <= 2 * VOCAB * 32
+        drafter.index(number, 50)
         drafter.forget(number)
         largest = max(largest, drafter.memory().store)
     assert 0 < largest < 200 * 2000
+
+
+def rows_are_recycled(drafter, seq_id, last):
+    """Whether the next rows of a running sequence reach later requests of its salt."""
+    drafter.commit([chain(seq_id, last, [9], [range(30, 38)])])
+    return drafter.memory().tables > 0 and set(grow_after(drafter, seq_id, last)) >= {30, 31}
+
+
+def grow_after(drafter, seq_id, last):
+    """What a sequence is offered when its text ends with `last` again."""
+    drafter.commit([Committed(seq_id, (last,))])
+    return grow(drafter, seq_id, 8).tokens
+
+
+@BOTH
+def test_newer_salts_do_not_take_the_table_of_a_running_sequence(make):
+    drafter = make(VOCAB, Sources.ROWS, TreeTuning(table_bytes=TWO_TABLES))
+    drafter.begin(0, [1, 7], b"long")
+    for number in range(1, 9):
+        assert rows_are_recycled(drafter, 0, 7)
+        drafter.begin(number, [1, 2], bytes([number]))
+        drafter.forget(number)
+    assert rows_are_recycled(drafter, 0, 7)
+
+
+@BOTH
+def test_a_table_that_was_dropped_is_made_again_when_another_is_idle(make):
+    drafter = make(VOCAB, Sources.ROWS, TreeTuning(table_bytes=TWO_TABLES))
+    for number in range(3):  # 1 and 2 take both tables
+        drafter.begin(number, [1, 7], bytes([number]))
+    for _ in range(4):  # all three run: tables do not change hands with every frame
+        assert [rows_are_recycled(drafter, number, 7) for number in range(3)] == [False, True, True]
+    drafter.forget(1)
+    drafter.commit([chain(0, 7, [9], [range(30, 38)])])  # none is idle since its rows before these
+    assert rows_are_recycled(drafter, 2, 7)
+    assert rows_are_recycled(drafter, 0, 7)
+    assert rows_are_recycled(drafter, 2, 7)
 
 
 @BOTH
@@ -222,20 +287,24 @@ def test_learning_reaches_other_contexts_of_the_same_class(make):
 def compare(seed, num_steps, sources):
     """Both drafters over random texts, rows, predictions, limits and prices."""
     rng, live, next_id = random.Random(seed), [], 0
-    drafters = [TreeDrafter(VOCAB, sources), NativeDrafter(VOCAB, sources)]
+    tuning = TreeTuning(table_bytes=TWO_TABLES)
+    drafters = [TreeDrafter(VOCAB, sources, tuning), NativeDrafter(VOCAB, sources, tuning)]
     for _ in range(num_steps):
         while len(live) < 3:
             prompt = [rng.randrange(20) for _ in range(rng.randrange(1, 40))]
-            salt = rng.choice([b"", b"", b"x", None])
+            salt = rng.choice([b"", b"", b"x", b"y", b"z", None])
             predicted = [rng.randrange(20) for _ in range(rng.choice([0, 0, 30]))]
             for drafter in drafters:
                 drafter.begin(next_id, prompt, salt, predicted)
+            if rng.random() < 0.5:
+                assert len({drafter.index(next_id, 11) for drafter in drafters}) == 1
             live.append(next_id)
             next_id += 1
         limits = [Limit(i, rng.choice([0, 4, 16, 64]), rng.choice([0, 1, 3, 20])) for i in live]
         slope = rng.choice([0.0, 0.02])
         seconds = [1.0 + slope * rng.random() * n for n in range(rng.choice([1, 8, 64, 200]) + 1)]
-        prices, min_prob = RowPrices(len(live), seconds), rng.choice([0.0, 0.05])
+        own, gap = rng.choice([1.0, 0.7, 1.4]), rng.choice([0.0, 0.4])
+        prices, min_prob = RowPrices(len(live) + rng.randrange(2), seconds, own, gap), rng.choice([0.0, 0.05])
         grown, other = (drafter.grow(limits, prices, min_prob) for drafter in drafters)
         assert grown == other
         frame = [random_verdict(rng, seq_id, tree) for seq_id, tree in zip(live, grown[0], strict=True)]

@@ -134,6 +134,40 @@ def test_memory_and_nodes_are_reported(make):
 
 
 @BOTH
+def test_a_long_text_is_indexed_over_several_steps(make):
+    """2 of 26 tokens and a separator are indexed in a step; there is no tree before the last of them."""
+    made = proposer(make, tuning=TreeTuning(suffixes=SuffixTuning(tokens_per_step=2)))
+    predicted = (1, 2)
+    long = ask(0, REPEATING, prompt_len=24, prediction=predicted)
+    made.meet([long, ask(1, [5, 6, 5], prompt_len=3)])
+    for _ in range(13):
+        assert not [proposal for proposal in made.propose([long]) if proposal.seq_id == 0]
+        made.index_texts()
+    assert [proposal.seq_id for proposal in made.propose([long])] == [0]
+    made.index_texts()
+    later = [ask(0, REPEATING, prompt_len=24, prediction=predicted), ask(1, [5, 6, 5], prompt_len=3)]
+    assert [proposal.seq_id for proposal in made.propose(later)] == [0, 1]
+    made.index_texts()
+
+
+@BOTH
+def test_a_text_may_go_or_have_new_tokens_before_it_is_indexed(make):
+    made = proposer(make, tuning=TreeTuning(suffixes=SuffixTuning(tokens_per_step=5)))
+    made.meet([ask(0, REPEATING, prompt_len=24), ask(1, REPEATING, prompt_len=24)])
+    made.observe([verdict(0, (1, 2), 26), verdict(1, (1,), 25)])
+    made.forget(1)
+    for _ in range(4):
+        assert made.propose([ask(0, [*REPEATING, 1, 2], prompt_len=24)]) == []
+        made.index_texts()
+    (proposal,) = made.propose([ask(0, [*REPEATING, 1, 2], prompt_len=24)])
+    assert proposal.tokens[0] == 3
+    assert made.stats()["tree"]["sequence_bytes"] > 0
+    made.recover()
+    made.index_texts()
+    assert made.stats()["tree"]["sequence_bytes"] == 0
+
+
+@BOTH
 def test_only_the_end_of_a_long_prompt_is_indexed(make):
     tuning = TreeTuning(suffixes=SuffixTuning(indexed_tokens=8))
     made = proposer(make, tuning=tuning)

@@ -35,8 +35,28 @@ if CUDA:
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
 
 
-def all_tiles(dtype: torch.dtype) -> Iterator[LinearTile]:
-    """Tiles of every kind that a program may take."""
+# Outputs of the linears of models with 1.5 (Qwen2.5) and 8 billion parameters (Llama 3): q, k and
+# v in one, o and down, gate and up, head.
+MODEL_OUTPUTS = (2048, 1536, 8960, 151_936, 6144, 4096, 14_336, 128_256)
+
+
+def picked_tiles(dtype: torch.dtype, *, gated: bool) -> list[LinearTile]:
+    """Every tile that the rule picks for these, at any number of rows.
+
+    In the interpreter a step has MATRIX_STEP inputs, and tiles that differ in what it does not know are one.
+    """
+    tiles = dict.fromkeys(
+        pick_tile(num_rows, outputs, dtype.itemsize, gated=gated)
+        for num_rows, outputs in itertools.product(range(1, 2050), MODEL_OUTPUTS)
+    )
+    if CUDA:
+        return list(tiles)
+    return list(dict.fromkeys(replace(t, step=16, stages=1, warps=4, described=False) for t in tiles))
+
+
+def all_tiles(dtype: torch.dtype, *, gated: bool = False) -> Iterator[LinearTile]:
+    """Tiles of every kind that a program may take, and those that the rule picks."""
+    yield from picked_tiles(dtype, gated=gated)
     if not CUDA:
         for rows, columns, swapped in itertools.product((16, 64), (16, 32), (False, True)):
             yield LinearTile(rows=rows, columns=columns, swapped=swapped, described=False, group=2)
@@ -96,7 +116,7 @@ def test_a_gated_product_is_the_gate_of_both_products(
     x, weight, bias = cancelling(40 if CUDA else 18, 2 * outputs, inputs, dtype, device)
     for given in (None, bias):
         expected = gate(linear(x, weight, given))
-        for tile in all_tiles(dtype):
+        for tile in all_tiles(dtype, gated=True):
             for rows in (slice(None), slice(5, 6)):
                 y = linear(x[rows], weight, given, gated=True, tile=tile)
                 assert torch.equal(bits(y), bits(expected[rows])), (tile, rows)
@@ -133,6 +153,16 @@ def test_rows_may_be_strided_or_absent(device: str) -> None:
     assert linear(x[:0], weight).shape == (0, 20)
     with pytest.raises(InvariantBroken, match=r"\(20, 40\) was given \(12, 39\)"):
         linear(x[:, 1:], weight)
+
+
+def test_tiles_that_the_rule_picks_are_among_those_compared() -> None:
+    """Those of few outputs, and of gated products of 65 to 128 rows, too."""
+    narrow, gated = pick_tile(64, 1536, 2, gated=False), pick_tile(65, 14_336, 2, gated=True)
+    assert (narrow.rows, narrow.columns, gated.rows, gated.columns) == (64, 16, 128, 64)
+    for tile, is_gated in ((narrow, False), (gated, True)):
+        shapes = {(t.rows, t.columns, t.swapped) for t in all_tiles(torch.bfloat16, gated=is_gated)}
+        assert (tile.rows, tile.columns, tile.swapped) in shapes
+        assert not CUDA or tile in all_tiles(torch.bfloat16, gated=is_gated)
 
 
 @pytest.mark.parametrize("outputs", [160, 1536, 4096, 6144, 152064])

@@ -8,6 +8,7 @@ from samewise import LLM, SamplingParams
 from samewise.draft.build import make_tree_drafter
 from samewise.draft.tree import Limit, RowPrices
 from samewise.draft.tree_drafter import Committed, Sources, TreeDrafter
+from samewise.draft.tuning import SuffixTuning, TreeTuning, Tuning
 from samewise.testing import tiny_engine
 
 PROMPTS = ("The quick brown fox jumps over the lazy dog", "abababab", "x")
@@ -49,6 +50,42 @@ def test_output_is_the_same_with_any_prediction(proposer):
         expected = bits(reference, params)
         for name, prediction in predictions_for(expected[0][0]).items():
             assert bits(llm, params.clone(prediction=prediction)) == expected, name
+
+
+@pytest.mark.parametrize("make", [make_tree_drafter, TreeDrafter])
+def test_tokens_that_the_model_does_not_have_never_reach_a_frame(make):
+    """A drafter cuts a prediction there, whoever passed it on."""
+    drafter, prices = make(100), RowPrices.free(1, 64)
+    for predicted in ([5, 6, 100, 7, 8], [5, 6, -1, 7, 8], [5, 6, 2**31 - 1, 7], [99, 100], [100]):
+        drafter.begin(0, [1, 2, 3], None, predicted)
+        (tree,), _ = drafter.grow([Limit(0, 64, 16)], prices)
+        assert all(0 <= token < 100 for token in tree.tokens)
+        assert predicted[0] in tree.tokens or predicted[0] >= 100
+        assert 7 not in tree.tokens
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "auto"])
+def test_a_predicted_text_may_hold_tokens_that_the_model_does_not_have(proposer):
+    """Its tokenizer knows `<pad>`, 258; the model has 258 tokens."""
+    answers = []
+    for name, predicted in (("none", None), (proposer, "ab<pad>cd<pad>"), (proposer, "<pad>" * 9)):
+        sizes = {"vocab_size": 258, "pad_token_id": 0}
+        engine = tiny_engine(max_model_len=256, proposer=name, overrides=sizes)
+        params = PARAMS[0].clone(prediction=predicted, allowed_token_ids=[97, 98])
+        answers.append(bits(LLM.over(engine), params))
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "auto"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_output_is_the_same_while_texts_are_indexed_in_pieces(proposer, ahead):
+    """Twelve tokens a step: answers begin before their prompts and predictions are indexed."""
+    expected = bits(LLM.over(tiny_engine(max_model_len=256, proposer="none")), PARAMS[0])
+    tuning = Tuning(trees=TreeTuning(suffixes=SuffixTuning(tokens_per_step=12)))
+    engine = tiny_engine(max_model_len=256, proposer=proposer, tuning=tuning, ahead=ahead)
+    prediction = expected[0][0][:30]
+    assert bits(LLM.over(engine), PARAMS[0].clone(prediction=prediction)) == expected
+    assert sum(drafter.accepted for drafter in engine.scheduler.counters.drafters.values()) > 0
 
 
 def test_usage_of_a_prediction_does_not_depend_on_proposer_or_load():

@@ -7,7 +7,8 @@ from llm_cases import PROMPT, encode, generate, greedy
 
 from samewise import LLM, SamplingParams
 from samewise.errors import BadParameter
-from samewise.llm.prediction import PredictionFollower, prediction_usage
+from samewise.llm.prediction import Prediction, PredictionFollower, prediction_usage
+from samewise.testing import tiny_engine
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_counts_do_not_depend_on_how_the_answer_is_cut() -> None:
     for _ in range(200):
         prediction = [rng.randrange(4) for _ in range(rng.randrange(30))]
         answer = [rng.randrange(4) for _ in range(rng.randrange(30))]
-        follower, at = PredictionFollower(prediction), 0
+        follower, at = PredictionFollower(Prediction(prediction)), 0
         while at < len(answer):
             num = rng.randrange(1, 6)
             follower.add(answer[at : at + num])
@@ -71,13 +72,28 @@ def test_outputs_and_chunks_count_the_prediction(llm: LLM) -> None:
 def test_a_text_is_read_without_special_tokens_and_cut_to_the_context(llm: LLM) -> None:
     intake = llm._loop.intake
     checked = intake.check(PROMPT, greedy(prediction="ab"))
-    assert checked.prediction == tuple(encode("ab"))
-    assert checked.request(1, 0, salt=b"", leader=None).prediction == checked.prediction
+    assert checked.prediction.tokens == tuple(encode("ab"))
+    assert checked.request(1, 0, salt=b"", leader=None).prediction == checked.prediction.tokens
     longest = llm.engine.scheduler.limits.longest
     assert len(intake.check(PROMPT, greedy(prediction="ab" * 10**6)).prediction) == longest
     assert len(intake.check(PROMPT, greedy(prediction=[1] * 10**5)).prediction) == longest
     for empty in (None, "", []):
-        assert intake.check(PROMPT, greedy(prediction=empty)).prediction == ()
+        assert intake.check(PROMPT, greedy(prediction=empty)).prediction.tokens == ()
+
+
+def test_a_text_is_cut_at_the_first_token_that_the_model_does_not_have() -> None:
+    """The tokenizer's last token is 258, as where padding or image tokens were added to it."""
+    llm = LLM.over(tiny_engine(max_model_len=64, overrides={"vocab_size": 258, "pad_token_id": 0}))
+    checked = llm._loop.intake.check(PROMPT, greedy(prediction="ab<pad>cd"))
+    assert checked.prediction.tokens == tuple(encode("ab"))
+    assert llm._loop.intake.check(PROMPT, greedy(prediction="<pad>ab")).prediction.tokens == ()
+
+
+def test_a_long_prediction_is_indexed_before_the_engine_gets_it(llm: LLM) -> None:
+    """`Answer.add_choice` runs in the engine's thread: it must not take time in proportion to the text."""
+    checked = llm._loop.intake.check(PROMPT, greedy(prediction="ab" * 200))
+    followers = [PredictionFollower(checked.prediction) for _ in range(2)]
+    assert followers[0]._prediction is followers[1]._prediction is checked.prediction
 
 
 def test_what_is_no_prediction_is_refused(llm: LLM) -> None:

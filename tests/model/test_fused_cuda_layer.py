@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,55 @@ def test_a_layer_that_is_another_runs_as_its_modules(change: Any, reason: str | 
     change(layer)
     found = fused_cuda_layer.unfusable_reason(layer)
     assert found == reason if reason is None else reason in str(found)
+
+
+def without_window(self: Any, x: Any, angles: Any, rows: Any) -> Any:
+    """Attention over all keys."""
+    self._facts = replace(self._facts, window=None)
+    return ATTEND(self, x, angles, rows)
+
+
+def without_weight(self: Any, x: Any, angles: Any, rows: Any) -> Any:
+    """Attention that adds a little too much."""
+    return x + 1.05 * (ATTEND(self, x, angles, rows) - x)
+
+
+ATTEND = fused_cuda_layer.FusedForward._attend
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("family", "wrong"), [("llama", without_weight), ("mistral", without_window)])
+def test_wrong_attention_is_seen_beside_a_large_mlp(
+    family: str, wrong: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is wrong only behind a window, and in 16 bits."""
+    runner = make_runner(family, device, torch.float16)
+    layer = runner.model.model.layers[0]
+    layer.mlp.down_proj.weight.data.mul_(100.0)
+    assert fused_cuda_layer.unfusable_reason(layer) is None
+    monkeypatch.setattr(fused_cuda_layer.FusedForward, "_attend", wrong)
+    assert fused_cuda_layer.unfusable_reason(layer) == "its modules give another result"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("qwen2", torch.float16),
+        ("qwen3", torch.float16),
+        ("mistral", torch.float16),
+        ("llama", torch.bfloat16),
+    ],
+)
+def test_right_layers_are_well_within_the_tolerance(
+    family: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a tenth of it; in the interpreter, which truncates bfloat16, within half of it."""
+    share = 0.5 if dtype == torch.bfloat16 and not CUDA else 0.1
+    tolerance = {key: value * share for key, value in fused_cuda_layer.CHECK_TOLERANCE.items()}
+    monkeypatch.setattr(fused_cuda_layer, "CHECK_TOLERANCE", tolerance)
+    assert make_runner(family, device, dtype).fused
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from served_app import COMPLETIONS, ServedApp, run, served_app
 
-from samewise.serve.metrics import COUNTERS, DRAFTERS, GAUGES, PREFIX
+from samewise.serve.metrics import COUNTERS, DRAFT_MEMORY, DRAFTERS, GAUGES, PREFIX
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 VLLM = (
@@ -66,6 +66,11 @@ def test_metrics_count_requests_tokens_and_frames() -> None:
             assert one("nodes_per_draft") == guessed / drafts
             assert one("accepted_depth") == accepted / drafts
             assert depths["tiny-llama", "0", "ngram"] <= drafts
+            memory = after["samewise:draft_memory_bytes"]
+            report = (await served.llm.stats())["ngram"]
+            for part, key in DRAFT_MEMORY.items():  # labels in the order of their names
+                assert memory["tiny-llama", part, "ngram"] == report[key]
+            assert memory["tiny-llama", "store", "ngram"] > memory["tiny-llama", "sequences", "ngram"] == 0
             assert one("probe_passed") == 1
             ((labels, value),) = after["samewise:contract_info"].items()
             assert served.llm.contract.id in labels

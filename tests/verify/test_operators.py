@@ -170,6 +170,31 @@ def test_the_library_multiplies_wide_frames_where_it_gives_the_ordered_bits(
 
 
 @pytest.mark.parametrize("_", NEED_DEVICE)
+def test_the_library_never_multiplies_the_canonical_frame(
+    _: None, ordered: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.functional, "linear", torch.ops.samewise.ordered_linear)
+    found = check_linears(ordered.model, 32, FACTS, (1, 32, 64))
+    assert {operator.library_rows for operator in found} == {(64,)}
+
+
+@pytest.mark.parametrize("cublas", [True, False])
+def test_the_library_is_tried_only_where_the_setting_allows_it(
+    cublas: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    real = operators.check_linears
+
+    def check(*args: Any, use_library: bool, **given: Any) -> list[operators.Operator]:
+        used.append(use_library)
+        return real(*args, use_library=use_library, **given)
+
+    monkeypatch.setattr(assemble.operators, "check_linears", check)
+    tiny_engine(cublas=cublas)
+    assert used == [cublas]
+
+
+@pytest.mark.parametrize("_", NEED_DEVICE)
 @pytest.mark.parametrize("weight", ["made", "loaded"])
 def test_a_library_with_other_bits_on_one_of_the_weights_is_not_used(
     weight: str, _: None, ordered: Loaded, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def probe(as_json: AsJson = False, portable: Portable = False, *, settings: Sett
             "contract": contract.id,
             "facts": dict(contract.facts),
             "sizes": {str(size): str(use) for size, use in engine.parts.sizes.items()},
+            "layers": engine.runner.unfused_reason or "fused",
             "operators": [asdict(operator) for operator in engine.parts.operators],
         }
         typer.echo(json.dumps(facts, indent=2))
@@ -49,6 +50,7 @@ def probe(as_json: AsJson = False, portable: Portable = False, *, settings: Sett
         table.add_row(name, value)
     console = Console()
     console.print(table)
+    console.print(layers_line(engine))
     if engine.runner.elastic:
         console.print(sizes_table(engine))
     console.print(
@@ -81,6 +83,14 @@ def print_portable(*, as_json: bool) -> None:
         )
     if not same:
         raise typer.Exit(1)
+
+
+def layers_line(engine: Engine) -> str:
+    """Whether layers are fused, and why not."""
+    reason = engine.runner.unfused_reason
+    if reason is None:
+        return "layers: each is run by kernels of its own"
+    return f"layers: they run as their modules: {reason}"
 
 
 def sizes_table(engine: Engine) -> Table:
@@ -120,4 +130,4 @@ def _pieces(size: int, piece: int) -> str:
     return f"{piece}" if piece > size else f"{size // piece}×{piece}"
 
 
-__all__ = ["print_portable", "probe", "sizes_table"]
+__all__ = ["layers_line", "print_portable", "probe", "sizes_table"]

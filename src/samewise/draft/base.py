@@ -56,6 +56,9 @@ class Proposer:
     def meet(self, asks: list[Ask]) -> None:
         """Index the prompts of new sequences while the device works. No draft is wanted yet."""
 
+    def index_texts(self) -> None:
+        """Do a bounded part of what `meet` left undone. Called in every step, while the device works."""
+
     def warm(self, max_num_seqs: int) -> None:
         """Prepare the passes of up to so many sequences before the first request arrives."""
 
@@ -144,6 +147,11 @@ class Fallback(Proposer):
         """Pass on to every member."""
         for member in self._members:
             member.meet(asks)
+
+    def index_texts(self) -> None:
+        """Pass on to every member."""
+        for member in self._members:
+            member.index_texts()
 
     def warm(self, max_num_seqs: int) -> None:
         """Pass on to every member."""

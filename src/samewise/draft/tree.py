@@ -1,8 +1,11 @@
 """Draft trees: guesses that share their beginnings, grown best-first by estimated probability.
 
-Trees of all sequences grow together: a node is added wherever it is most probable, and only the nodes that
-pay for their rows are kept. Pure: what may follow a path is asked of the caller. No clock, no torch. Host
-only.
+Trees of all sequences grow together, and share a frame that takes longer for each row. Nodes are chosen so
+that the sum over sequences of log(tokens per second) is largest (proportional fairness). A node's share is
+its probability over the tokens that its sequence is expected to get without it: nodes are added by falling
+share, as long as the logarithms they add outweigh the longer frame for all. The largest sum of tokens would
+let a sequence whose guesses are bad wait for the others; for one sequence both choose the same nodes. Pure:
+what may follow a path is asked of the caller. No clock, no torch. Host only.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import log, log1p
 from typing import Generic, NamedTuple, TypeVar
 
 from samewise.draft.estimates import chance
@@ -62,26 +66,45 @@ class Limit(NamedTuple):
 class RowPrices:
     """What nodes cost: `seconds[n]` of a frame with n nodes of all sequences, at most the last n.
 
-    `live`: tokens that a frame commits without any node, one for each sequence; as a multiple of what a node
-    with probability 1 brings, where estimates are known to be off.
+    `live`: sequences in the frame, those without a tree among them. `gap`: seconds between such frames, with
+    nodes or without. `own`: what a sequence gets without any node, as a multiple of what a node with
+    probability 1 brings: 1, where estimates are not known to be off.
     """
 
-    live: float
+    live: int
     seconds: Sequence[float]
+    own: float = 1.0
+    gap: float = 0.0
 
     @classmethod
-    def free(cls, live: float, max_nodes: int) -> RowPrices:
+    def free(cls, live: int, max_nodes: int, own: float = 1.0) -> RowPrices:
         """Nodes cost nothing."""
-        return cls(live, [1.0] * (max_nodes + 1))
+        return cls(live, [1.0] * (max_nodes + 1), own)
 
-    def can_pay(self, num: int, expected: float, prob: float, best: float) -> bool:
-        """Whether more nodes of this probability, after `num`, could bring more tokens per second."""
-        tokens = self.live + expected
-        for seconds in self.seconds[num + 1 :]:
-            tokens += prob
-            if tokens > best * seconds:
-                return True
-        return False
+    def costs(self) -> list[float]:
+        """Of frames with 0 nodes and more: what all sequences lose by them, in logarithms of their pace."""
+        first, last, cost = self.seconds[0] + self.gap, self.seconds[0], 0.0
+        costs = []
+        for seconds in self.seconds:
+            if seconds != last:  # most are equal, where rows are padded
+                last, cost = seconds, self.live * log((seconds + self.gap) / first)
+            costs.append(cost)
+        return costs
+
+
+def can_pay(costs: list[float], num: int, gain: float, share: float, num_trees: int, best: float) -> bool:
+    """Whether nodes of at most this share, after `num` that gained so much, could bring more than `best`.
+
+    They gain most where they are spread evenly over the trees.
+    """
+    last = len(costs) - 1
+    for i in range(num + 1, last + 1):
+        # Of equal costs the last one is met with most nodes.
+        if (i == last or costs[i + 1] != costs[i]) and (
+            gain + num_trees * log1p((i - num) * share / num_trees) > best + costs[i]
+        ):
+            return True
+    return False
 
 
 @dataclass(slots=True)
@@ -131,31 +154,36 @@ def grow(
     patience: float = DEFAULTS.trees.patience,
     check_nodes: int = DEFAULTS.trees.check_nodes,
 ) -> list[GrownTree[State]]:
-    """Trees of nodes of at least `min_prob`, as long as more of them could pay.
+    """Trees of nodes of at least `min_prob`, by falling share, as long as more of them could pay.
 
     `expand(i, state, token)` gives the state of root i's sequence after one more token, and its candidates.
     Children of one node enter the heap one at a time; of equals the one pushed first is first.
     """
     trees = [GrownTree[State](root.limit) for root in roots]
-    # A child to add: minus its probability, a serial number, its tree, its parent, the parent's probability
-    # and state, the child's place among its siblings, and these. A node to expand: minus a share of its
-    # probability, a serial number, its tree, the node, its probability, the state before it, its token, None.
-    heap: list[tuple[float, int, int, int, float, State, int, Siblings | None]] = []
+    # Of each tree a heap. A child to add: minus its probability, a serial number, its parent, the parent's
+    # probability and state, the child's place among its siblings, and these. A node to expand: minus a share
+    # of its probability, a serial number, the node, its probability, the state before it, its token, None.
+    heaps: list[list[tuple[float, int, int, float, State, int, Siblings | None]]] = [[] for _ in roots]
+    tokens = [prices.own] * len(roots)  # expected of each sequence
+    nexts: list[
+        tuple[float, int]
+    ] = []  # of each tree that can grow: minus the share of what is first, the tree
     serial = 0
     for i, root in enumerate(roots):
         trees[i].states[ROOT] = root.state
         if root.limit.max_depth > 0 and root.siblings and (prob := chance(root.siblings[0][0])) >= min_prob:
-            heappush(heap, (-prob, serial, i, ROOT, 1.0, root.state, 0, root.siblings))
+            heaps[i].append((-prob, serial, ROOT, 1.0, root.state, 0, root.siblings))
+            heappush(nexts, (-prob / tokens[i], i))
         serial += 1
-    num, expected = 0, 0.0
-    best = prices.live / prices.seconds[0]
-    while heap and num < len(prices.seconds) - 1:
-        if num % check_nodes == 0 and not prices.can_pay(num, expected, -heap[0][0], best):
+    num, gain, best, costs = 0, 0.0, 0.0, prices.costs()
+    while nexts and num < len(costs) - 1:
+        if num % check_nodes == 0 and not can_pay(costs, num, gain, -nexts[0][0], len(roots), best):
             break
-        priority, _, i, node, above, state, place, waiting = heappop(heap)
-        tree = trees[i]
+        _, i = heappop(nexts)
+        tree, heap = trees[i], heaps[i]
         if len(tree.tokens) >= tree.limit.max_nodes:
             continue
+        priority, _, node, above, state, place, waiting = heappop(heap)
         serial += 2
         if waiting is None:
             state, waiting = expand(i, state, place)
@@ -165,38 +193,54 @@ def grow(
             token, depth = waiting[place][1], 1 + (tree.depths[node] if node >= 0 else 0)
             if depth < tree.limit.max_depth:
                 added = len(tree.tokens)
-                heappush(heap, (patience * priority, serial - 1, i, added, -priority, state, token, None))
+                heappush(heap, (patience * priority, serial - 1, added, -priority, state, token, None))
             tree.tokens.append(token)
             tree.parents.append(node)
             tree.probs.append(-priority)
             tree.depths.append(depth)
             num += 1
-            expected += -priority
-            best = max(best, (prices.live + expected) / prices.seconds[num])
+            gain += log1p(-priority / tokens[i])
+            tokens[i] += -priority
+            best = max(best, gain - costs[num])
             place += 1
         if place < len(waiting) and (prob := above * chance(waiting[place][0])) >= min_prob:
-            heappush(heap, (-prob, serial, i, node, above, state, place, waiting))
+            heappush(heap, (-prob, serial, node, above, state, place, waiting))
+        if heap:
+            heappush(nexts, (heap[0][0] / tokens[i], i))
     return trees
 
 
+class _Candidate(NamedTuple):
+    """A node that may be kept: its share, its tree, and its probability."""
+
+    share: float
+    tree: int
+    prob: float
+
+
 def cut(trees: list[GrownTree[State]], prices: RowPrices) -> tuple[list[DraftTree], float]:
-    """The most probable nodes of all trees that bring most tokens per second, and the tokens they bring.
+    """The nodes of all trees that bring most in logarithms of tokens per second, and the tokens they bring.
 
     Of equals, those of earlier trees are kept, and in a tree those that came first.
     """
-    nodes = [(prob, i) for i, tree in enumerate(trees) for prob in sorted(tree.probs, reverse=True)]
-    nodes.sort(key=lambda node: node[0], reverse=True)  # stable
-    best, best_num, best_expected, expected = prices.live / prices.seconds[0], 0, 0.0, 0.0
-    for num, (prob, _) in enumerate(nodes, 1):
-        expected += prob
-        throughput = (prices.live + expected) / prices.seconds[num]
-        if throughput > best:
-            best, best_num, best_expected = throughput, num, expected
+    nodes = []
+    for i, tree in enumerate(trees):
+        tokens = prices.own
+        for prob in sorted(tree.probs, reverse=True):
+            nodes.append(_Candidate(prob / tokens, i, prob))
+            tokens += prob
+    nodes.sort(key=lambda node: node.share, reverse=True)  # stable
+    best, best_num, best_expected, gain, expected, costs = 0.0, 0, 0.0, 0.0, 0.0, prices.costs()
+    for num, node in enumerate(nodes, 1):
+        gain += log1p(node.share)
+        expected += node.prob
+        if gain - costs[num] > best:
+            best, best_num, best_expected = gain - costs[num], num, expected
     counts = [0] * len(trees)
-    for _, i in nodes[:best_num]:
-        counts[i] += 1
+    for node in nodes[:best_num]:
+        counts[node.tree] += 1
     kept = [tree.depth_first(count) for tree, count in zip(trees, counts, strict=True)]
     return kept, best_expected
 
 
-__all__ = ["DraftTree", "GrownTree", "Limit", "Root", "RowPrices", "Siblings", "cut", "grow"]
+__all__ = ["DraftTree", "GrownTree", "Limit", "Root", "RowPrices", "Siblings", "can_pay", "cut", "grow"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from samewise.draft.estimates import (
@@ -26,8 +27,8 @@ from samewise.draft.estimates import (
     Estimates,
     context_class,
 )
-from samewise.draft.recycle import WIDTH, Ids, RecycleTables
-from samewise.draft.suffix_counts import MAX_LENGTH, Match, Named, SuffixTrie, TextStore
+from samewise.draft.recycle import WIDTH, Ids, RecycleTables, max_tables
+from samewise.draft.suffix_counts import MAX_LENGTH, SEPARATOR, Match, Named, SuffixTrie, TextStore
 from samewise.draft.tree import DraftTree, GrownTree, Limit, Root, RowPrices, Siblings, cut, grow
 from samewise.draft.tuning import DEFAULTS, TreeTuning
 from samewise.follow_up import FollowUpPlan, FrameToFollow
@@ -78,7 +79,17 @@ class GrowsTrees(Protocol):
     def begin(
         self, seq_id: int, tokens: list[int], salt: bytes | None, prediction: Sequence[int] = ()
     ) -> None:
-        """Index a text. Without a salt nothing of it is shared, and no other text serves it."""
+        """Take a text. Without a salt nothing of it is shared, and no other text serves it.
+
+        The prediction is cut at the first token that is not of the vocabulary: no tree may have it.
+        """
+        ...
+
+    def index(self, seq_id: int, max_tokens: int) -> int:
+        """Index so many tokens of a text that was begun; returns how many are left.
+
+        `commit` and `grow` index what is left of a sequence's text first.
+        """
         ...
 
     def commit(self, frame: list[Committed]) -> None:
@@ -143,12 +154,14 @@ class _Sequence:
     text: SuffixTrie
     salt: bytes | None
     prediction: list[int]
+    unread: list[int]  # of the prediction, SEPARATOR and the text: what is indexed by and by, the last first
     start: int = 0
     cursor: int = -1
     agreed: int = 0
     lost_at: int = 0
     beaten: list[Ranked] = field(default_factory=list)
     recycled: dict[int, list[int]] = field(default_factory=dict)
+    rows_kept: int = 0  # by the tables' count: when it last had a table, or rows for one
     tree: GrownTree[_End] | None = None  # the last one, as it grew
 
 
@@ -158,8 +171,8 @@ class TreeDrafter:
     def __init__(
         self, vocab: int, sources: Sources = Sources.ALL, tuning: TreeTuning = DEFAULTS.trees
     ) -> None:
-        self._tuning, self._sources = tuning, sources
-        self.tables = RecycleTables(vocab, tuning.max_tables)
+        self._vocab, self._tuning, self._sources = vocab, tuning, sources
+        self.tables = RecycleTables(vocab, max_tables(vocab, tuning.table_bytes))
         self.store = TextStore(tuning.suffixes)
         self.estimates = Estimates(tuning.estimates)
         self._sequences: dict[int, _Sequence] = {}
@@ -167,21 +180,27 @@ class TreeDrafter:
     def begin(
         self, seq_id: int, tokens: list[int], salt: bytes | None, prediction: Sequence[int] = ()
     ) -> None:
-        """Index a text. Without a salt nothing of it is shared, and no other text serves it."""
-        text, prediction = SuffixTrie(self._tuning.suffixes), list(prediction)
-        if prediction:
-            text.extend(prediction)
-            text.separate()
-        sequence = _Sequence(text, salt, prediction, len(text.tokens), 0 if prediction else -1)
-        text.extend(tokens)
+        """Take a text. Without a salt nothing of it is shared, and no other text serves it."""
+        prediction = list(takewhile(lambda token: 0 <= token < self._vocab, prediction))
+        before = [*prediction, SEPARATOR] if prediction else []
+        sequence = _Sequence(
+            SuffixTrie(self._tuning.suffixes), salt, prediction, [*before, *tokens][::-1], len(before),
+            0 if prediction else -1,
+        )  # fmt: skip
         if salt is not None and Sources.ROWS in self._sources:
-            self.tables.open(salt)
+            sequence.rows_kept = self.tables.open(salt)
         self._sequences[seq_id] = sequence
+
+    def index(self, seq_id: int, max_tokens: int) -> int:
+        """Index so many tokens of a text that was begun; returns how many are left."""
+        sequence = self._sequences.get(seq_id)
+        return 0 if sequence is None else _read(sequence, max_tokens)
 
     def commit(self, frame: list[Committed]) -> None:
         """Learn from the last trees, keep the rows' candidates, and append the tokens."""
         for committed in frame:
             sequence, tokens = self._sequences[committed.seq_id], list(committed.tokens)
+            _read(sequence, len(sequence.unread))
             self._learn(sequence, tokens)
             if Sources.ROWS in self._sources:
                 self._keep_rows(sequence, committed)
@@ -201,7 +220,7 @@ class TreeDrafter:
     def forget(self, seq_id: int, *, store: bool = True) -> None:
         """Drop a sequence; its text goes to the store, if it shares and `store`."""
         sequence = self._sequences.pop(seq_id, None)
-        if sequence is not None and store and Sources.SUFFIXES in self._sources:
+        if sequence is not None and store and not sequence.unread and Sources.SUFFIXES in self._sources:
             self.store.add(sequence.salt, sequence.text.tokens[sequence.start :])
 
     def recover(self) -> None:
@@ -209,13 +228,14 @@ class TreeDrafter:
         self._sequences = {}
 
     def clear(self) -> None:
-        """Drop tables, stored texts and rows: the weights were replaced. Texts and estimates stay."""
+        """Drop tables, stored texts and rows: the weights were replaced. Texts and estimates stay.
+
+        A table is made again with its first row.
+        """
         self.tables.clear()
         self.store.clear()
         for sequence in self._sequences.values():
             sequence.beaten, sequence.recycled, sequence.tree = [], {}, None
-            if sequence.salt is not None and Sources.ROWS in self._sources:
-                self.tables.open(sequence.salt)
 
     def memory(self) -> Memory:
         """Bytes taken now; those of texts are estimated."""
@@ -228,6 +248,8 @@ class TreeDrafter:
     ) -> tuple[list[DraftTree], float]:
         """A tree for each limit, of the nodes that bring most tokens per second, and what they bring."""
         sequences = [self._sequences[limit.seq_id] for limit in limits]
+        for sequence in sequences:
+            _read(sequence, len(sequence.unread))
         tries = [self._tries(sequence) for sequence in sequences]
 
         def expand(i: int, before: _End, token: int) -> tuple[_End, Siblings]:
@@ -317,8 +339,11 @@ class TreeDrafter:
         if sequence.salt is None:
             for row in order:
                 sequence.recycled[inputs[row]] = ids[row].tolist() if ids[row, 0] >= 0 else []
-        elif (table := self.tables.get(sequence.salt)) is not None:
-            table.remember([inputs[row] for row in order], ids[order])
+        else:
+            sequence.rows_kept = self.tables.use(sequence.salt, sequence.rows_kept)
+            table = self.tables.get(sequence.salt)
+            if table is not None:
+                table.remember([inputs[row] for row in order], ids[order])
         num = self._tuning.num_rows
         beaten = [
             _without(ids[row].tolist(), token) for row, token in zip(rows[-num:], tokens[-num:], strict=True)
@@ -342,6 +367,18 @@ class TreeDrafter:
             last = text[max(sequence.start, len(text) - MAX_LENGTH) :]
             least = self._tuning.suffixes.min_resync
             sequence.cursor, sequence.agreed = _resync(predicted, last, sequence.lost_at, least)
+
+
+def _read(sequence: _Sequence, max_tokens: int) -> int:
+    """Index so many tokens of what is left of its text; returns how many are left then."""
+    text, unread = sequence.text, sequence.unread
+    for _ in range(min(max_tokens, len(unread))):
+        token = unread.pop()
+        if token == SEPARATOR:
+            text.separate()
+        else:
+            text.append(token)
+    return len(unread)
 
 
 def _follow(sequence: _Sequence, tries: list[SuffixTrie], before: _End, token: int) -> _End:

@@ -26,25 +26,29 @@ class RowPricing:
 
     def __init__(self, frames: FrameCosts, factor: float = 1.0) -> None:
         self._frames, self._factor = frames, factor
-        self._key: tuple[int, int, int] | None = None  # of the seconds below
+        self._key: tuple[int, int, int, int] | None = None  # of the seconds below
         self._seconds = array("d")
 
-    def prices(self, live: int, max_nodes: int, brought: float = 1.0) -> RowPrices:
+    def prices(
+        self, live: int, max_nodes: int, brought: float = 1.0, known: int = 0, gap: float = 0.0
+    ) -> RowPrices:
         """Of up to `max_nodes` nodes, or some more, beside `live` sequences.
 
-        `brought`: accepted nodes per expected one.
+        `brought`: accepted nodes per expected one. `known`: rows of the frame that read prompts. `gap`:
+        seconds between frames, where drafts are asked for.
         """
         # Rounded up, so that a few nodes more or less do not have the prices computed again.
         max_nodes = -(-max_nodes // MAX_TREE_NODES) * MAX_TREE_NODES
-        key = (self._frames.version, live, max_nodes)
+        key = (self._frames.version, live, max_nodes, known)
         if key != self._key:
-            self._seconds, self._key = self._compute(live, max_nodes), key
-        return RowPrices(live / brought, self._seconds)
+            self._seconds, self._key = self._compute(live + known, max_nodes), key
+        return RowPrices(live, self._seconds, 1.0 / brought, gap)
 
-    def _compute(self, live: int, max_nodes: int) -> array[float]:
+    def _compute(self, rows: int, max_nodes: int) -> array[float]:
+        """Of a frame that has so many rows without any node."""
         frames, factor, seconds = self._frames, self._factor, array("d")
-        plain = frames.cost(live)
-        for cost, num in frames.steps(live, max(live, min(live + max_nodes, frames.sizes[-1]))):
+        plain = frames.cost(rows)
+        for cost, num in frames.steps(rows, max(rows, min(rows + max_nodes, frames.sizes[-1]))):
             seconds.extend([plain + factor * (cost - plain)] * num)
         return seconds
 
@@ -54,6 +58,13 @@ class _Known(NamedTuple):
 
     length: int
     last: int
+
+
+class _Begun(NamedTuple):
+    """A text that is being indexed: what will be known then, and how many tokens are left, at most."""
+
+    known: _Known
+    left: int
 
 
 class TreeFollowUp:
@@ -96,6 +107,7 @@ class TreeProposer(Proposer):
         self.name = NAMES[sources]
         self.wants_candidates = Sources.ROWS in sources
         self._known: dict[int, _Known] = {}
+        self._begun: dict[int, _Begun] = {}
         self.followed: Follows | None = None
         """What drafted from the frame that landed; its tokens are known to the drafter already."""
         self._num_trees = self._num_nodes = self._num_accepted = 0
@@ -103,9 +115,17 @@ class TreeProposer(Proposer):
     # ---- the proposer interface
 
     def meet(self, asks: list[Ask]) -> None:
-        """Index the prompts."""
+        """Index the prompts; of long ones the beginning, `index_texts` does the rest."""
         for ask in asks:
             self._follow(ask)
+
+    def index_texts(self) -> None:
+        """Go on indexing, in the order in which texts were met."""
+        left = self._tuning.suffixes.tokens_per_step
+        for seq_id in list(self._begun):
+            if left <= 0:
+                break
+            left -= self._index(seq_id, left)
 
     def propose(self, asks: list[Ask]) -> list[Proposal]:
         """A tree of the likeliest nodes for each sequence; a draft under way is not extended."""
@@ -117,10 +137,10 @@ class TreeProposer(Proposer):
         trees, _ = self.grow(fresh, prices, tuning.max_nodes, tuning.min_prob)
         return self.proposals([ask.seq_id for ask in fresh], trees)
 
-    def _prices(self, num: int, live: int) -> RowPrices:
+    def _prices(self, num: int, live: int, known: int = 0) -> RowPrices:
         max_nodes = self._tuning.max_nodes * num
         if self._pricing is not None and self._frames is not None and self._frames.known:
-            return self._pricing.prices(live, max_nodes)
+            return self._pricing.prices(live, max_nodes, known=known)
         return RowPrices.free(num, max_nodes)
 
     def plan_follow_up(self, frame: FrameToFollow) -> TreeFollowUp | None:
@@ -128,7 +148,8 @@ class TreeProposer(Proposer):
         if self._frames is None or not self._frames.known:
             return None
         num, tuning = frame.num_judged, self._tuning
-        return self.follow(frame, self._prices(num, num), tuning.max_nodes, tuning.min_prob)
+        prices = self._prices(num, num, len(frame.next_inputs))
+        return self.follow(frame, prices, tuning.max_nodes, tuning.min_prob)
 
     def take_follow_up(self) -> list[Proposal]:
         """The trees as proposals."""
@@ -157,12 +178,13 @@ class TreeProposer(Proposer):
 
     def forget(self, seq_id: int) -> None:
         """Drop a sequence; its text goes to the store, if it shares."""
-        if self._known.pop(seq_id, None) is not None:
+        known, begun = self._known.pop(seq_id, None), self._begun.pop(seq_id, None)
+        if known is not None or begun is not None:
             self._drafter.forget(seq_id)
 
     def recover(self) -> None:
         """Drop all sequences."""
-        self._known, self.followed = {}, None
+        self._known, self._begun, self.followed = {}, {}, None
         self._drafter.recover()
 
     def renew(self, contract_id: str) -> None:  # noqa: ARG002 - weights were replaced, whichever they are
@@ -188,17 +210,21 @@ class TreeProposer(Proposer):
         self, asks: list[Ask], prices: RowPrices, max_nodes: int, min_prob: float = 0.0
     ) -> tuple[list[DraftTree], float]:
         """Trees for sequences without a draft, and the accepted tokens to expect from all of them."""
-        limits = []
-        for ask in asks:
-            self._follow(ask)
-            limits.append(Limit(ask.seq_id, min(max_nodes, ask.max_nodes), min(ask.room, MAX_TREE_DEPTH)))
-        return self._drafter.grow(limits, prices, min_prob)
+        limits = [
+            Limit(ask.seq_id, min(max_nodes, ask.max_nodes), min(ask.room, MAX_TREE_DEPTH))
+            for ask in asks
+            if self._follow(ask)
+        ]
+        grown, expected = self._drafter.grow(limits, prices, min_prob)
+        if len(grown) == len(asks):
+            return grown, expected
+        trees = dict(zip([limit.seq_id for limit in limits], grown, strict=True))
+        return [trees.get(ask.seq_id, DraftTree()) for ask in asks], expected
 
-    def expect(self, seq_ids: list[int], prices: RowPrices, max_nodes: int) -> tuple[int, float]:
-        """Nodes of trees for those of the sequences that are known, and the accepted ones to expect."""
+    def expect(self, seq_ids: list[int], prices: RowPrices, max_nodes: int) -> tuple[list[DraftTree], float]:
+        """Trees for those of the sequences that are known, and the accepted nodes to expect of all."""
         limits = [Limit(seq_id, max_nodes, max_nodes) for seq_id in seq_ids if seq_id in self._known]
-        trees, expected = self._drafter.grow(limits, prices)
-        return sum([len(tree.tokens) for tree in trees]), expected
+        return self._drafter.grow(limits, prices)
 
     def follow(
         self, frame: FrameToFollow, prices: RowPrices, max_nodes: int, min_prob: float = 0.0
@@ -233,11 +259,16 @@ class TreeProposer(Proposer):
 
     # ---- texts
 
-    def _follow(self, ask: Ask) -> None:
-        """Bring the drafter to the end of the ask's tokens; index them anew where it knows others."""
+    def _follow(self, ask: Ask) -> bool:
+        """Bring the drafter to the end of the ask's tokens; index them anew where it knows others.
+
+        False: of a long text a part is not indexed yet, and no tree can be grown.
+        """
         tokens, known = ask.tokens, self._known.get(ask.seq_id)
         if known is not None and known.length == len(tokens) and known.last == tokens[-1]:
-            return
+            return True
+        if ask.seq_id in self._begun:
+            return False
         if known is not None and (known.length > len(tokens) or tokens[known.length - 1] != known.last):
             self._drop(ask.seq_id)
             known = None
@@ -246,9 +277,23 @@ class TreeProposer(Proposer):
             prediction = ask.prediction[: self._tuning.suffixes.indexed_tokens]
             self._drafter.begin(ask.seq_id, tokens[start : ask.prompt_len], ask.share_salt, prediction)
             known = _Known(ask.prompt_len, tokens[ask.prompt_len - 1])
+            self._begun[ask.seq_id] = _Begun(known, ask.prompt_len - start + len(prediction) + 1)
+            self._index(ask.seq_id, self._tuning.suffixes.tokens_per_step)
+            if ask.seq_id in self._begun:
+                return False
         if known.length < len(tokens):
             self._drafter.commit([Committed(ask.seq_id, tuple(tokens[known.length :]))])
         self._known[ask.seq_id] = _Known(len(tokens), tokens[-1])
+        return True
+
+    def _index(self, seq_id: int, max_tokens: int) -> int:
+        """Index so many tokens of a text, and return how many there were, at most."""
+        begun, left = self._begun[seq_id], self._drafter.index(seq_id, max_tokens)
+        if left:
+            self._begun[seq_id] = begun._replace(left=left)
+        else:
+            self._known[seq_id] = self._begun.pop(seq_id).known
+        return begun.left - left
 
     def _drop(self, seq_id: int) -> None:
         """Forget a sequence whose text is not the one that is known, without storing it."""

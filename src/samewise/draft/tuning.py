@@ -64,6 +64,9 @@ class SuffixTuning:
     # Last tokens of a prompt, and first tokens of a prediction, that are indexed: 3 MB at most for each. An
     # answer is indexed whole.
     indexed_tokens: int = 32_768
+    # Tokens of new texts that are indexed in one step, while the device computes: about 1 ms in C++, 0.3 to
+    # 0.5 µs each; in Python ten times that. A longer text gets its first tree some steps later.
+    tokens_per_step: int = 2048
     # Last tokens of an answer that must occur in the caller's prediction to find the place in it again.
     min_resync: int = RESYNC_TOKENS
 
@@ -95,9 +98,11 @@ class TreeTuning:
     deep_ranks: int = 3
     # Committed rows whose runners-up are candidates. One row brings 1 % less, three bring no more.
     num_rows: int = 2
-    # Tables of recycled candidates (cache salts) kept at once, each of 32 bytes per token of the vocabulary
-    # (5 MB for 152 thousand tokens); the least recently used is dropped first.
-    max_tables: int = 4
+    # Bytes of all tables of recycled candidates, one for each cache salt: 32 bytes per token of the
+    # vocabulary, 5 MB for 152 thousand tokens, so that 27 salts of such a model can run at once; the least
+    # recently used is dropped first. Set by hand: what a server with a key for each user can spare. In C++ a
+    # page of memory is taken when its first row is written.
+    table_bytes: int = 128 * 2**20
     # Without `auto`: the least probability of a drafted node, and the most nodes.
     min_prob: float = 0.03
     max_nodes: int = 16
@@ -174,6 +179,10 @@ class AutoTuning:
     retry_steps: int = 400
     # The same for a drafter whose pass was never timed; the first pass of a size is not timed.
     retry_steps_untimed: int = 8
+    # Steps before a drafter that pays on average, but got no sequence because each one's tree promised more,
+    # is asked for again: till then frames are follow-ups, and at most one in so many takes the slower loop.
+    # Set by hand.
+    retry_assign_steps: int = 32
     # Tokens of a trial draft.
     trial_tokens: int = 4
     # Sequences of a trial. Trials of all 32 sequences of a 1.5B model on an H200 took 14 % of a run of half a

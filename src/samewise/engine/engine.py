@@ -44,8 +44,9 @@ from samewise.verify.frame_sizes import recheck_frame_sizes
 from samewise.verify.judge import trust
 from samewise.verify.verifier import FrameInFlight, StartedFrame
 
-MEET_TOKENS = 4096
-"""Tokens of new prompts that a proposer may index in one step (a prompt is never split): about 1 ms."""
+MEET_TOKENS = 2048
+"""Tokens of new sequences, with their predictions, of which a proposer is told in one step; the last sequence
+may have more. A proposer indexes as many of them in about 1 ms and does the rest in later steps."""
 
 
 MAX_CONTRACTS = 16
@@ -150,6 +151,7 @@ class Engine:
             new_sequences = self.scheduler.new_sequences(MEET_TOKENS)
             if new_sequences:
                 self.proposer.meet(new_sequences)
+            self.proposer.index_texts()
             self._plan = self._plan_follow_up()
             self._times.stepped += time.perf_counter() - began
             return deltas

@@ -118,7 +118,9 @@ class Runner:
         """Whether linears are native, which give the same bits at any number of rows."""
         self.store = KVStore(kernel, kv_shapes(arch), num_pages, dtype, device)
         bind_attention(self.model, arch, kernel, self.store.layers)
-        self.fused = fuse and self._fusable()
+        self.unfused_reason = self._unfusable_reason() if fuse else "the settings ask for modules"
+        """Why layers run as their modules; None where they are fused."""
+        self.fused = self.unfused_reason is None
         """Whether each layer is run by kernels of its own instead of its modules: on CPU one native call."""
         self.compiled = compile and not self.fused
         self._norm_pieces: dict[int, Pieces] = {}  # by the norm's width
@@ -422,11 +424,12 @@ class Runner:
             logits = logits[inputs.keep]
         return logits
 
-    def _fusable(self) -> bool:
+    def _unfusable_reason(self) -> str | None:
+        """Why layers run as their modules; None where they can be fused."""
         try:
             layers = layer_list(self.model, self.arch)[1]
-        except UnsupportedModel:
-            return False
+        except UnsupportedModel as error:
+            return str(error)
         unfusable_reason = self._fusing.unfusable_reason
         reasons = (
             (i, reason) for i, layer in enumerate(layers) if (reason := unfusable_reason(layer)) is not None
@@ -435,9 +438,10 @@ class Runner:
         if first is None and self.device.type == "cuda":
             changed = [path for path, norm in self._outer_norms(self.model) if changed_modules(norm)]
             first = (len(layers), f"{changed[0]} was changed or has hooks") if changed else None
-        if first is not None:
-            log.info("layers run as their modules: of layer %d, %s", *first)
-        return first is None
+        if first is None:
+            return None
+        log.info("layers run as their modules: of layer %d, %s", *first)
+        return f"of layer {first[0]}, {first[1]}"
 
     @property
     def _fusing(self) -> Any:

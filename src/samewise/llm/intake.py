@@ -13,10 +13,12 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, NamedTuple, cast
 
 from samewise.errors import BadParameter, BadPrompt, PromptTooLong
 from samewise.execute.load import Loaded
+from samewise.llm.prediction import NO_PREDICTION, Prediction
 from samewise.params import SamplingParams, derive_seed
 from samewise.schedule.limits import Limits
 from samewise.text.byte_tokens import TokenBytes
@@ -49,7 +51,8 @@ class CheckedRequest:
     params: SamplingParams
     max_tokens: int
     sampling: Sampling  # of the first choice
-    prediction: tuple[int, ...] = ()  # of the output; at most as long as the context
+    # Of the output; at most as long as the context.
+    prediction: Prediction = field(default=NO_PREDICTION, compare=False)
     grammar: CompiledGrammar | None = field(default=None, compare=False)  # kept in memory by the request
 
     @property
@@ -74,7 +77,7 @@ class CheckedRequest:
             priority=params.priority,
             share=params.share,
             speculate=params.speculate,
-            prediction=self.prediction,
+            prediction=self.prediction.tokens,
             owner=owner,
         )
 
@@ -303,24 +306,29 @@ class Intake:
             return prompt, self.encode(prompt)
         return None, _as_ids(prompt)
 
-    def _prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
-        """Token ids of a prediction, cut to the length of the longest context."""
+    def _prediction(self, prediction: str | Sequence[int] | None) -> Prediction:
+        """The tokens of a prediction, cut to the length of the longest context.
+
+        A text is also cut at the first token that the model does not have.
+        """
         if not prediction:
-            return ()
+            return NO_PREDICTION
         longest = self._limits.longest
         if isinstance(prediction, str):
             text = prediction[: longest * CHARACTERS_PER_TOKEN]
             try:
-                return tuple(self.encode(text, add_special_tokens=False)[:longest])
+                ids = self.encode(text, add_special_tokens=False)[:longest]
             except BadPrompt as error:
                 raise BadParameter(f"prediction: {error}", param="prediction") from error
+            # A tokenizer may have tokens that the model does not have, such as an added padding token.
+            return Prediction(list(takewhile(lambda token: token < self._vocab, ids)))
         outside = [token for token in prediction if token >= self._vocab]
         if outside:
             raise BadParameter(
                 f"prediction holds {outside[0]}; token ids of this model are 0 to {self._vocab - 1}",
                 param="prediction",
             )
-        return tuple(prediction[:longest])
+        return Prediction(prediction[:longest])
 
     def _encode_word(self, text: str) -> list[int]:
         try:

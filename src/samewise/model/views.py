@@ -36,6 +36,16 @@ class _ZeroAttention(nn.Module):
         return hidden_states.new_zeros(()).expand(hidden_states.shape), None
 
 
+def without_attention(layer: nn.Module) -> nn.Module:
+    """The layer but for its attention, where the children are named as in Llama."""
+    return with_children(layer, {"self_attn": _ZeroAttention()})
+
+
+def without_mlp(layer: nn.Module) -> nn.Module:
+    """The layer but for its MLP, where the children are named as in Llama."""
+    return with_children(layer, {"mlp": _ZeroMLP()})
+
+
 class LayerViews:
     """Every layer of a model with any of its sublayers left out.
 
@@ -179,4 +189,4 @@ def _find_feeders(
     return attention, mlp
 
 
-__all__ = ["LayerViews"]
+__all__ = ["LayerViews", "without_attention", "without_mlp"]

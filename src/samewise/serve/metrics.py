@@ -66,6 +66,11 @@ DRAFTERS = {
     "spec_decode_num_draft_tokens": ("guessed", "Tokens drafted: nodes of draft trees."),
     "spec_decode_num_accepted_tokens": ("accepted", "Drafted tokens that were accepted."),
 }
+DRAFT_MEMORY = {  # part: statistic of a proposer that keeps texts or rows
+    "tables": "table_bytes",
+    "store": "store_bytes",
+    "sequences": "sequence_bytes",
+}
 
 FAIL_OVERS = {
     "failovers": "Sequences that went on in another replica, because theirs died or was stopped.",
@@ -164,6 +169,7 @@ class Metrics:
                     counter.add_metric([*values, drafter], counts[key])
             yield counter
         yield self._accepted_per_pos()
+        yield self._draft_memory()
         yield from self._fail_overs()
         yield from self._contract()
 
@@ -188,6 +194,21 @@ class Metrics:
                 for position in range(len(depths) - 1):
                     counter.add_metric([*values, drafter, str(position)], sum(depths[position + 1 :]))
         return counter
+
+    def _draft_memory(self) -> Metric:
+        """Host memory of proposers: recycled candidates, stored texts, and texts of running sequences."""
+        labels, engines = self._engines()
+        gauge = GaugeMetricFamily(
+            PREFIX + "draft_memory_bytes",
+            "Host memory of drafts: tables of recycled candidates, stored texts, running sequences.",
+            labels=[*labels, "proposer", "part"],
+        )
+        for values, stats in engines:
+            for name, report in sorted(stats.items()):
+                if isinstance(report, dict) and DRAFT_MEMORY["tables"] in report:
+                    for part, key in DRAFT_MEMORY.items():
+                        gauge.add_metric([*values, name, part], report[key])
+        return gauge
 
     def _fail_overs(self) -> Iterator[Metric]:
         """Of a server over replicas: answers that went on elsewhere, and for how long they paused."""
@@ -234,4 +255,4 @@ class _EngineCollector:
         return self._metrics.families()
 
 
-__all__ = ["COUNTERS", "DRAFTERS", "FAIL_OVERS", "GAUGES", "PREFIX", "Metrics"]
+__all__ = ["COUNTERS", "DRAFTERS", "DRAFT_MEMORY", "FAIL_OVERS", "GAUGES", "PREFIX", "Metrics"]

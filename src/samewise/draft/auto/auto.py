@@ -8,6 +8,7 @@ its row's time; padding rows are free. Host only; the clock is an argument.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import exp, log1p
 from typing import Any, NamedTuple
 
 from samewise.draft.auto.drafters import DrafterSelector
@@ -23,13 +24,18 @@ from samewise.types import Ask, Proposal, Verdict
 
 
 class Brought(NamedTuple):
-    """Tokens and seconds of a frame with drafts, in those of a frame without."""
+    """Tokens and seconds of a frame with drafts, in those of a frame without.
+
+    `fair`: tokens as the geometric mean over sequences, which tells whether asking pays, as it tells for a
+    node: what one sequence loses in pace counts as much as what another one gains.
+    """
 
     tokens: float
     seconds: float
+    fair: float
 
 
-NOTHING = Brought(1.0, 1.0)
+NOTHING = Brought(1.0, 1.0, 1.0)
 
 
 class Auto(Proposer):
@@ -63,6 +69,7 @@ class Auto(Proposer):
         self._expected: dict[int, float] = {}  # accepted nodes expected of a sequence's tree in flight
         self._idle = IdlePolicy(clock, tuning) if ahead else None
         self._advantage = 1.0  # moving average: tokens per second with trees over those without
+        self._unassigned_until = 0  # step up to which a drafter that would pay is taken to get no sequence
         self._waited_steps = 0  # steps in a row in which an assigned drafter drafted nothing
         self._live: set[int] = set()  # sequences of the last frame
         self._unverified: set[int] = set()  # sequences with drafts whose verdict is not in
@@ -86,7 +93,8 @@ class Auto(Proposer):
         if proposals:
             self._exclude(began)
         if self._idle is not None and fresh:
-            self._idle.weigh(*(by_drafter if proposals else brought))
+            weighed = by_drafter if proposals else brought
+            self._idle.weigh(weighed.fair, weighed.seconds)
         drafted = {proposal.seq_id for proposal in proposals}
         left = [
             (ask.seq_id, tree) for ask, tree in zip(fresh, trees, strict=True) if ask.seq_id not in drafted
@@ -98,26 +106,32 @@ class Auto(Proposer):
         return proposals
 
     def plan_follow_up(self, frame: FrameToFollow) -> TreeFollowUp | None:
-        """Trees; None in a pause, where costs are not known, and where a drafter works or would pay."""
+        """Trees; None in a pause, where costs are not known, and where a drafter works or may get a sequence.
+
+        A drafter that pays on average may get none: the loop is slower, so that is asked again only at times.
+        """
         live, frames = frame.num_judged, self._frames
         if self._idle is None or self._idle.pausing or not frames.known or self._drafters.busy:
             return None
-        if self._drafters.choose(live, live / frames.cost(live) * max(1.0, self._advantage)) is not None:
+        with_trees = live / frames.cost(live) * max(1.0, self._advantage)
+        due = self._log.step >= self._unassigned_until
+        if due and self._drafters.choose(live, with_trees) is not None:
             return None
-        return self._trees.follow(frame, self._prices(live, live * frame.max_nodes), frame.max_nodes)
+        prices = self._prices(live, live * frame.max_nodes, len(frame.next_inputs))
+        return self._trees.follow(frame, prices, frame.max_nodes)
 
     def take_follow_up(self) -> list[Proposal]:
         """The trees as proposals, and what they are expected to bring taken down."""
         self._log.step += 1
         frame, trees, expected = self._trees.take_trees()
         live = frame.num_judged
-        brought = self._brought_by(live, sum([len(tree.tokens) for tree in trees]), expected)
+        brought = self._brought_by(live, trees, expected, len(frame.next_inputs))
         self._explain(live, trees, expected, brought)
         self._advantage += self._tuning.trees_weight * (brought.tokens / brought.seconds - self._advantage)
         proposals = self._propose_trees(frame.seq_ids, trees)
         self._unverified.update([proposal.seq_id for proposal in proposals])
         if self._idle is not None:
-            self._idle.weigh(*brought)
+            self._idle.weigh(brought.fair, brought.seconds)
             self._pause_if_idle(self._idle, busy=False)
         return proposals
 
@@ -133,8 +147,7 @@ class Auto(Proposer):
             return [], NOTHING
         budget = sum([ask.max_nodes for ask in asks])
         trees, expected = self._trees.grow(asks, self._prices(live, budget), budget)
-        num_nodes = sum([len(tree.tokens) for tree in trees])
-        brought = self._brought_by(live, num_nodes, expected)
+        brought = self._brought_by(live, trees, expected)
         self._explain(live, trees, expected, brought)
         return trees, brought
 
@@ -144,21 +157,30 @@ class Auto(Proposer):
             sum([len(tree.tokens) for tree in trees]), live, expected, brought.tokens, brought.seconds,
         )  # fmt: skip
 
-    def _prices(self, live: int, max_nodes: int) -> RowPrices:
-        """What nodes cost. The price of asking is paid already, or is not in question."""
+    def _prices(self, live: int, max_nodes: int, known: int = 0) -> RowPrices:
+        """What nodes cost, beside `known` rows that read prompts.
+
+        The price of asking is paid with nodes or without: it makes a longer frame weigh less.
+        """
         frames, tuning, ratio = self._frames, self._tuning, self._ratio.value
         if not frames.known:
-            return RowPrices.free(live / ratio, min(max_nodes, tuning.untimed_nodes * live))
-        return self._pricing.prices(live, max_nodes, ratio)
+            return RowPrices.free(live, min(max_nodes, tuning.untimed_nodes * live), 1.0 / ratio)
+        gap = 0.0 if self._idle is None else self._idle.price(live)
+        return self._pricing.prices(live, max_nodes, ratio, known, gap)
 
-    def _brought_by(self, live: int, num_nodes: int, expected: float) -> Brought:
-        """Tokens and seconds of a frame with these nodes, the price of asking among them."""
+    def _brought_by(self, live: int, trees: list[DraftTree], expected: float, known: int = 0) -> Brought:
+        """Tokens and seconds of a frame with these trees, the price of asking among them.
+
+        `known`: rows of the frame that read prompts, with nodes or without.
+        """
         if not self._frames.known:
             return NOTHING
-        plain = self._frames.cost(live)
+        plain = self._frames.cost(live + known)
         price = 0.0 if self._idle is None else self._idle.price(live)
-        seconds = (self._frames.cost(live + num_nodes) + price) / plain
-        return Brought(1.0 + expected * self._ratio.value / live, seconds)
+        num_nodes, ratio = sum([len(tree.tokens) for tree in trees]), self._ratio.value
+        seconds = (self._frames.cost(live + known + num_nodes) + price) / plain
+        logs = sum([log1p(ratio * sum(tree.probs)) for tree in trees])
+        return Brought(1.0 + expected * ratio / live, seconds, exp(logs / live))
 
     def _propose_trees(self, seq_ids: list[int], trees: list[DraftTree]) -> list[Proposal]:
         for seq_id, tree in zip(seq_ids, trees, strict=True):
@@ -183,22 +205,30 @@ class Auto(Proposer):
         # seen, and a draft model has to read the whole text before it can draft at one of them.
         with_trees = plain * max(1.0, advantage, self._advantage)
         choice = self._drafters.choose(live, with_trees) if plain else None
-        if choice is None:
+        ratio, assigned = self._ratio.value, list[Ask]()
+        if choice is not None:
+            assigned = [
+                ask
+                for ask, tree in zip(asks, trees, strict=True)
+                if 1.0 + ratio * sum(tree.probs) < choice.expected
+            ]
+            self._drafters.assign(choice, assigned, live)
+        if choice is None or not assigned:
+            self._unassigned_until = self._log.step + self._tuning.retry_assign_steps
             return brought
-        ratio = self._ratio.value
-        assigned = [
-            ask
-            for ask, tree in zip(asks, trees, strict=True)
-            if 1.0 + ratio * sum(tree.probs) < choice.expected
-        ]
-        self._drafters.assign(choice, assigned, live)
-        return Brought((with_trees + choice.gain) / plain, 1.0) if assigned else brought
+        self._unassigned_until = 0
+        tokens = (with_trees + choice.gain) / plain
+        return Brought(tokens, 1.0, tokens)
 
     def meet(self, asks: list[Ask]) -> None:
         """Index the prompts; a drafter that is ready may draft for them, so a pause ends."""
         self._trees.meet(asks)
         if self._idle is not None and (self._drafters.any_ready or any(ask.prediction for ask in asks)):
             self._idle.wake()
+
+    def index_texts(self) -> None:
+        """Pass on to the trees: drafters read texts in passes of their own."""
+        self._trees.index_texts()
 
     # ---- learning
 
@@ -226,9 +256,9 @@ class Auto(Proposer):
         """Grow trees while the device computes; ask again where they would pay."""
         live, max_nodes = len(verdicts), self._tuning.probe_nodes
         prices = self._prices(live, max_nodes * live)
-        num_nodes, expected = self._trees.expect([v.seq_id for v in verdicts], prices, max_nodes)
-        brought = self._brought_by(live, num_nodes, expected)
-        idle.weigh(brought.tokens, brought.seconds)
+        trees, expected = self._trees.expect([v.seq_id for v in verdicts], prices, max_nodes)
+        brought = self._brought_by(live, trees, expected)
+        idle.weigh(brought.fair, brought.seconds)
         if not idle.pausing:
             self._log.explain(
                 "asking again; %.2f accepted tokens expected, asking adds %.2f ms to a frame",

@@ -26,6 +26,7 @@ class Candidates {
     // Begin a sequence's next tree: its first end is that of the known text.
     void set_root(Sequence& sequence) const {
         sequence.tree.clear();
+        sequence.read_all();
         sequence.find_table(shared_);
         sequence.find_pool(shared_);
         const std::vector<int32_t>& text = sequence.text.tokens;

@@ -14,6 +14,7 @@
 //   verdicts.h, frame_writer.h, follow_up.h            from a frame's outputs to the next frame
 //   interface.h                                        structs of the C functions
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -50,16 +51,18 @@ struct Drafter {
     TreeGrower grower{tuning, candidates};
     FollowUp follow_up{sequences, learner, grower};
 
+    // A prediction is cut at the first token that is not of the vocabulary: no tree may have it.
     void begin(int64_t id, const int32_t* tokens, size_t num, const char* salt, int64_t salt_len,
                const int32_t* prediction, size_t num_predicted) {
+        const int32_t* outside = std::find_if(prediction, prediction + num_predicted, [&](int32_t token) {
+            return token < 0 || token >= tuning.vocab;
+        });
         auto sequence = std::make_unique<Sequence>(tuning);
-        if (num_predicted) sequence->predict(prediction, num_predicted);
-        sequence->start = sequence->text.tokens.size();
-        sequence->extend(tokens, num);
+        sequence->begin(tokens, num, prediction, outside - prediction);
         if (salt_len >= 0) {
             sequence->shares = true;
             sequence->salt.assign(salt, salt_len);
-            if (tuning.rows) shared.open_table(sequence->salt);
+            if (tuning.rows) sequence->rows_kept = shared.open_table(sequence->salt);
         }
         sequences.add(id, std::move(sequence));
     }
@@ -67,6 +70,7 @@ struct Drafter {
     void forget(int64_t id, bool store) {
         const std::unique_ptr<Sequence> sequence = sequences.take(id);
         if (sequence == nullptr || !store || !tuning.suffixes || !sequence->shares) return;
+        if (!sequence->unread.empty()) return;
         const std::vector<int32_t>& text = sequence->text.tokens;
         const int64_t num = static_cast<int64_t>(text.size() - sequence->start);
         if (num >= 2) shared.store(sequence->salt, text.data() + sequence->start, num);
@@ -80,13 +84,12 @@ struct Drafter {
         damaged = false;
     }
 
-    // Drop tables, stored texts and rows. Texts and estimates stay.
+    // Drop tables, stored texts and rows. Texts and estimates stay; a table is made again with its first row.
     void clear() {
         shared.clear();
         for (const auto& [id, sequence] : sequences) {
             sequence->tree.clear();
             sequence->drop_rows();
-            if (tuning.rows && sequence->shares) shared.open_table(sequence->salt);
         }
     }
 
@@ -131,6 +134,14 @@ int64_t drafter_begin(Drafter* drafter, int64_t id, const int32_t* tokens, int64
     });
 }
 
+// Index at most so many tokens of a sequence that was begun. Returns how many are left; 0 for an unknown one.
+int64_t drafter_index(Drafter* drafter, int64_t id, int64_t most) {
+    return guarded(drafter, [&]() -> int64_t {
+        Sequence* sequence = drafter->sequences.get(id);
+        return sequence == nullptr ? 0 : static_cast<int64_t>(sequence->read(most));
+    });
+}
+
 // `num_tokens` and `num_rows` by sequence; `tokens` and `path` (the row that chose each token), `inputs` and
 // `ids` [rows, 8] of all sequences one after another. Sequences that are not known are passed over.
 int64_t drafter_commit(Drafter* drafter, int64_t num, const int64_t* ids, const int64_t* num_tokens,
@@ -154,26 +165,28 @@ int64_t drafter_commit(Drafter* drafter, int64_t num, const int64_t* ids, const 
 // The number of nodes of all trees, at most `budget`; `counts` by sequence, the other outputs one tree after
 // another; -2 for an unknown sequence, -1 where memory ran out. `seconds` has budget + 1 entries.
 int64_t drafter_grow(Drafter* drafter, int64_t num, const int64_t* ids, const int64_t* max_nodes,
-                     const int64_t* max_depths, double live, const double* seconds, int64_t budget, double min_prob,
-                     int64_t* counts, int32_t* tokens, int32_t* parents, double* probs, double* brought) {
+                     const int64_t* max_depths, int64_t live, double own, double gap, const double* seconds,
+                     int64_t budget, double min_prob, int64_t* counts, int32_t* tokens, int32_t* parents, double* probs, double* brought) {
     for (int64_t i = 0; i < num; i++)
         if (drafter->sequences.get(ids[i]) == nullptr) return -2;
     return guarded(drafter, [&] {
         drafter->grower.clear();
         for (int64_t i = 0; i < num; i++)
             drafter->grower.add(*drafter->sequences.get(ids[i]), {max_nodes[i], max_depths[i], nullptr, nullptr});
-        return drafter->grower.grow({live, seconds, budget, min_prob}, {counts, tokens, parents, probs, brought});
+        return drafter->grower.grow({live, own, gap, seconds, budget, min_prob},
+                                    {counts, tokens, parents, probs, brought});
     });
 }
 
 // The verdicts of a frame, then trees as drafter_grow() gives them, with a count for every sequence, and the next
 // frame. -3, and nothing is changed: a sequence is not known or has too few pages, or all have ended.
-int64_t drafter_follow_up(Drafter* drafter, const FrameToFollow* frame, const FrameOutputs* outputs, double live,
-                          const double* seconds, int64_t budget, double min_prob, int64_t* counts, int32_t* tokens,
-                          int32_t* parents, double* probs, double* brought, NextFrame* next) {
+int64_t drafter_follow_up(Drafter* drafter, const FrameToFollow* frame, const FrameOutputs* outputs, int64_t live,
+                          double own, double gap, const double* seconds, int64_t budget, double min_prob,
+                          int64_t* counts, int32_t* tokens, int32_t* parents, double* probs, double* brought,
+                          NextFrame* next) {
     return guarded(drafter, [&]() -> int64_t {
         if (!drafter->follow_up.judge(*frame, *outputs)) return -3;
-        return drafter->follow_up.run(*frame, *outputs, {live, seconds, budget, min_prob},
+        return drafter->follow_up.run(*frame, *outputs, {live, own, gap, seconds, budget, min_prob},
                                       {counts, tokens, parents, probs, brought}, *next);
     });
 }

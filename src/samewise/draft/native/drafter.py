@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from samewise.draft import estimates, suffix_counts
-from samewise.draft.recycle import WIDTH
+from samewise.draft.recycle import WIDTH, max_tables
 from samewise.draft.tree import DraftTree, Limit, RowPrices
 from samewise.draft.tree_drafter import Committed, Memory, Sources
 from samewise.draft.tuning import DEFAULTS, TreeTuning
@@ -74,10 +74,10 @@ def _tuning(vocab: int, sources: Sources, tuning: TreeTuning) -> _Tuning:
         max_context=suffixes.max_context, max_successors=suffixes.max_successors,
         store_entries=suffixes.store_entries, max_pools=suffixes.max_pools,
         stored_tokens=suffixes.stored_tokens, min_resync=suffixes.min_resync,
-        deep_ranks=tuning.deep_ranks, num_rows=tuning.num_rows, max_tables=tuning.max_tables,
-        check_nodes=tuning.check_nodes, max_length=suffix_counts.MAX_LENGTH,
-        num_shares=suffix_counts.NUM_SHARES, max_total=suffix_counts.MAX_TOTAL,
-        max_distance=estimates.MAX_DISTANCE, own=estimates.OWN,
+        deep_ranks=tuning.deep_ranks, num_rows=tuning.num_rows,
+        max_tables=max_tables(vocab, tuning.table_bytes), check_nodes=tuning.check_nodes,
+        max_length=suffix_counts.MAX_LENGTH, num_shares=suffix_counts.NUM_SHARES,
+        max_total=suffix_counts.MAX_TOTAL, max_distance=estimates.MAX_DISTANCE, own=estimates.OWN,
         stored=estimates.STORED, recycled=estimates.RECYCLED, runners_up=estimates.RUNNERS_UP[0],
         predicted=estimates.PREDICTED, occurred=estimates.OCCURRED, again=estimates.AGAIN,
         step=learning.step, first_squares=learning.first_squares, max_squares=learning.max_squares,
@@ -89,16 +89,15 @@ def _library() -> ctypes.CDLL:
     """The library, its functions declared. MachineError where it cannot be built."""
     library = library_of(SOURCE)
     address, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    prices = [whole, real, real, address, whole, real]  # live, own, gap, seconds, budget, min_prob
     declared = {
         "new": (address, [ctypes.POINTER(_Tuning), address]),
         "delete": (None, [address]),
         "begin": (whole, [address, whole, address, whole, ctypes.c_char_p, whole, address, whole]),
+        "index": (whole, [address, whole, whole]),
         "commit": (whole, [address, whole, *[address] * 7]),
-        "grow": (whole, [address, whole, *[address] * 3, real, address, whole, real, *[address] * 5]),
-        "follow_up": (
-            whole,
-            [*[address] * 3, real, address, whole, real, *[address] * 6],
-        ),
+        "grow": (whole, [address, whole, *[address] * 3, *prices, *[address] * 5]),
+        "follow_up": (whole, [*[address] * 3, *prices, *[address] * 6]),
         "forget": (whole, [address, whole, whole]),
         "recover": (None, [address]),
         "clear": (whole, [address]),
@@ -175,7 +174,7 @@ class NativeFollower:
         self._numbers, self._next_pages = np.empty(size, np.int32), np.empty(len(self._pages), np.int32)
         self._next = _NextFrame(self._numbers.ctypes.data, self._next_pages.ctypes.data)
         self._arguments = (
-            prices.live, _address(self._seconds), budget, min_prob, *trees.addresses,
+            prices.live, prices.own, prices.gap, _address(self._seconds), budget, min_prob, *trees.addresses,
             ctypes.addressof(self._next),
         )  # fmt: skip
 
@@ -217,7 +216,7 @@ class NativeDrafter:
     def begin(
         self, seq_id: int, tokens: list[int], salt: bytes | None, prediction: Sequence[int] = ()
     ) -> None:
-        """Index a text. Without a salt nothing of it is shared, and no other text serves it."""
+        """Take a text. Without a salt nothing of it is shared, and no other text serves it."""
         text, predicted = array("i", tokens), array("i", prediction)
         salt_len = -1 if salt is None else len(salt)
         self._check(
@@ -226,6 +225,12 @@ class NativeDrafter:
                 _address(predicted), len(predicted),
             )
         )  # fmt: skip
+
+    def index(self, seq_id: int, max_tokens: int) -> int:
+        """Index so many tokens of a text that was begun; returns how many are left."""
+        left: int = self._library.drafter_index(self._handle, seq_id, max_tokens)
+        self._check(left)
+        return left
 
     def commit(self, frame: list[Committed]) -> None:
         """Learn from the last trees, keep the rows' candidates, and append the tokens."""
@@ -262,7 +267,7 @@ class NativeDrafter:
         seconds = prices.seconds if isinstance(prices.seconds, array) else array("d", prices.seconds)
         written = self._library.drafter_grow(
             self._handle, num, _address(seq_ids), _address(max_nodes), _address(max_depths), prices.live,
-            _address(seconds), budget, min_prob, *trees.addresses,
+            prices.own, prices.gap, _address(seconds), budget, min_prob, *trees.addresses,
         )  # fmt: skip
         self._check(written)
         return trees.read(num)

@@ -27,13 +27,14 @@ struct Committed {
 
 class Learner {
   public:
-    Learner(const DrafterTuning& tuning, const Shared& shared, Estimates& estimates)
+    Learner(const DrafterTuning& tuning, Shared& shared, Estimates& estimates)
         : tuning_(tuning), shared_(shared), estimates_(estimates) {}
 
     // Learn from the last tree, keep the rows' candidates, and append the tokens.
     void commit(Sequence& sequence, const Committed& committed) const {
         const int32_t* tokens = committed.tokens;
         const int64_t num = committed.num_tokens;
+        sequence.read_all();
         learn(sequence, tokens, num);
         if (tuning_.rows) {
             keep_rows(sequence, committed);
@@ -60,6 +61,7 @@ class Learner {
     // Recycle all rows, those of committed tokens last.
     void keep_rows(Sequence& sequence, const Committed& committed) const {
         if (!committed.num_rows) return;
+        if (sequence.shares) sequence.rows_kept = shared_.use_table(sequence.salt, sequence.rows_kept);
         sequence.find_table(shared_);
         const int32_t *path = committed.path, *path_end = path + committed.num_tokens;
         const auto keep = [&](int64_t row) {
@@ -98,7 +100,7 @@ class Learner {
     }
 
     const DrafterTuning& tuning_;
-    const Shared& shared_;
+    Shared& shared_;
     Estimates& estimates_;
 };
 

@@ -43,8 +43,11 @@ struct Sequence {
     TokenSet seen;
     size_t start = 0;
     Prediction prediction;
+    std::vector<int32_t> unread;  // of the prediction, kSeparator and the text: what is indexed by and by
+    size_t num_read = 0;          // of these
     bool shares = false;  // with others of its salt
     std::string salt;
+    uint64_t rows_kept = 0;  // by Shared's clock: when the sequence last had a table, or rows for one
     int num_beaten = 0;
     Runners beaten[kMaxRows];                   // of the last committed rows, the latest first
     std::unordered_map<int32_t, Row> recycled;  // by token, where the sequence does not share
@@ -54,11 +57,36 @@ struct Sequence {
     Table* table = nullptr;
     Limit limit;
 
-    void predict(const int32_t* tokens, size_t num) {
-        prediction.tokens.assign(tokens, tokens + num);
-        prediction.cursor = 0;
-        extend(tokens, num);
-        text.separate();
+    // The text to index, behind what the caller predicts of its end.
+    void begin(const int32_t* tokens, size_t num, const int32_t* predicted, size_t num_predicted) {
+        unread.reserve(num_predicted + 1 + num);
+        if (num_predicted) {
+            prediction.tokens.assign(predicted, predicted + num_predicted);
+            prediction.cursor = 0;
+            unread.assign(predicted, predicted + num_predicted);
+            unread.push_back(kSeparator);
+        }
+        start = unread.size();
+        unread.insert(unread.end(), tokens, tokens + num);
+    }
+
+    // Index at most so many tokens. Returns how many are left.
+    size_t read(size_t most) {
+        const size_t end = std::min(unread.size(), num_read + most);
+        for (; num_read < end; num_read++) {
+            if (unread[num_read] == kSeparator)
+                text.separate();
+            else
+                extend(&unread[num_read], 1);
+        }
+        if (num_read < unread.size()) return unread.size() - num_read;
+        unread = std::vector<int32_t>();
+        num_read = 0;
+        return 0;
+    }
+
+    void read_all() {
+        if (!unread.empty()) read(unread.size());
     }
 
     void extend(const int32_t* tokens, size_t num) {
@@ -95,7 +123,8 @@ struct Sequence {
     }
 
     size_t nbytes() const {
-        return text.nbytes() + seen.nbytes() + prediction.tokens.capacity() * sizeof(int32_t) +
+        return text.nbytes() + seen.nbytes() +
+               (prediction.tokens.capacity() + unread.capacity()) * sizeof(int32_t) +
                recycled.size() * 64 + tree.nbytes();
     }
 };

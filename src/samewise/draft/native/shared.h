@@ -13,6 +13,7 @@
 #include <new>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "interface.h"
@@ -98,16 +99,27 @@ class Shared {
     Pool* pool(const std::string& salt) const { return find(pools_, salt); }
     Table* table(const std::string& salt) const { return find(tables_, salt); }
 
-    void open_table(const std::string& salt) {
-        auto& table = tables_[salt];
-        if (!table) table = std::make_unique<Table>(tuning_.vocab);
+    // Make the salt's table, or keep it: it is the latest now. Returns the time.
+    uint64_t open_table(const std::string& salt) {
+        Table* table = find(tables_, salt);
+        if (table == nullptr) table = add(tables_, salt, std::make_unique<Table>(tuning_.vocab));
         table->used = ++clock_;
         drop_oldest(tables_, tuning_.max_tables);
+        return clock_;
+    }
+
+    // Keep the salt's table for a sequence that last had rows for it at `last`, or make it again where one is
+    // free or was not used since. Returns the time.
+    uint64_t use_table(const std::string& salt, uint64_t last) {
+        if (find(tables_, salt) != nullptr || static_cast<int64_t>(tables_.size()) < tuning_.max_tables ||
+            oldest(tables_)->second->used < last)
+            return open_table(salt);
+        return ++clock_;
     }
 
     void store(const std::string& salt, const int32_t* tokens, int64_t num) {
-        auto& pool = pools_[salt];
-        if (!pool) pool = std::make_unique<Pool>();
+        Pool* pool = find(pools_, salt);
+        if (pool == nullptr) pool = add(pools_, salt, std::make_unique<Pool>());
         pool->used = ++clock_;
         pool->add(tokens, num, tuning_);
         drop_oldest(pools_, tuning_.max_pools);
@@ -141,14 +153,23 @@ class Shared {
         return found == kept.end() ? nullptr : found->second.get();
     }
 
+    // Made before there is an entry: none is null, also where memory runs out.
+    template <typename Kept>
+    static Kept* add(BySalt<Kept>& kept, const std::string& salt, std::unique_ptr<Kept> made) {
+        return kept.emplace(salt, std::move(made)).first->second.get();
+    }
+
+    // Of at least one.
+    template <typename Kept>
+    static typename BySalt<Kept>::const_iterator oldest(const BySalt<Kept>& kept) {
+        return std::min_element(kept.begin(), kept.end(), [](const auto& a, const auto& b) {
+            return a.second->used < b.second->used;
+        });
+    }
+
     template <typename Kept>
     static void drop_oldest(BySalt<Kept>& kept, int64_t most) {
-        while (static_cast<int64_t>(kept.size()) > most) {
-            auto oldest = kept.begin();
-            for (auto i = kept.begin(); i != kept.end(); ++i)
-                if (!i->second || (oldest->second && i->second->used < oldest->second->used)) oldest = i;
-            kept.erase(oldest);
-        }
+        while (static_cast<int64_t>(kept.size()) > most) kept.erase(oldest(kept));
     }
 
     int64_t stored_entries() const {

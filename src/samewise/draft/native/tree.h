@@ -26,9 +26,10 @@ struct Limit {
     bool stops_at(int32_t token) const { return std::find(stop_ids, stop_ids_end, token) != stop_ids_end; }
 };
 
-// What nodes cost: `seconds` of a frame with 0 to `budget` nodes. `live`: tokens that it commits without any.
+// What nodes cost: `seconds` of a frame with 0 to `budget` nodes. The other fields are tree.py's.
 struct Prices {
-    double live;
+    int64_t live;
+    double own, gap;
     const double* seconds;
     int64_t budget;
     double min_prob;

@@ -6,9 +6,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <utility>
+#include <functional>
 #include <vector>
 
 #include "sequences.h"
@@ -18,23 +19,24 @@ namespace samewise::drafting {
 
 class TreeCutter {
   public:
-    // Write the most probable nodes of all trees that bring most tokens per second. Returns their number.
-    int64_t cut(const std::vector<Sequence*>& grown, const Prices& prices, const Trees& trees) {
-        sort_nodes(grown);
-        double best = prices.live / prices.seconds[0], expected = 0.0;
+    // Write the nodes of all trees that bring most in logarithms of tokens per second. Returns their number.
+    // `costs`: by number of nodes, in such logarithms.
+    int64_t cut(const std::vector<Sequence*>& grown, double own, const std::vector<double>& costs, const Trees& trees) {
+        sort_nodes(grown, own);
+        double best = 0.0, gain = 0.0, expected = 0.0;
         size_t num = 0;
         *trees.brought = 0.0;
         for (size_t i = 0; i < nodes_.size(); i++) {
-            expected += nodes_[i].first;
-            const double throughput = (prices.live + expected) / prices.seconds[i + 1];
-            if (throughput > best) {
-                best = throughput;
+            gain += std::log1p(nodes_[i].share);
+            expected += nodes_[i].prob;
+            if (gain - costs[i + 1] > best) {
+                best = gain - costs[i + 1];
                 num = i + 1;
                 *trees.brought = expected;
             }
         }
         std::fill(trees.counts, trees.counts + grown.size(), 0);
-        for (size_t i = 0; i < num; i++) trees.counts[nodes_[i].second]++;
+        for (size_t i = 0; i < num; i++) trees.counts[nodes_[i].tree]++;
         int64_t written = 0;
         for (size_t i = 0; i < grown.size(); i++) {
             const int64_t kept = trees.counts[i];
@@ -47,14 +49,26 @@ class TreeCutter {
     }
 
   private:
-    // The probabilities of all nodes, highest first, of equals those of earlier trees.
-    void sort_nodes(const std::vector<Sequence*>& grown) {
+    struct Candidate {
+        double share, prob;  // the probability over the tokens expected without this node, and itself
+        int32_t tree;
+    };
+
+    // All nodes by falling share, of equals those of earlier trees.
+    void sort_nodes(const std::vector<Sequence*>& grown, double own) {
         nodes_.clear();
-        for (size_t i = 0; i < grown.size(); i++)
-            for (const TreeNode& node : grown[i]->tree.nodes) nodes_.emplace_back(node.prob, static_cast<int32_t>(i));
-        std::sort(nodes_.begin(), nodes_.end(), [](const auto& a, const auto& b) {
-            return a.first != b.first ? a.first > b.first : a.second < b.second;
-        });
+        for (size_t i = 0; i < grown.size(); i++) {
+            probs_.clear();
+            for (const TreeNode& node : grown[i]->tree.nodes) probs_.push_back(node.prob);
+            std::sort(probs_.begin(), probs_.end(), std::greater<double>());
+            double tokens = own;
+            for (const double prob : probs_) {
+                nodes_.push_back({prob / tokens, prob, static_cast<int32_t>(i)});
+                tokens += prob;
+            }
+        }
+        std::stable_sort(nodes_.begin(), nodes_.end(),
+                         [](const Candidate& a, const Candidate& b) { return a.share > b.share; });
     }
 
     // The `kept` most probable nodes, depth first, the likeliest child first, but none after a stop id. Returns
@@ -97,7 +111,8 @@ class TreeCutter {
         }
     }
 
-    std::vector<std::pair<double, int32_t>> nodes_;  // of all trees: probability, tree
+    std::vector<Candidate> nodes_;  // of all trees
+    std::vector<double> probs_;     // of one tree
     std::vector<int32_t> sorted_, first_child_, next_sibling_, place_, stack_;
 };
 
