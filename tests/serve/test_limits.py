@@ -91,7 +91,6 @@ def test_silent_connections_do_not_keep_others_out() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on files")
 def test_connections_are_accepted_again_once_there_are_files(caplog: pytest.LogCaptureFixture) -> None:
-    import encodings.idna  # noqa: F401 - the first connection imports it, for which it needs a file
     import resource
 
     began = time.monotonic()
