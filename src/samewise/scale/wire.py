@@ -16,7 +16,8 @@ from samewise.types import Delta, Finish, Received
 
 LENGTH = struct.Struct("!I")
 WANTED = struct.Struct("!?QI")  # whether a job's tokens are wanted from now on; its number and attempt
-ROUTER_BYTES, SECRET_BYTES = 16, 32
+ROUTER_BYTES = 16
+SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
