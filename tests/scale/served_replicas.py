@@ -94,7 +94,7 @@ class _Call:
 
 
 class ServedReplicas:
-    """A handle of replicas, and the roster. Jobs go to the least busy one that is not to be avoided."""
+    """A handle of replicas, and the roster. Jobs go to the one that got fewest of those not to be avoided."""
 
     def __init__(self, engines: list[Engine], limits: ChannelLimits = LIMITS) -> None:
         self._limits = limits
@@ -152,8 +152,8 @@ class ServedReplicas:
         return self
 
     def remote(self, job: Job) -> _Call:
-        ranked = sorted(self.servers, key=lambda name: (name in job.avoid, self.open[name], name))
-        name = ranked[0]
+        sent = [name for name, _ in self.jobs]
+        name = min(self.servers, key=lambda name: (name in job.avoid, sent.count(name), name))
         self.jobs.append((name, job))
         return _Call(self._loop, self._answer(name, job))
 
