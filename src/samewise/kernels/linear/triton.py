@@ -212,6 +212,7 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
 
 __all__ = [
     "HOPPER_SHARED_BYTES",
+    "INTERPRETED",
     "NAME",
     "PROCESSORS",
     "WIDE_TILES",
