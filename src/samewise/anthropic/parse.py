@@ -18,12 +18,15 @@ from samewise.openai.parse import ParsedRequest, ParseOptions, validate
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     # name: (values that change nothing, what to do instead)
     "container": ((), "is not supported; this server runs no code"),
+    "input": (("", []), "is not known here; use messages"),
+    "instructions": (("",), "is not known here; use system"),
     "max_completion_tokens": ((), "is not known here; use max_tokens"),
     "mcp_servers": (([],), "is not supported; the server has no network access"),
     "n": ((1,), "is not supported; a message is one answer"),
-    "prompt": ((), "is not known here; use messages"),
+    "prompt": (("", []), "is not known here; use messages"),
     "response_format": ((), "is not known here; use output_config.format"),
     "stop": ((), "is not known here; use stop_sequences"),
+    "text": (({"format": {"type": "text"}},), "is not known here; use output_config.format"),
 }
 """Fields that would change the output and cannot be honoured, beside those that a chat refuses."""
 
@@ -88,8 +91,9 @@ def _parse(body: CountTokensBody, options: ParseOptions, own: dict[str, Any]) ->
         "tool_choice": choice,
         "parallel_tool_calls": parallel,
         "response_format": _response_format(config.get("format") or body.output_format),
-        "continue_final_message": True if prefilled else None,
     }  # fmt: skip
+    if prefilled:
+        chat.setdefault("continue_final_message", True)
     if (effort := config.get("effort")) is not None:
         chat["reasoning_effort"] = effort
     if "enable_thinking" not in chat:

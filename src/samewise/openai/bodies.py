@@ -263,6 +263,7 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "bad_words_ids": ((), "is not supported; use bad_words"),
     "best_of": ((1,), "is not supported; ask for n answers and choose"),
     "chat_template": ((), "is not taken from requests; the model's own is used"),
+    "conversation": ((), "is not supported; send the whole conversation"),
     "custom_logit_processor": ((), "is not supported; use logit_bias"),
     "do_sample": ((), "is not known here; use temperature, 0 is greedy"),
     "documents": ((), "is not supported; put them into a message"),
@@ -282,6 +283,7 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "guided_json_object": ((False,), "is not supported; use response_format"),
     "guided_regex": ((), "is not supported; use response_format"),
     "guided_whitespace_pattern": ((), "is not supported; use response_format"),
+    "include": (([],), "is for /v1/responses; use logprobs"),
     "json_schema": ((), "is not supported; use response_format"),
     "length_penalty": ((1, 1.0), "is not supported; there is no beam search"),
     "logits_processors": (([],), "is not supported; use logit_bias"),
@@ -289,6 +291,7 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "lora_path": ((), "is not supported; serve the merged weights"),
     "max_length": ((), "is not known here; use max_tokens"),
     "max_new_tokens": ((), "is not known here; use max_tokens"),
+    "max_output_tokens": ((), "is not known here; use max_tokens"),
     "min_new_tokens": ((0,), "is not known here; use min_tokens"),
     "mirostat": ((0,), "is not supported; use temperature and top_p"),
     "mirostat_mode": ((0,), "is not supported; use temperature and top_p"),
@@ -300,7 +303,10 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "num_beams": ((1,), "is not supported; ask for n answers and choose"),
     "num_predict": ((), "is not known here; use max_tokens"),
     "num_return_sequences": ((1,), "is not known here; use n"),
+    "output_config": (({},), "is not known here; use response_format, or /v1/messages"),
+    "output_format": ((), "is not known here; use response_format"),
     "penalty_alpha": ((0,), "is not supported; use repetition_penalty"),
+    "previous_response_id": ((), "is for /v1/responses; send the whole conversation"),
     "prompt_embeds": ((), "is not supported; give text or token ids"),
     "reasoning": ((), "is not known here; use reasoning_effort, or /v1/responses"),
     "reasoning_budget": ((-1,), "is not supported; use max_tokens"),
@@ -314,6 +320,8 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "stop_regex": (([], ""), "is not supported; use stop"),
     "stop_sequences": (([],), "is not known here; use stop"),
     "suffix": (("",), "is not supported; this server continues text"),
+    "t_max_predict_ms": ((-1, 0), "is not supported; limit the tokens"),
+    "text": (({"format": {"type": "text"}},), "is not known here; use response_format, or /v1/responses"),
     "tfs_z": ((1, 1.0), "is not supported; use top_p or min_p"),
     "thinking": ((), "is not known here; use enable_thinking, or /v1/messages"),
     "thinking_budget": ((), "is not supported; use max_tokens"),
@@ -321,28 +329,45 @@ UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "thinking_token_budget": ((), "is not supported; use max_tokens"),
     "top_a": ((0,), "is not supported; use top_p or min_p"),
     "top_n_sigma": ((-1, 0), "is not supported; use top_p or min_p"),
+    "truncation": (("disabled",), "is not known here; use truncate_prompt_tokens"),
     "typical": ((1,), "is not supported; use top_p or min_p"),
     "typical_p": ((1, 1.0), "is not supported; use top_p or min_p"),
     "use_beam_search": ((False,), "is not supported; ask for n answers and choose"),
     "web_search_options": ((), "is not supported; the server has no network access"),
     "xtc_probability": ((0,), "is not supported; use top_p or min_p"),
 }
-"""Fields that would change the output and cannot be honoured."""
+"""Fields that would change the output and cannot be honoured: neither by completions nor by chats."""
 
-CHAT_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
-    "enable_thinking": ((), f"is for conversations; use {CHAT}"),
+_CONVERSATIONS = f"is for conversations; use {CHAT}"
+
+COMPLETION_UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
+    "add_generation_prompt": ((), _CONVERSATIONS),
+    "chat_template_kwargs": (({},), _CONVERSATIONS),
+    "continue_final_message": ((False,), _CONVERSATIONS),
+    "enable_thinking": ((), _CONVERSATIONS),
+    "include_reasoning": ((True,), _CONVERSATIONS),
+    "input": (("", []), "is not known here; use prompt"),
+    "instructions": (("",), "is for conversations; put them into the prompt"),
     "max_completion_tokens": ((), "is for conversations; use max_tokens"),
-    "reasoning_effort": (("none",), f"is for conversations; use {CHAT}"),
-    "tool_choice": (("none", "auto"), f"is for conversations; use {CHAT}"),
-    "tools": (([],), f"is for conversations; use {CHAT}"),
+    "messages": (([],), _CONVERSATIONS),
+    "reasoning_effort": (("none",), _CONVERSATIONS),
+    "special_tokens_in_content": ((True,), "is for conversations; give the prompt as token ids"),
+    "system": (("", []), "is for conversations; put it into the prompt"),
+    "tool_choice": (("none", "auto"), _CONVERSATIONS),
+    "tools": (([],), _CONVERSATIONS),
     "top_logprobs": ((0,), "is for conversations; use logprobs"),
+    "verbosity": ((), _CONVERSATIONS),
 }
-"""Fields of chats that completions refuse, in the same form."""
+"""Fields of other endpoints that completions refuse besides, in the same form."""
 
-COMPLETIONS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+CHAT_UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "echo": ((False,), f"is for completions; use {COMPLETIONS}, or continue_final_message"),
+    "input": (("", []), "is not known here; use messages"),
+    "instructions": (("",), "is not known here; use a message of the role system"),
+    "prompt": (("", []), f"is for completions; use messages, or {COMPLETIONS}"),
+    "system": (("", []), "is not known here; use a message of the role system"),
 }
-"""Fields of completions that chats and /tokenize refuse, in the same form."""
+"""Fields of other endpoints that chats and /tokenize refuse besides, in the same form."""
 
 
 # ---- responses
@@ -444,9 +469,9 @@ class VersionReply(TypedDict):
 
 __all__ = [
     "CHAT",
-    "CHAT_ONLY",
+    "CHAT_UNSUPPORTED",
     "COMPLETIONS",
-    "COMPLETIONS_ONLY",
+    "COMPLETION_UNSUPPORTED",
     "MAX_LOGPROBS",
     "MAX_N",
     "ROLE_PATTERN",

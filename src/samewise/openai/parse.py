@@ -19,9 +19,9 @@ from samewise.config import PROPOSERS
 from samewise.errors import CallerError, PromptTooLong
 from samewise.openai.bodies import (
     CHAT,
-    CHAT_ONLY,
+    CHAT_UNSUPPORTED,
+    COMPLETION_UNSUPPORTED,
     COMPLETIONS,
-    COMPLETIONS_ONLY,
     MAX_LOGPROBS,
     MAX_N,
     UNSUPPORTED,
@@ -321,7 +321,7 @@ def refuse_unsupported(body: BaseModel, **neutral: object) -> None:
 
     `neutral` are further values, by field, that change nothing.
     """
-    elsewhere = CHAT_ONLY if isinstance(body, CompletionBody) else COMPLETIONS_ONLY
+    elsewhere = COMPLETION_UNSUPPORTED if isinstance(body, CompletionBody) else CHAT_UNSUPPORTED
     for name, value in (body.model_extra or {}).items():
         if value is None or (name in neutral and value == neutral[name]):
             continue

@@ -45,8 +45,11 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "messages": ((), "is not known here; use input"),
     "moderation": ((), "is not supported"),
     "n": ((1,), "is not supported; a response is one answer"),
+    "output_config": (({},), "is not known here; use text.format and reasoning.effort"),
+    "output_format": ((), "is not known here; use text.format"),
     "prompt": ((), "is not supported; use input and instructions"),
     "response_format": ((), "is not known here; use text.format"),
+    "system": (("", []), "is not known here; use instructions"),
 }
 """Fields that would change the output and cannot be honoured, beside those that a chat refuses."""
 
