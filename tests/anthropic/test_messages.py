@@ -177,6 +177,10 @@ def test_a_schema_is_a_grammar():
 def test_a_last_message_of_the_assistant_is_continued():
     template = read(messages=[*HELLO, {"role": "assistant", "content": "{"}]).parsed.template
     assert (template["continue_final_message"], template["add_generation_prompt"]) == (True, False)
+    prefilled = [*HELLO, {"role": "assistant", "content": "{"}]
+    assert not read(messages=prefilled, continue_final_message=False).parsed.template.get(
+        "continue_final_message"
+    )
     used = [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]
     template = read(messages=[*HELLO, {"role": "assistant", "content": used}]).parsed.template
     assert "continue_final_message" not in template

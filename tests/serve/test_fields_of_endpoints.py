@@ -115,3 +115,14 @@ def test_a_limit_of_time_is_refused(path: str) -> None:
     assert caught.value.param == "t_max_predict_ms"
     for off in (None, 0, -1):
         assert read(path, t_max_predict_ms=off) == read(path)
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+@pytest.mark.parametrize(("name", "value"), [("explain", True), ("prompt_logprobs", 0)])
+def test_agents_endpoints_refuse_what_their_answers_have_no_place_for(
+    path: str, name: str, value: Any
+) -> None:
+    with pytest.raises(ApiError, match=f"use {CHAT}") as caught:
+        read(path, **{name: value})
+    assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+    assert read(path, explain=False, prompt_logprobs=None) == read(path)

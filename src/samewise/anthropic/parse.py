@@ -11,6 +11,7 @@ from typing import Any
 
 from samewise.anthropic.blocks import chat_messages
 from samewise.anthropic.bodies import CountTokensBody, MessagesBody
+from samewise.openai.bodies import CHAT
 from samewise.openai.errors import invalid, unsupported
 from samewise.openai.exchange import parse_as_chat
 from samewise.openai.parse import ParsedRequest, ParseOptions, validate
@@ -18,12 +19,14 @@ from samewise.openai.parse import ParsedRequest, ParseOptions, validate
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     # name: (values that change nothing, what to do instead)
     "container": ((), "is not supported; this server runs no code"),
+    "explain": ((False,), f"is not supported; use {CHAT}"),
     "input": (("", []), "is not known here; use messages"),
     "instructions": (("",), "is not known here; use system"),
     "max_completion_tokens": ((), "is not known here; use max_tokens"),
     "mcp_servers": (([],), "is not supported; the server has no network access"),
     "n": ((1,), "is not supported; a message is one answer"),
     "prompt": (("", []), "is not known here; use messages"),
+    "prompt_logprobs": ((), f"is not supported; use {CHAT}"),
     "response_format": ((), "is not known here; use output_config.format"),
     "stop": ((), "is not known here; use stop_sequences"),
     "text": (({"format": {"type": "text"}},), "is not known here; use output_config.format"),

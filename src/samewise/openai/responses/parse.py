@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from samewise.openai.bodies import MAX_LOGPROBS
+from samewise.openai.bodies import CHAT, MAX_LOGPROBS
 from samewise.openai.errors import ApiError, invalid, unsupported
 from samewise.openai.exchange import parse_as_chat
 from samewise.openai.nesting import is_longer
@@ -38,6 +38,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     # name: (values that change nothing, what to do instead)
     "background": ((False,), "is not supported; stream the response instead"),
     "conversation": ((), "is not supported; use previous_response_id, or send the items"),
+    "explain": ((False,), f"is not supported; use {CHAT}"),
     "image": ((), "is not supported; text only"),
     "logprobs": ((False,), f"is not known here; use include: [{LOGPROBS!r}], and top_logprobs"),
     "max_completion_tokens": ((), "is not known here; use max_output_tokens"),
@@ -48,6 +49,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "output_config": (({},), "is not known here; use text.format and reasoning.effort"),
     "output_format": ((), "is not known here; use text.format"),
     "prompt": ((), "is not supported; use input and instructions"),
+    "prompt_logprobs": ((), f"is not supported; use {CHAT}"),
     "response_format": ((), "is not known here; use text.format"),
     "system": (("", []), "is not known here; use instructions"),
 }
