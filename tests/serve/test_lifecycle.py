@@ -227,7 +227,7 @@ def test_a_stopped_engine_ends_requests_and_health() -> None:
 def test_an_internal_error_is_logged_and_hidden_from_the_client(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         async with served_app() as served:
-            served.app.state.service._name = None  # calling it raises TypeError
+            served.app.state.service._requests.name = None  # calling it raises TypeError
             response = await served.client.post(COMPLETIONS, json=LONG)
             error = error_of(response)
             assert (response.status_code, error["code"]) == (500, "internal_error")

@@ -20,7 +20,7 @@ from samewise.errors import BadParameter
 from samewise.llm.mailbox import UnreadBudget
 from samewise.openai.replies import encode_slices
 from samewise.openai.stream import StreamWriter
-from samewise.serve import app
+from samewise.serve import answers
 from samewise.serve.connections import RateLimitedWarning
 from samewise.serve.http import EventStream, refuse_crowded
 from samewise.serve.limits import ServeLimits
@@ -545,7 +545,7 @@ def test_health_is_answered_while_large_answers_are_rendered(monkeypatch: pytest
     async def work() -> None:
         async with served_app(on_port=True) as served:
             body = SHORT | {"n": 16, "max_tokens": 100, "logprobs": 20, "ignore_eos": True}
-            monkeypatch.setattr(app, "encode_slices", encode_later)
+            monkeypatch.setattr(answers, "encode_slices", encode_later)
             asking = asyncio.create_task(served.client.post(COMPLETIONS, json=body))
             await wait_until(rendering.is_set)
             assert (await served.client.get("/health")).status_code == 200

@@ -49,7 +49,7 @@ class TrainingRoutes:
     """The handlers, and what an update in pieces has brought so far."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self._service, self._answers = service, service.answers
         self._bodies = SharedBudget(MAX_PIECE)
         self._collected = _Collected()
         self._labels: dict[int, str] = {}  # versions that trainers named, by number
@@ -291,7 +291,7 @@ class TrainingRoutes:
         """vLLM's token-in token-out route."""
         body = await self._body(request)
         request_id = str(body.get("request_id") or request.state.request_id)[:200]
-        (output,) = await self._service.complete(
+        (output,) = await self._answers.complete(
             request, COMPLETIONS, wire.token_request(body), whole_context=True
         )
         return JsonResponse(wire.token_reply(request_id, output))
@@ -300,7 +300,7 @@ class TrainingRoutes:
         """SGLang's route, which slime sends to."""
         body = await self._body(request)
         completion, many = wire.sglang_request(body)
-        outputs = await self._service.complete(request, COMPLETIONS, completion)
+        outputs = await self._answers.complete(request, COMPLETIONS, completion)
         replies = [
             wire.sglang_reply(output, choice, self._label(output.weights_version), wire.sglang_start(body))
             for output in outputs
@@ -311,19 +311,19 @@ class TrainingRoutes:
     async def generate_trl(self, request: Request) -> Response:
         """TRL's route for prompts."""
         (completion,) = wire.trl_request(await self._body(request))
-        return JsonResponse(wire.trl_reply(await self._service.complete(request, COMPLETIONS, completion)))
+        return JsonResponse(wire.trl_reply(await self._answers.complete(request, COMPLETIONS, completion)))
 
     async def chat_trl(self, request: Request) -> Response:
         """TRL's route for conversations."""
         bodies = wire.trl_request(await self._body(request))
-        answers = [self._service.complete(request, CHAT, body) for body in bodies]
+        answers = [self._answers.complete(request, CHAT, body) for body in bodies]
         outputs: list[RequestOutput] = [output for each in await _all(answers) for output in each]
         return JsonResponse(wire.trl_reply(outputs))
 
     async def sequence_logprobs(self, request: Request) -> Response:
         """TRL's route for the log-probabilities of given sequences."""
         completion, lengths, num = wire.sequence_request(await self._body(request))
-        outputs = await self._service.complete(request, COMPLETIONS, completion)
+        outputs = await self._answers.complete(request, COMPLETIONS, completion)
         return JsonResponse(wire.sequence_reply(outputs, lengths, num))
 
     async def _body(self, request: Request, *, large: bool = False) -> wire.Json:
