@@ -139,7 +139,7 @@ def references(bodies: list[tuple[str, dict]]) -> tuple[list[SoakRequest], str]:
     from samewise import LLM
     from samewise.anthropic.exchange import MessagesExchange
     from samewise.openai.exchange import AnswerFacts, OpenAIExchange
-    from samewise.openai.parse import ParseOptions
+    from samewise.openai.request import ParseOptions
     from samewise.openai.responses.exchange import Records, ResponseRecord, ResponsesExchange
 
     llm = LLM.over(make_engine(proposer="none", enable_prefix_caching=False, max_num_seqs=1))

@@ -9,7 +9,7 @@ from jiter import from_json
 
 from samewise.anthropic.exchange import MessagesExchange
 from samewise.openai.exchange import AnswerFacts
-from samewise.openai.parse import ParseOptions
+from samewise.openai.request import ParseOptions
 from samewise.outputs import Chunk, CompletionOutput, RequestMetrics, RequestOutput
 from samewise.params import SamplingParams
 

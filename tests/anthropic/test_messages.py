@@ -9,7 +9,7 @@ from samewise.anthropic.builder import MessageBuilder
 from samewise.anthropic.errors import error_body
 from samewise.anthropic.parse import parse_count, parse_message
 from samewise.openai.errors import ApiError
-from samewise.openai.parse import ParseOptions
+from samewise.openai.request import ParseOptions
 from samewise.params import SamplingParams
 
 TEMPLATE = (

@@ -17,19 +17,15 @@ from samewise.errors import (
     QueueFull,
     UnknownModel,
 )
-from samewise.openai.bodies import CHAT, COMPLETIONS, UNSUPPORTED, Body
+from samewise.openai.bodies import CHAT, COMPLETIONS, Body
 from samewise.openai.errors import ApiError
+from samewise.openai.json_body import read_json
 from samewise.openai.nesting import MAX_NESTING
-from samewise.openai.parse import (
-    SAMPLING_FIELDS,
-    ParsedRequest,
-    ParseOptions,
-    parse,
-    read_json,
-    served_name,
-)
+from samewise.openai.parse import SAMPLING_FIELDS, parse, served_name
 from samewise.openai.replies import encode_json
+from samewise.openai.request import ParsedRequest, ParseOptions
 from samewise.openai.stream import encode_event
+from samewise.openai.unsupported import UNSUPPORTED
 from samewise.params import SamplingParams
 
 USER = [{"role": "user", "content": "hi"}]

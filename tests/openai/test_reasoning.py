@@ -6,13 +6,14 @@ import pytest
 
 from samewise.openai.bodies import CHAT
 from samewise.openai.errors import ApiError
-from samewise.openai.parse import ParseOptions, parse
+from samewise.openai.parse import parse
 from samewise.openai.reasoning import (
     AnswerParser,
     ReasoningFormat,
     reasoning_format_of,
     thinking_kwargs,
 )
+from samewise.openai.request import ParseOptions
 from samewise.openai.tool_calls import ToolCallParser, ToolFormat
 
 THINK = ReasoningFormat("<think>", "</think>")

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from samewise.openai.bodies import CHAT, COMPLETIONS
-from samewise.openai.parse import ParsedRequest, parse
+from samewise.openai.parse import parse
 from samewise.openai.replies import respond
+from samewise.openai.request import ParsedRequest
 from samewise.openai.stream import StreamWriter, encode_event, join_chunks
 from samewise.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 

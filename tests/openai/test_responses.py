@@ -8,8 +8,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from samewise.openai.errors import ApiError
-from samewise.openai.parse import ParseOptions
 from samewise.openai.replies import encode_json, encode_slices
+from samewise.openai.request import ParseOptions
 from samewise.openai.responses.builder import ResponseBuilder
 from samewise.openai.responses.exchange import Records, ResponseRecord, ResponsesExchange
 from samewise.openai.responses.items import input_items, messages_of, seal

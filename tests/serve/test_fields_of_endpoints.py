@@ -9,7 +9,8 @@ from samewise.anthropic.bodies import MESSAGES, MessagesBody
 from samewise.anthropic.parse import parse_message
 from samewise.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody
 from samewise.openai.errors import ApiError
-from samewise.openai.parse import ParsedRequest, ParseOptions, parse
+from samewise.openai.parse import parse
+from samewise.openai.request import ParsedRequest, ParseOptions
 from samewise.openai.responses.bodies import RESPONSES, ResponsesBody
 from samewise.openai.responses.parse import parse_response
 from samewise.params import SamplingParams

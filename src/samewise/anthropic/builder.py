@@ -9,8 +9,8 @@ import json
 from hashlib import sha256
 from typing import Any
 
+from samewise.openai.json_body import load_json
 from samewise.openai.nesting import MAX_NESTING, nests_deeper
-from samewise.openai.parse import load_json
 
 Event = dict[str, Any]
 

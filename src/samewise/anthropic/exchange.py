@@ -11,8 +11,8 @@ from samewise.anthropic.errors import error_body
 from samewise.anthropic.parse import ParsedMessage, parse_message
 from samewise.openai.errors import ApiError, unavailable
 from samewise.openai.exchange import AnswerFacts, ChoiceDeltas, EventWriter, Receipts, kept_bytes, named_event
-from samewise.openai.parse import ParsedRequest, ParseOptions
 from samewise.openai.replies import chat_logprobs, weights_fields
+from samewise.openai.request import ParsedRequest, ParseOptions
 from samewise.outputs import Chunk, CompletionOutput, RequestOutput
 
 

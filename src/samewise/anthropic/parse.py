@@ -14,7 +14,8 @@ from samewise.anthropic.bodies import CountTokensBody, MessagesBody
 from samewise.openai.bodies import CHAT
 from samewise.openai.errors import invalid, unsupported
 from samewise.openai.exchange import parse_as_chat
-from samewise.openai.parse import ParsedRequest, ParseOptions, validate
+from samewise.openai.json_body import validate
+from samewise.openai.request import ParsedRequest, ParseOptions
 
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     # name: (values that change nothing, what to do instead)

@@ -22,8 +22,9 @@ from samewise.jobs.batch_file import BatchLine, OutputFile, OutputLine, is_answe
 from samewise.llm.answer import Answer
 from samewise.llm.step_loop import StepLoop
 from samewise.openai.errors import ApiError
-from samewise.openai.parse import ParsedRequest, ParseOptions, parse, served_name
+from samewise.openai.parse import parse, served_name
 from samewise.openai.replies import refuse_aborted, respond
+from samewise.openai.request import ParsedRequest, ParseOptions
 from samewise.outputs import RequestOutput
 from samewise.receipts import SigningKey, is_complete
 from samewise.text.compile_process import ChildLost

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from samewise.openai.bodies import CHAT
 from samewise.openai.errors import ApiError
-from samewise.openai.parse import DeltaParser, ParsedRequest, ParseOptions, parse
+from samewise.openai.parse import parse
 from samewise.openai.replies import BytesOfToken, DecodeTokens, respond
+from samewise.openai.request import DeltaParser, ParsedRequest, ParseOptions
 from samewise.openai.stream import DONE, StreamWriter, encode_event, encode_large_event
 from samewise.outputs import Chunk, RequestOutput
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from samewise.openai.bodies import CompletionReply, Usage
 from samewise.openai.errors import ApiError
-from samewise.openai.parse import ParsedRequest
 from samewise.openai.reasoning import DecodeTokens
+from samewise.openai.request import ParsedRequest
 from samewise.outputs import ABORTED, CompletionOutput, Logprob, RequestOutput
 
 BytesOfToken = Callable[[int], bytes | None]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from samewise.openai.parse import DeltaParser, ParsedRequest
 from samewise.openai.replies import (
     BytesOfToken,
     DecodeTokens,
@@ -22,6 +21,7 @@ from samewise.openai.replies import (
     usage_of,
     weights_fields,
 )
+from samewise.openai.request import DeltaParser, ParsedRequest
 from samewise.outputs import ABORTED, Chunk, RequestOutput
 
 DONE = b"data: [DONE]\n\n"

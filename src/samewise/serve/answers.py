@@ -19,8 +19,8 @@ from samewise.errors import CallerError, MachineError, SamewiseError
 from samewise.llm.mailbox import UnreadBudget
 from samewise.openai.errors import ApiError, unavailable
 from samewise.openai.exchange import AnswerFacts, EventWriter, Exchange, OpenAIExchange, Reader
-from samewise.openai.parse import ParsedRequest, ParseOptions
 from samewise.openai.replies import encode_json, encode_slices, refuse_aborted
+from samewise.openai.request import ParsedRequest, ParseOptions
 from samewise.openai.stream import join_chunks
 from samewise.outputs import Chunk, RequestOutput
 from samewise.receipts import Receipt, is_complete

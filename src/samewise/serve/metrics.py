@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from samewise.contract import Contract
 from samewise.errors import SamewiseError
-from samewise.openai.parse import ParsedRequest
+from samewise.openai.request import ParsedRequest
 from samewise.outputs import RequestOutput
 from samewise.serve.settings import ServeSettings
 from samewise.serve.worker import State, Worker

@@ -23,10 +23,12 @@ from samewise.openai.bodies import (
     TokenizeReply,
 )
 from samewise.openai.errors import ApiError, invalid
+from samewise.openai.json_body import validate
 from samewise.openai.messages import conversation, template_kwargs
-from samewise.openai.parse import refuse_unsupported, template_tools, thinking_fields, validate
+from samewise.openai.parse import template_tools, thinking_fields
 from samewise.openai.replies import encode_slices
 from samewise.openai.tokenizer_info import tokenizer_info
+from samewise.openai.unsupported import refuse_unsupported
 from samewise.serve.http import JsonResponse, SlicedResponse, until_disconnect
 from samewise.serve.requests import Requests
 from samewise.serve.settings import ServeSettings

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from samewise.llm.aio import AsyncLLM
-from samewise.openai.parse import ParseOptions, read_json, served_name
+from samewise.openai.json_body import read_json
+from samewise.openai.parse import served_name
+from samewise.openai.request import ParseOptions
 from samewise.serve.http import HeldBody, refuse_crowded
 from samewise.serve.settings import ServeSettings
 from samewise.serve.threads import FairThreads

@@ -85,7 +85,7 @@ def gather_keys(given: Iterable[str] = (), file: Path | None = None) -> Keys:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
-    """The server's settings. Limits of single bodies are in openai.parse.ParseOptions.
+    """The server's settings. Limits of single bodies are in openai.request.ParseOptions.
 
     Without a key, web pages of other origins than `allowed_origins` are refused: a browser would let any page
     that its user visits send requests to this server.

@@ -18,7 +18,7 @@ from samewise.llm.gate import check_mode
 from samewise.openai import training as wire
 from samewise.openai.bodies import CHAT, COMPLETIONS
 from samewise.openai.errors import ApiError, invalid
-from samewise.openai.parse import read_json
+from samewise.openai.json_body import read_json
 from samewise.outputs import RequestOutput
 from samewise.serve.http import HeldBody, JsonResponse
 from samewise.shares import SharedBudget

@@ -19,7 +19,6 @@ from samewise.openai.exchange import (
     kept_bytes,
     named_event,
 )
-from samewise.openai.parse import ParsedRequest, ParseOptions
 from samewise.openai.replies import (
     BytesOfToken,
     chat_logprobs,
@@ -28,6 +27,7 @@ from samewise.openai.replies import (
     usage,
     weights_fields,
 )
+from samewise.openai.request import ParsedRequest, ParseOptions
 from samewise.openai.responses.builder import Event, ResponseBuilder
 from samewise.openai.responses.items import Item
 from samewise.openai.responses.parse import ParsedResponse, parse_response

@@ -13,8 +13,9 @@ from typing import Any
 from samewise.openai.bodies import CHAT, MAX_LOGPROBS
 from samewise.openai.errors import ApiError, invalid, unsupported
 from samewise.openai.exchange import parse_as_chat
+from samewise.openai.json_body import validate
 from samewise.openai.nesting import is_longer
-from samewise.openai.parse import ParsedRequest, ParseOptions, validate
+from samewise.openai.request import ParsedRequest, ParseOptions
 from samewise.openai.responses.bodies import (
     MAX_METADATA,
     MAX_METADATA_NAME,
