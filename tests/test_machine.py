@@ -245,6 +245,16 @@ def test_the_workspace_of_cublas_is_set_before_torch_loads(tmp_path):
     assert env["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "100"}, None)],
+)
+def test_threads_of_openmp_do_not_spin_unless_the_user_says_so(given, policy, tmp_path):
+    env = dict(given)
+    machine.pin_environment(FakeChild(), cpuinfo=tmp_path / "absent", environ=env)
+    assert env.get("OMP_WAIT_POLICY") == policy
+
+
 MAPS = """\
 55d0c8a00000-55d0c8a2f000 r--p 00000000 fe:00 123                        /usr/bin/python3.11
 7f10c0000000-7f10c0021000 rw-p 00000000 00:00 0
