@@ -77,7 +77,10 @@ def test_without_amx_no_child_is_started(tmp_path):
         "OMP_DYNAMIC": "FALSE",
         "OMP_NUM_THREADS": str(machine.num_cores()),
     }
-    assert env == facts | {"CUBLAS_WORKSPACE_CONFIG": machine.CUBLAS_WORKSPACE}
+    assert env == facts | {
+        "CUBLAS_WORKSPACE_CONFIG": machine.CUBLAS_WORKSPACE,
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
 
 
 def test_amx_that_works_is_not_capped_and_is_tried_once(amx):
