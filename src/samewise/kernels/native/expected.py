@@ -1,6 +1,6 @@
 """The digests that `samewise_selftest` gives on every machine (selftest.cpp). Host only.
 
-They change only with the kernels' arithmetic, and then `contract.ENGINE_VERSION` is raised.
+They change only with the kernels' arithmetic; then a fact of contracts changes, `ENGINE_VERSION` if no other.
 """
 
 EXPECTED = {

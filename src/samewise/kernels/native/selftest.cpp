@@ -377,10 +377,12 @@ extern "C" int samewise_selftest(int64_t i, int64_t threads, uint64_t* value) {
 
 #ifdef SAMEWISE_SELFTEST_MAIN  // a program by itself, for machines and emulators without Python
 #include <cstdio>
-int main() {
+#include <cstdlib>
+int main(int, char** given) {
+    const int64_t threads = given[1] != nullptr ? std::atoi(given[1]) : 1;
     for (int64_t i = 0; i < samewise_selftest_count(); i++) {
         uint64_t digest;
-        if (samewise_selftest(i, 1, &digest) != DONE) return 1;
+        if (samewise_selftest(i, threads, &digest) != DONE) return 1;
         std::printf("%-20s %016llx\n", samewise_selftest_name(i), (unsigned long long)digest);
     }
 }
