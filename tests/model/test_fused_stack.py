@@ -20,7 +20,7 @@ def forwards(model_layers):
     return [type(layer.__dict__.get("forward")) for layer in model_layers]
 
 
-# Gemma 3's layers have positions of two kinds, some of SmolLM3's none: no stack. In 16 bits OLMo 2 runs as modules.
+# No stack: Gemma 3's layers have positions of two kinds, some of SmolLM3's none. OLMo 2 in 16 bits: modules.
 STACKED = [
     (shape, dtype)
     for shape, (family, _) in SHAPES.items()
