@@ -2,9 +2,9 @@
 
     python bench/start_up.py [--model smollm2] [--repeats 5]
 
-`samewise generate "Hello" --max-tokens 1` with the model in the cache, from the start of the interpreter to
-the end of the process; and the processor's time on all cores. The first run, which may read files from a disk, is
-printed and not counted.
+`samewise generate "Hello" --max-tokens 1` with the model in the cache: from the start of the interpreter to the end
+of the process, and the processors' time. The first run may read files from a disk, and is not
+counted.
 """
 
 from __future__ import annotations
