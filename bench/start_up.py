@@ -2,8 +2,8 @@
 
     python bench/start_up.py [--model smollm2] [--repeats 5]
 
-`samewise generate "Hello" --max-tokens 1` with the model in the cache: from the start of Python to
-the end of the process, and the processors' time. The first run may read files from a disk, and is not counted.
+`samewise generate "Hello" --max-tokens 1` with the model in the cache: from the start of Python to the end of
+the process, and the processors' time. The first run, which may read files from a disk, is not counted.
 """
 
 from __future__ import annotations
