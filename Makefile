@@ -11,8 +11,10 @@ JOBS          ?= 8
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=12
 XDIST  := -n auto --dist worksteal
 
-# Tests whose bits may depend on the instruction set, and the instruction sets of this CPU for ATen.
-KERNEL_TESTS     := tests/kernels tests/model/test_fused_layer.py tests/verify tests/execute
+# Tests whose bits may depend on the instruction set, and the instruction sets of this CPU for ATen. With its AVX2
+# the C++ kernels are built for AVX2, too.
+KERNEL_TESTS     := tests/kernels tests/model/test_fused_layer.py tests/model/test_fused_stack.py \
+  tests/model/test_native_modules.py tests/verify tests/execute
 INSTRUCTION_SETS := default $(shell for isa in avx2 avx512f; do \
   grep -qw $$isa /proc/cpuinfo 2>/dev/null && echo $${isa%f}; done)
 
@@ -53,6 +55,7 @@ test-full: test-kernels ## the slow tests, and the kernels on each instruction s
 test-kernels: $(READY) ## kernel and probe tests on each instruction set, and with portable C++ kernels
 	@for isa in $(INSTRUCTION_SETS); do \
 	  echo "== kernels, ATen on $$isa"; \
+	  if [ $$isa = avx2 ] && command -v c++ >/dev/null; then export CXX="$(CURDIR)/tests/kernels/avx2-c++"; else unset CXX; fi; \
 	  ATEN_CPU_CAPABILITY=$$isa $(PYTEST) $(XDIST) -m "not gpu and not slow" $(KERNEL_TESTS) || exit 1; \
 	done
 	@echo "== kernels, portable C++"

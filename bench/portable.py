@@ -41,6 +41,9 @@ class Build(NamedTuple):
     feature: str | None = None  # of the CPU, as /proc/cpuinfo names it
 
 
+THREADS = (1, 3)
+"""Every build computes the digests on so many threads."""
+
 BUILDS = {
     "g++, AVX-512": Build("g++", ("-march=x86-64-v4",), feature="avx512f"),
     "g++, AVX2": Build("g++", ("-march=x86-64-v3",), feature="avx2"),
@@ -71,11 +74,14 @@ def run_build(build: Build, program: Path) -> Result:
     made = run([*command, *map(str, native_build.SOURCES), "-o", str(program)])
     if made.returncode:
         return Result("not run", f"{build.compiler}: {made.stderr.strip().splitlines()[0]}")
-    ran = run([*([build.emulator] if build.emulator else []), str(program)])
-    if ran.returncode:
-        return Result("not run", f"the program ended with {ran.returncode}")
-    digests = {line[:-17].rstrip(): int(line[-16:], 16) for line in ran.stdout.splitlines()}
-    wrong = [name for name in EXPECTED | digests if EXPECTED.get(name) != digests.get(name)]
+    wrong: list[str] = []
+    for threads in THREADS:
+        ran = run([*([build.emulator] if build.emulator else []), str(program), str(threads)])
+        if ran.returncode:
+            return Result("not run", f"the program ended with {ran.returncode}")
+        digests = {line[:-17].rstrip(): int(line[-16:], 16) for line in ran.stdout.splitlines()}
+        differing = [name for name in EXPECTED | digests if EXPECTED.get(name) != digests.get(name)]
+        wrong += [f"{name} on {threads} threads" for name in differing]
     version = run([build.compiler, "--version"]).stdout.splitlines()[0]
     return Result("differs" if wrong else "same", ", ".join(wrong) or version)
 

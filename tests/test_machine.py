@@ -77,7 +77,10 @@ def test_without_amx_no_child_is_started(tmp_path):
         "OMP_DYNAMIC": "FALSE",
         "OMP_NUM_THREADS": str(machine.num_cores()),
     }
-    assert env == facts | {"CUBLAS_WORKSPACE_CONFIG": machine.CUBLAS_WORKSPACE}
+    assert env == facts | {
+        "CUBLAS_WORKSPACE_CONFIG": machine.CUBLAS_WORKSPACE,
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
 
 
 def test_amx_that_works_is_not_capped_and_is_tried_once(amx):
@@ -243,6 +246,16 @@ def test_the_workspace_of_cublas_is_set_before_torch_loads(tmp_path):
     env = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
     machine.pin_environment(FakeChild(), cpuinfo=tmp_path / "absent", environ=env)
     assert env["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "100"}, None)],
+)
+def test_threads_of_openmp_do_not_spin_unless_the_user_says_so(given, policy, tmp_path):
+    env = dict(given)
+    machine.pin_environment(FakeChild(), cpuinfo=tmp_path / "absent", environ=env)
+    assert env.get("OMP_WAIT_POLICY") == policy
 
 
 MAPS = """\

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 ENGINE_VERSION = "4"
-"""Raised whenever this package's own arithmetic changes: noise, sampling rule, frame layout, sums of rows."""
+"""Raised where this package's own arithmetic changes (noise, sampling rule, frames, sums) and no other fact
+tells."""
 
 ABSENT = "(absent)"
 

@@ -206,6 +206,10 @@ def pin_environment(
     env.setdefault("MKL_DYNAMIC", "FALSE")
     env.setdefault("OMP_DYNAMIC", "FALSE")
     env.setdefault("OMP_NUM_THREADS", str(num_cores()))
+    # Otherwise OpenMP's threads spin for milliseconds after each of torch's operations, on the cores that the
+    # kernels' own threads and other processes need.
+    if "GOMP_SPINCOUNT" not in env:
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
     if not any(name in env for name in ISA_VARIABLES):
         cap = _isa_cap(_first_processor(cpuinfo), try_isa or try_isa_in_child)

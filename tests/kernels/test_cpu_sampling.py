@@ -13,7 +13,7 @@ from cpp_reference import masses_reference, noise_reference, row_stats_reference
 from native_variants import needs_compiler
 from samewise.errors import InvariantBroken
 from samewise.kernels import noise
-from samewise.kernels.cpu_sampling import NativeRows, TorchRows, pick_row_math
+from samewise.kernels.cpu_sampling import NativeRows, RowScale, TorchRows, pick_row_math
 from samewise.kernels.native import build as native_build
 
 pytestmark = needs_compiler
@@ -332,3 +332,29 @@ def test_torchs_arithmetic_agrees_up_to_rounding(native):
     )
     gaps = np.sort((mine.top[0] - logits[0].numpy()) / np.float32(0.8))
     np.testing.assert_allclose(native.masses(gaps, 50), other.masses(gaps, 50), rtol=1e-6, atol=2**20)
+
+
+def test_ranks_and_the_likeliest_ids_are_those_of_numpy_whatever_a_row_holds(native):
+    logits = torch.randn(8, 9001, generator=torch.Generator().manual_seed(5)) * 3.0
+    logits[1] = (torch.arange(9001) * 7 % 11).float()  # many of equal value
+    logits[2] = 12.0 - 1e-6 * (torch.arange(9001) % 3)  # other logits of the same log-probability
+    logits[3, 40:] = -math.inf  # fewer than are asked for
+    logits[4] = -math.inf
+    logits[5, 100] = math.nan
+    logits[6, 8000] = math.inf
+    logits[7, 9000] = 500.0
+    at = np.array([7, 0, 1, 2, 3, 4, 5, 6, 0, 7])
+    tokens = np.array([9000, 0, 4097, 8190, 39, 41, 99, 8000, 9000, 3])
+    stats = native.stats(logits)
+    rows = RowScale(at, stats.top[at], stats.log_sum[at])
+    ranks = native.ranks(logits, rows, tokens)
+    assert ranks.tolist() == TorchRows().ranks(logits, rows, tokens).tolist()
+    for num in (1, 20, 64, 65, 9001):
+        found = native.top(logits, rows, num)
+        for (ids, values), (other_ids, other_values) in zip(
+            found, TorchRows().top(logits, rows, num), strict=True
+        ):
+            assert ids.tolist() == other_ids.tolist()
+            assert values.tobytes() == other_values.tobytes()
+    for (ids, _), token, rank in zip(found, tokens, ranks, strict=True):
+        assert not len(ids) or ids[rank - 1] == token

@@ -30,7 +30,7 @@ from samewise.execute.filters import gaps, mass_bits, max_gap, max_gaps, min_p_g
 from samewise.execute.logit_edits import LogitEditor, elementwise, send
 from samewise.execute.sampling_rows import SamplingRow
 from samewise.kernels import noise
-from samewise.kernels.cpu_sampling import RowMath, RowStats, pick_row_math
+from samewise.kernels.cpu_sampling import Floats, Ints, RowMath, RowScale, RowStats, pick_row_math
 from samewise.types import NUM_CANDIDATES, Sampling, TopLogprobs
 
 RANK_ROWS = 32
@@ -154,19 +154,27 @@ class Sampler:
         max_count = max(counts, default=0)
         if max_count == 0:
             return [() for _ in counts]
+        found = self._top(logits, rows, max_count)
+        return [
+            tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+            for (ids, values), count in zip(found, counts, strict=True)
+        ]
+
+    def _top(self, logits: Tensor, rows: Sequence[int], num: int) -> list[tuple[Ints, Floats]]:
+        """The `num` likeliest ids of these rows and their log-probabilities, in order."""
+        if self._row_math is not None:
+            return self._row_math.top(logits, self._row_scale(logits, rows, self._row_math), num)
         scale = self._scale(logits, rows)
         selected = logits[self._send(np.array(rows))]
         values = _Scale(scale.top[:, None], scale.log_sum[:, None]).logprobs(selected)
         # topk leaves the order of equal values open: take every value that could belong, and sort those.
-        floor = values.topk(max_count).values[:, -1:]
+        floor = values.topk(num).values[:, -1:]
         row, token = (values >= floor).nonzero().unbind(1)
         value_of = values[row, token].cpu().numpy()
         row_of, token_of = row.cpu().numpy(), token.cpu().numpy()
         ends = np.searchsorted(row_of, np.arange(len(rows) + 1))
-        return [
-            _ranked(token_of[ends[i] : ends[i + 1]], value_of[ends[i] : ends[i + 1]], count)
-            for i, count in enumerate(counts)
-        ]
+        parts = [slice(ends[i], ends[i + 1]) for i in range(len(rows))]
+        return [_in_order(token_of[part], value_of[part]) for part in parts]
 
     def ranks(self, logits: Tensor, rows: Sequence[int], tokens: Tensor) -> list[int]:
         """The place of tokens[i] in row rows[i], counted from 1, in the order of `top`.
@@ -175,6 +183,12 @@ class Sampler:
         """
         if not rows:
             return []
+        if self._row_math is not None:
+            of_rows = self._row_scale(logits, rows, self._row_math)
+            on_host: list[int] = self._row_math.ranks(
+                logits, of_rows, tokens.to(torch.int64).numpy()
+            ).tolist()
+            return on_host
         scale, ids = self._scale(logits, rows), torch.arange(self._vocab, device=logits.device)
         at, tokens = self._send(np.array(rows)), tokens.to(logits.device, torch.int64)
         ranks: list[Tensor] = []
@@ -329,9 +343,14 @@ class Sampler:
             _, top, log_sum = self._measure(logits)
             where = self._send(np.array(rows))
             return _Scale(top[where], log_sum[where])
+        rows_scale = self._row_scale(logits, rows, self._row_math)
+        return _Scale(torch.from_numpy(rows_scale.top), torch.from_numpy(rows_scale.log_sum))
+
+    def _row_scale(self, logits: Tensor, rows: Sequence[int], row_math: RowMath) -> RowScale:
         unique, inverse = np.unique(np.array(rows), return_inverse=True)
-        stats = _scale_of(self._row_math.stats(logits[torch.from_numpy(unique)]))
-        return _Scale(stats.top[inverse], stats.log_sum[inverse])
+        selected = logits if len(unique) == logits.shape[0] else logits[torch.from_numpy(unique)]
+        stats = row_math.stats(selected)
+        return RowScale(np.array(rows, dtype=np.int64), stats.top[inverse], stats.log_sum[inverse])
 
     def _send(self, array: npt.NDArray[Any]) -> Tensor:
         return send(array, self._device)
@@ -363,9 +382,10 @@ def _noise_key(row: SamplingRow) -> tuple[int, int]:
     return noise.key(row.sampling.seed, row.sampling.index, row.position)
 
 
-def _ranked(ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32], count: int) -> TopLogprobs:
-    order = np.lexsort((ids, -values))[:count]
-    return tuple(zip(ids[order].tolist(), values[order].tolist(), strict=True))
+def _in_order(ids: Ints, values: Floats) -> tuple[Ints, Floats]:
+    """By falling value, then by rising id."""
+    order = np.lexsort((ids, -values))
+    return ids[order], values[order]
 
 
 __all__ = ["Sampler", "SamplerOutput", "divided"]

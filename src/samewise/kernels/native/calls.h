@@ -103,6 +103,12 @@ extern "C" int samewise_row_stats(const float* logits, int64_t rows, int64_t str
                                   float* tops, float* log_sums, int64_t threads);
 extern "C" int samewise_top_ids(const float* logits, int64_t rows, int64_t stride, int64_t vocab, int64_t count,
                                 int32_t* ids, int64_t threads);
+extern "C" int samewise_top_values(const float* logits, const int64_t* at, int64_t rows, int64_t stride, int64_t vocab,
+                                   const float* tops, const float* log_sums, int64_t count, int32_t* ids, float* values,
+                                   int64_t threads);
+extern "C" int samewise_ranks(const float* logits, const int64_t* at, int64_t rows, int64_t stride, int64_t vocab,
+                              const float* tops, const float* log_sums, const int64_t* tokens, int64_t* ranks,
+                              int64_t threads);
 extern "C" int samewise_scores(const float* logits, int64_t vocab, float temperature, float limit, uint32_t first,
                                uint32_t second, float* scores, int64_t threads);
 extern "C" int samewise_masses(const float* gaps, int64_t count, int64_t bits, int64_t* masses);

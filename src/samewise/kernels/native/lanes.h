@@ -1,4 +1,4 @@
-// What the CPU kernels share: sixteen lanes, element types, threads, scratch.
+// What the CPU kernels share: sixteen lanes, element types, rounding mode, scratch.
 //
 // Lanes hold sixteen float32 whatever the machine's vectors are, and an operation on them is the IEEE
 // operation on each: no bit depends on the instruction set.
@@ -46,14 +46,6 @@ INLINE void store(float* p, Lanes x) { _mm512_storeu_ps(p, x.a); }
 INLINE Lanes splat(float x) { return {_mm512_set1_ps(x)}; }
 INLINE Lanes fma(Lanes x, Lanes y, Lanes z) { return {_mm512_fmadd_ps(x.a, y.a, z.a)}; }
 INLINE Lanes mul(Lanes x, Lanes y) { return {_mm512_mul_ps(x.a, y.a)}; }
-INLINE Lanes load_bytes(__m128i b) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b))}; }
-INLINE Lanes load_low(const uint8_t* p) {
-    return load_bytes(_mm_and_si128(_mm_loadu_si128((const __m128i*)p), _mm_set1_epi8(15)));
-}
-INLINE Lanes load_high(const uint8_t* p) {
-    return load_bytes(
-        _mm_and_si128(_mm_srli_epi16(_mm_loadu_si128((const __m128i*)p), 4), _mm_set1_epi8(15)));
-}
 INLINE Lanes load_signed(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
@@ -384,7 +376,7 @@ INLINE void fold_many(const Lanes* x, float* out) {
 }
 #endif
 
-// ---------------------------------------------------------------- threads
+// ---------------------------------------------------------------- rounding mode, scratch
 
 // Rounding and subnormals as IEEE says, whatever the host program chose for this thread.
 struct DefaultArithmetic {

@@ -12,9 +12,10 @@
 //   score    = noise - gap; -inf where gap > limit
 //   mass     = exp_below(-gap) in units of 2^-bits, rounded down to an integer; 0 if the gap is NaN
 //
-// and, for drafts only,
-//
-//   top ids  = the ids of the largest logits, the largest first, equal ones by rising id (NaN is passed over)
+//   value    = (x - top) - log sum, in float32: the log-probability of an id
+//   rank     = 1 + the ids of a larger value, or of the same value and lower
+//   top ids  = the ids of the largest values, or of the largest logits, the largest first, equal ones by rising id
+//              (NaN is passed over)
 //
 // so the number of rows, their order, the threads and the instruction set take no part in it.
 
@@ -74,9 +75,15 @@ int64_t first_id(const float* x, int64_t n, float top) {
     return 0;  // every logit is NaN
 }
 
-// The ids of the `count` largest of x; -1 where fewer exceed -inf.
-void find_top_ids(const float* x, int64_t n, int64_t count, int32_t* ids) {
-    float values[MAX_TOP_IDS];
+// A row of logits as log-probabilities, or, with a scale of zeros, as they are.
+struct Values {
+    const float* x;
+    float top, log_sum;
+    INLINE float at(int64_t k) const { return (x[k] - top) - log_sum; }
+};
+
+// The ids of the `count` largest values, and these; -1 where fewer exceed -inf.
+void find_top_ids(Values of, int64_t n, int64_t count, int32_t* ids, float* values) {
     std::fill_n(values, count, -__builtin_inff());
     std::fill_n(ids, count, -1);
     float floor = values[count - 1];
@@ -84,17 +91,31 @@ void find_top_ids(const float* x, int64_t n, int64_t count, int32_t* ids) {
         const int64_t end = std::min(n, begin + STRIDE_IDS);
         if (end - begin == STRIDE_IDS) {
             int any = 0;
-            for (int64_t j = 0; j < STRIDE_IDS; j++) any |= x[begin + j] > floor;
+            for (int64_t j = 0; j < STRIDE_IDS; j++) any |= of.at(begin + j) > floor;
             if (!any) continue;
         }
         for (int64_t k = begin; k < end; k++) {
-            if (!(x[k] > floor)) continue;
+            const float value = of.at(k);
+            if (!(value > floor)) continue;
             int64_t at = count - 1;
-            for (; at > 0 && x[k] > values[at - 1]; at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
-            values[at] = x[k], ids[at] = int32_t(k);
+            for (; at > 0 && value > values[at - 1]; at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
+            values[at] = value, ids[at] = int32_t(k);
             floor = values[count - 1];
         }
     }
+}
+
+int64_t rank_of(Values of, int64_t n, int64_t token) {
+    const float own = of.at(token);
+    int64_t before = 0;
+    for (int64_t begin = 0; begin < n; begin += BLOCK_IDS) {  // counted in 32 bits, which vectors hold more of
+        const int64_t end = std::min(n, begin + BLOCK_IDS), lower = std::clamp(token, begin, end);
+        int32_t count = 0;
+        for (int64_t k = begin; k < lower; k++) count += of.at(k) >= own;
+        for (int64_t k = lower; k < end; k++) count += of.at(k) > own;
+        before += count;
+    }
+    return before + 1;
 }
 
 }  // namespace
@@ -105,7 +126,35 @@ extern "C" int samewise_top_ids(const float* logits, int64_t rows, int64_t strid
     if (count < 1 || count > MAX_TOP_IDS) return BAD_COUNT;
     return guarded([&] {
         for_each(rows * vocab < 8 * FEW_IDS ? 1 : threads, rows, [&](int64_t row, int64_t) {
-            find_top_ids(logits + row * stride, vocab, count, ids + row * count);
+            float values[MAX_TOP_IDS];
+            find_top_ids({logits + row * stride, 0.0f, 0.0f}, vocab, count, ids + row * count, values);
+        });
+        return DONE;
+    });
+}
+
+// ids[i][0 .. count) of row at[i] by log-probability, and these. BAD_COUNT: a count out of range.
+extern "C" int samewise_top_values(const float* logits, const int64_t* at, int64_t rows, int64_t stride, int64_t vocab,
+                                   const float* tops, const float* log_sums, int64_t count, int32_t* ids, float* values,
+                                   int64_t threads) {
+    if (count < 1 || count > MAX_TOP_IDS) return BAD_COUNT;
+    return guarded([&] {
+        for_each(rows * vocab < 4 * FEW_IDS ? 1 : threads, rows, [&](int64_t i, int64_t) {
+            DefaultArithmetic arithmetic;
+            find_top_ids({logits + at[i] * stride, tops[i], log_sums[i]}, vocab, count, ids + i * count, values + i * count);
+        });
+        return DONE;
+    });
+}
+
+// The rank of tokens[i] in row at[i].
+extern "C" int samewise_ranks(const float* logits, const int64_t* at, int64_t rows, int64_t stride, int64_t vocab,
+                              const float* tops, const float* log_sums, const int64_t* tokens, int64_t* ranks,
+                              int64_t threads) {
+    return guarded([&] {
+        for_each(rows * vocab < 4 * FEW_IDS ? 1 : threads, rows, [&](int64_t i, int64_t) {
+            DefaultArithmetic arithmetic;
+            ranks[i] = rank_of({logits + at[i] * stride, tops[i], log_sums[i]}, vocab, tokens[i]);
         });
         return DONE;
     });

@@ -302,6 +302,23 @@ void wide_rows(Digest& digest, int64_t threads) {
     digest.add(tokens), digest.add(tops), digest.add(sums), digest.add(scores);
 }
 
+// Logits of few values, so that many log-probabilities are the same; rows in another order than they have.
+void ranks(Digest& digest, int64_t threads) {
+    const int64_t rows = 3, vocab = 9001;
+    auto logits = numbers(rows * vocab, 33, 1);
+    for (int64_t k = 0; k < vocab; k++) logits[vocab + k] = float(k * 7 % 11), logits[2 * vocab + k] = 12.0f - float(k % 3) * 1e-6f;
+    std::vector<int64_t> tokens(rows), at{2, 0, 1, 2, 0}, of{17, 4096, 9000, 0, 8191}, places(at.size());
+    std::vector<float> tops(rows), sums(rows), row_tops, row_sums, values(20 * at.size());
+    std::vector<int32_t> ids(20 * at.size());
+    check(samewise_row_stats(logits.data(), rows, vocab, vocab, tokens.data(), tops.data(), sums.data(), threads));
+    for (int64_t row : at) row_tops.push_back(tops[row]), row_sums.push_back(sums[row]);
+    check(samewise_top_values(logits.data(), at.data(), 5, vocab, vocab, row_tops.data(), row_sums.data(), 20, ids.data(),
+                              values.data(), threads));
+    check(samewise_ranks(logits.data(), at.data(), 5, vocab, vocab, row_tops.data(), row_sums.data(), of.data(),
+                         places.data(), threads));
+    digest.add(ids), digest.add(values), digest.add(places);
+}
+
 // Rows without a sum: the sign and payload of a NaN differ between CPUs, and must reach no result.
 void not_finite(Digest& digest, int64_t threads) {
     const float inf = __builtin_inff(), nan = __builtin_nanf("");
@@ -332,6 +349,7 @@ const Case CASES[] = {
     {"other layers", [](Digest& d, int64_t t) { layers(d, t, {LayerKind::SANDWICH, LayerKind::AFTER}); }},
     {"rotary", rotary},
     {"sampling", sampling},
+    {"ranks", ranks},
     {"long linears", [](Digest& d, int64_t t) { for (int64_t form : {F32, BF16, F16, Q4, Q8}) linears(d, t, form, 1600); }},
     {"few rows", few_rows},
     {"wide rows", wide_rows},
@@ -359,10 +377,12 @@ extern "C" int samewise_selftest(int64_t i, int64_t threads, uint64_t* value) {
 
 #ifdef SAMEWISE_SELFTEST_MAIN  // a program by itself, for machines and emulators without Python
 #include <cstdio>
-int main() {
+#include <cstdlib>
+int main(int, char** given) {
+    const int64_t threads = given[1] != nullptr ? std::atoi(given[1]) : 1;
     for (int64_t i = 0; i < samewise_selftest_count(); i++) {
         uint64_t digest;
-        if (samewise_selftest(i, 1, &digest) != DONE) return 1;
+        if (samewise_selftest(i, threads, &digest) != DONE) return 1;
         std::printf("%-20s %016llx\n", samewise_selftest_name(i), (unsigned long long)digest);
     }
 }
