@@ -125,11 +125,14 @@ def test_a_later_update_follows_those_that_wait(end: str) -> None:
     elif end == "called off":
         gate.call_off(2)
     gate.settle(idle=end == "idle")
-    assert done == {
-        "idle": ["pause", "first", "second", "third"],
-        "frozen": ["first", "second", "third"],
-        "called off": ["second"],
-    }[end]
+    assert (
+        done
+        == {
+            "idle": ["pause", "first", "second", "third"],
+            "frozen": ["first", "second", "third"],
+            "called off": ["second"],
+        }[end]
+    )
 
 
 def test_a_pause_that_is_called_off_leaves_the_one_before_it_in_force() -> None:

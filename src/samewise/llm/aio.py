@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -374,6 +374,11 @@ class AsyncLLM:
         """End every request under way with what it has; returns how many there were."""
         return await self._call(self._abort_open)
 
+    async def abort(self, readers: Iterable[ResponseReader]) -> int:
+        """End the requests of these readers with what they have; returns how many were under way."""
+        answers = {reader._answer for reader in readers}  # noqa: SLF001 - the readers are its own
+        return await self._call(lambda: self._abort_open(answers))
+
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache, unless requests run. Returns whether it was done.
 
@@ -533,8 +538,8 @@ class AsyncLLM:
     def _live(self, since: int) -> dict[str, Any]:
         return self._engine.live(since) | {"stats": self._stats()}
 
-    def _abort_open(self) -> int:
-        aborted = self._loop.abort_all()
+    def _abort_open(self, only: Collection[Answer] | None = None) -> int:
+        aborted = self._loop.abort_all(only)
         self._deliver(aborted)
         return len(aborted)
 

@@ -55,6 +55,11 @@ def as_object(body: Any) -> Json:
     return body
 
 
+def request_names(ids: Sequence[str]) -> set[str]:
+    """Names that requests may have by which a trainer calls them: also an answer's id names its request."""
+    return {*ids, *(one.removeprefix("chatcmpl-").removeprefix("cmpl-") for one in ids)}
+
+
 # ---- token in, token out: vLLM's /inference/v1/generate
 
 
@@ -155,6 +160,16 @@ def sglang_request(body: Json) -> tuple[Json, bool]:
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], list | str)
     many = several or fields.get("n", 1) != 1
     return fields | {"prompt": prompt}, many
+
+
+def sglang_names(body: Json) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The `rid` of a request, or of each of its prompts."""
+    rid = body.get("rid") or None
+    if isinstance(rid, str):
+        return frozenset({rid}), ()
+    if rid is not None and not (isinstance(rid, list) and all(isinstance(one, str) for one in rid)):
+        raise invalid("rid", "give a text, or a list of texts, one for each prompt")
+    return frozenset(), tuple(rid or ())
 
 
 def sglang_start(body: Json) -> int | None:
@@ -367,9 +382,11 @@ __all__ = [
     "is_aborted",
     "piece_of",
     "refuse_stateful",
+    "request_names",
     "required",
     "sequence_reply",
     "sequence_request",
+    "sglang_names",
     "sglang_reply",
     "sglang_request",
     "sglang_start",

@@ -95,7 +95,7 @@ from samewise.serve.stored import ResponseStore
 from samewise.serve.threads import FairThreads
 from samewise.serve.training import TrainingRoutes
 from samewise.serve.web_page import PAGE_HEADERS, page_routes
-from samewise.serve.worker import ActiveRequest, State, Worker, salt_of
+from samewise.serve.worker import UNNAMED, ActiveRequest, Names, State, Worker, salt_of
 from samewise.shares import SharedBudget
 
 T = TypeVar("T")
@@ -235,7 +235,7 @@ class Service:
         owner = self._owner(request)
         with self._body(request) as body, ExitStack() as closing:
             raw = await body.read(self.settings.limits.body_timeout)
-            active = self.worker.begin(owner)
+            active = self.worker.begin(owner, Names(frozenset({request.state.request_id})))
             closing.callback(active.close)
             exchange, name = await until_disconnect(request.receive, self._submit(request, read, raw, active))
             del raw
@@ -253,11 +253,18 @@ class Service:
             return await until_disconnect(request.receive, self._reply(exchange, active, facts))
 
     async def complete(
-        self, request: Request, endpoint: str, body: dict[str, Any], *, whole_context: bool = False
+        self,
+        request: Request,
+        endpoint: str,
+        body: dict[str, Any],
+        *,
+        whole_context: bool = False,
+        names: Names = UNNAMED,
     ) -> list[RequestOutput]:
         """The complete answers to a body of an endpoint, for routes that answer in another form.
 
-        `whole_context`: without `max_tokens` a completion goes on to the end of the context.
+        `whole_context`: without `max_tokens` a completion goes on to the end of the context. `names`: the
+        body's own, beside the header's.
         """
 
         def read(raw: Any, options: ParseOptions) -> Exchange:
@@ -265,7 +272,8 @@ class Service:
                 options = replace(options, completion_tokens=None)
             return OpenAIExchange(endpoint, raw, options)
 
-        active = self.worker.begin(self._owner(request))
+        names = names._replace(request=names.request | {request.state.request_id})
+        active = self.worker.begin(self._owner(request), names)
         try:
             exchange, _ = await self._submit(request, read, encode_json(body), active)
             outputs = await until_disconnect(request.receive, active.outputs())

@@ -6,7 +6,7 @@ Their shapes are those that vLLM's, SGLang's, TRL's and prime-rl's clients send 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -20,6 +20,7 @@ from samewise.openai.errors import ApiError, invalid
 from samewise.openai.parse import read_json
 from samewise.outputs import RequestOutput
 from samewise.serve.http import HeldBody, JsonResponse
+from samewise.serve.worker import Names
 from samewise.shares import SharedBudget
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class TrainingRoutes:
             "/pause": self.pause,
             "/resume": self.resume,
             "/abort_requests": self.abort_requests,
-            "/abort_request": self.abort_requests,
+            "/abort_request": self.abort_request,
             "/update_weights": self.update_weights,
             "/start_weight_update": self.start_weight_update,
             "/finish_weight_update": self.finish_weight_update,
@@ -111,13 +112,23 @@ class TrainingRoutes:
         return JsonResponse({"is_paused": self._service.worker.llm.paused})
 
     async def abort_requests(self, request: Request) -> Response:
-        """End every request under way with the tokens it has."""
+        """End requests under way with the tokens they have: those of vLLM's list, without one all of them."""
+        ids = (await self._body(request)).get("request_ids") or []
+        if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
+            raise invalid("request_ids", "give a list of request ids; leave it out for all")
+        return await self._abort(None if not ids else wire.request_names(ids))
+
+    async def abort_request(self, request: Request) -> Response:
+        """The same as SGLang has it: the request of a `rid`, or with `abort_all` all of them."""
         body = await self._body(request)
-        if body.get("request_ids") or body.get("rid"):
-            raise invalid("request_ids", "a single request ends with its connection; leave it out for all")
-        if body.get("request_ids") == []:  # vLLM's list of those to end
-            return JsonResponse({"status": "aborted", "aborted": 0})
-        aborted = await self._service.worker.llm.abort_all()
+        rid = body.get("rid") or ""
+        if not isinstance(rid, str):
+            raise invalid("rid", "give one request's rid, or abort_all")
+        return await self._abort(None if body.get("abort_all") else wire.request_names([rid]))
+
+    async def _abort(self, names: Collection[str] | None) -> Response:
+        worker = self._service.worker
+        aborted = await (worker.llm.abort_all() if names is None else worker.abort(names))
         return JsonResponse({"status": "aborted", "aborted": aborted})
 
     async def pause_generation(self, request: Request) -> Response:
@@ -319,15 +330,17 @@ class TrainingRoutes:
         body = await self._body(request)
         request_id = str(body.get("request_id") or request.state.request_id)[:200]
         (output,) = await self._service.complete(
-            request, COMPLETIONS, wire.token_request(body), whole_context=True
-        )
+            request, COMPLETIONS, wire.token_request(body), whole_context=True,
+            names=Names(frozenset({request_id})),
+        )  # fmt: skip
         return JsonResponse(wire.token_reply(request_id, output))
 
     async def generate_sglang(self, request: Request) -> Response:
         """SGLang's route, which slime sends to."""
         body = await self._body(request)
         completion, many = wire.sglang_request(body)
-        outputs = await self._service.complete(request, COMPLETIONS, completion)
+        names = Names(*wire.sglang_names(body))
+        outputs = await self._service.complete(request, COMPLETIONS, completion, names=names)
         replies = [
             wire.sglang_reply(output, choice, self._label(output.weights_version), wire.sglang_start(body))
             for output in outputs
