@@ -462,6 +462,31 @@ def test_slimes_teacher_scores_a_prompt() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 0.0])
+@pytest.mark.parametrize("num", [0, 5])
+def test_slimes_prompts_are_scored_without_the_temperature(temperature: float, num: int) -> None:
+    """As in SGLang; the answer's tokens have the values of the distribution they were drawn from."""
+
+    async def scenario() -> None:
+        async with training() as app:
+            text = [*TOKENS, 80, 81, 82]
+            sampling = {"temperature": temperature, "max_new_tokens": num, "sampling_seed": 3}
+            body = {"input_ids": text, "sampling_params": sampling, "return_logprob": True}
+            plain = await app.post("/generate", body)
+            reply = await app.post("/generate", body | {"logprob_start_len": 0})
+            (raw,) = await scores(app, text[:1], text[1:])
+            values = [value for value, _, _ in reply["meta_info"].pop("input_token_logprobs")]
+            assert values == [None, *raw]
+            for name in ("output_token_logprobs", "output_top_logprobs", "finish_reason", "seed"):
+                assert reply["meta_info"][name] == plain["meta_info"][name]
+            several = body | {"input_ids": [text, text[:3]], "logprob_start_len": 2}
+            replies = await app.post("/generate", several)
+            listed = [one["meta_info"]["input_token_logprobs"] for one in replies]
+            assert [[value for value, _, _ in one] for one in listed] == [[None, *raw[2:]], [None]]
+
+    run(scenario())
+
+
 async def scores(app: Any, prompt: list[int], answer: list[int]) -> list[list[float]]:
     reply = await app.post(
         "/get_sequence_logprobs/",

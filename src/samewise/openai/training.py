@@ -22,6 +22,9 @@ Json = dict[str, Any]
 PROCESSED = {"logprobs_mode": "processed_logprobs"}
 """TRL's and SGLang's trainers divide logits by the temperature, so log-probabilities are given so."""
 
+RAW = {"logprobs_mode": "raw_logprobs"}
+"""SGLang gives those of a prompt as the model has them, whatever the temperature."""
+
 VLLM_NEUTRAL = ("output_kind", "detokenize", "skip_reading_prefix_cache", "bad_words_token_ids")
 """Sampling parameters of vLLM that change nothing here."""
 
@@ -155,11 +158,27 @@ def sglang_request(body: Json) -> tuple[Json, bool]:
             fields[SGLANG_NAMES.get(name, name)] = value
     if body.get("return_logprob"):
         fields["logprobs"] = body.get("top_logprobs_num") or 0
-        if sglang_start(body) is not None:
+        if sglang_start(body) is not None and _has_raw_prompt(fields):
             fields["prompt_logprobs"] = 0
+            if fields["max_tokens"] == 0:
+                fields |= RAW
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], list | str)
     many = several or fields.get("n", 1) != 1
     return fields | {"prompt": prompt}, many
+
+
+def _has_raw_prompt(fields: Json) -> bool:
+    """Whether one request gives both: nothing is divided by a temperature, or nothing is generated."""
+    return fields["max_tokens"] == 0 or fields.get("temperature") in (0, 1)
+
+
+def sglang_scoring(body: Json, completion: Json) -> Json | None:
+    """A request of its own for a prompt's log-probabilities, where those of the completion are others."""
+    if sglang_start(body) is None or not body.get("return_logprob") or "prompt_logprobs" in completion:
+        return None
+    kept = ("prompt", "add_special_tokens", "truncate_prompt_tokens")
+    fields = {name: completion[name] for name in kept if name in completion}
+    return fields | {"max_tokens": 0, "prompt_logprobs": 0, "return_token_ids": True} | RAW
 
 
 def sglang_names(body: Json) -> tuple[frozenset[str], tuple[str, ...]]:
@@ -183,9 +202,12 @@ def sglang_start(body: Json) -> int | None:
 
 
 def sglang_reply(
-    output: RequestOutput, choice: CompletionOutput, version: str, start: int | None = None
+    output: RequestOutput, choice: CompletionOutput, version: str, start: int | None, scored: RequestOutput
 ) -> Json:
-    """One answer. `start`: the first prompt token that is listed; SGLang gives no log-probability of it."""
+    """One answer. `start`: the first prompt token that is listed; SGLang gives no log-probability of it.
+
+    `scored`: what has the log-probabilities of the prompt.
+    """
     reason: Json = {"type": choice.finish_reason}
     if choice.finish_reason == "length":
         reason["length"] = len(choice.token_ids)
@@ -210,8 +232,8 @@ def sglang_reply(
             [[finite(one.logprob), token, None] for token, one in entry.items() if one.rank is not None]
             for _, entry in pairs
         ]
-    if start is not None and output.prompt_logprobs is not None:
-        listed = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[start:]
+    if start is not None and scored.prompt_logprobs is not None:
+        listed = list(zip(scored.prompt_token_ids, scored.prompt_logprobs, strict=True))[start:]
         meta["input_token_logprobs"] = [
             [None if i == 0 else finite((e or {})[t].logprob), t, None] for i, (t, e) in enumerate(listed)
         ]
@@ -389,6 +411,7 @@ __all__ = [
     "sglang_names",
     "sglang_reply",
     "sglang_request",
+    "sglang_scoring",
     "sglang_start",
     "token_reply",
     "token_request",

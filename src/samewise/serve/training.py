@@ -16,7 +16,7 @@ from starlette.routing import Route
 from samewise.llm.gate import check_mode
 from samewise.openai import training as wire
 from samewise.openai.bodies import CHAT, COMPLETIONS
-from samewise.openai.errors import ApiError, invalid
+from samewise.openai.errors import ApiError, invalid, unavailable
 from samewise.openai.parse import read_json
 from samewise.outputs import RequestOutput
 from samewise.serve.http import HeldBody, JsonResponse
@@ -341,9 +341,17 @@ class TrainingRoutes:
         completion, many = wire.sglang_request(body)
         names = Names(*wire.sglang_names(body))
         outputs = await self._service.complete(request, COMPLETIONS, completion, names=names)
+        scored, scoring = outputs, wire.sglang_scoring(body, completion)
+        if scoring is not None:
+            scored = await self._service.complete(request, COMPLETIONS, scoring, names=names)
+            if [one.contract for one in scored] != [one.contract for one in outputs]:
+                raise unavailable(
+                    "the weights were replaced before the prompt was scored", "weights_replaced"
+                )
+        start = wire.sglang_start(body)
         replies = [
-            wire.sglang_reply(output, choice, self._label(output.weights_version), wire.sglang_start(body))
-            for output in outputs
+            wire.sglang_reply(output, choice, self._label(output.weights_version), start, prompt)
+            for output, prompt in zip(outputs, scored, strict=True)
             for choice in output.outputs
         ]
         return JsonResponse(replies if many else replies[0])
