@@ -229,6 +229,34 @@ def test_the_cache_is_flushed_while_requests_are_retracted() -> None:
     run(scenario())
 
 
+def test_slime_ends_requests_until_none_is_left() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+
+            async def load() -> tuple[int, int]:
+                (one,) = (await app.client.get("/v1/loads?include=core,disagg,queues")).json()["loads"]
+                return one["num_running_reqs"], one["num_waiting_reqs"]
+
+            assert await load() == (0, 0)
+            running = asyncio.create_task(app.post(COMPLETIONS, LONG))
+            while not (await app.llm.stats())["running"]:
+                await asyncio.sleep(0.005)
+            await app.post("/pause_generation", {"mode": "in_place"})
+            later = asyncio.create_task(app.post(COMPLETIONS, LONG))
+            while not app.llm._held:
+                await asyncio.sleep(0.005)
+            assert await load() == (1, 1)
+            await app.post("/abort_request", {"abort_all": True})
+            assert await load() == (0, 1)
+            assert (await running)["choices"][0]["finish_reason"] == "abort"
+            await app.post("/continue_generation", {})
+            while sum(await load()):
+                await app.post("/abort_request", {"abort_all": True})
+            await later
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(("query", "reason"), [("true", "length"), ("false", "abort")])
 def test_vllms_older_flag_of_a_pause(query: str, reason: str) -> None:
     async def scenario() -> None:

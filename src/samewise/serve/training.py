@@ -83,6 +83,7 @@ class TrainingRoutes:
             "/server_info": self.server_info,
             "/get_server_info": self.server_info,
             "/flush_cache": self.flush_cache,
+            "/v1/loads": self.loads,
             "/health_generate": self._service.ready,
         }
         routes = [Route("/health/", self._service.health, methods=["GET"])]
@@ -296,6 +297,14 @@ class TrainingRoutes:
     async def get_world_size(self, _: Request) -> Response:
         """One: the engine is one process."""
         return JsonResponse({"world_size": 1})
+
+    async def loads(self, _: Request) -> Response:
+        """SGLang's loads, of one rank: slime ends requests until there are none."""
+        worker = self._service.worker
+        stats = await worker.llm.stats()
+        waiting = stats["waiting"] + worker.num_preparing
+        load = {"dp_rank": 0, "num_running_reqs": stats["running"], "num_waiting_reqs": waiting}
+        return JsonResponse({"version": self._service.version, "loads": [load]})
 
     async def server_info(self, _: Request) -> Response:
         """The fields that trainers read of vLLM's and SGLang's."""

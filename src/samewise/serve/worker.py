@@ -216,6 +216,11 @@ class Worker:
         """Number of active requests."""
         return len(self._active)
 
+    @property
+    def num_preparing(self) -> int:
+        """Number of active requests that are not on the engine yet."""
+        return sum(not one.readers for one in self._active)
+
     # ---- one request
 
     def begin(self, owner: bytes | None = None, names: Names = UNNAMED) -> ActiveRequest:
