@@ -9,13 +9,13 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from samewise.openai.errors import ApiError, invalid, unsupported
 from samewise.openai.replies import MIN_LOGPROB, finite, usage
-from samewise.outputs import ABORTED, CompletionOutput, Logprob, RequestOutput
+from samewise.outputs import CompletionOutput, Logprob, RequestOutput
 
 Json = dict[str, Any]
 
@@ -372,27 +372,18 @@ def folder_of(body: Json) -> str | None:
     return None
 
 
-def refuse_stateful(name: str) -> Callable[[], None]:
-    """A function that refuses a route that needs NCCL."""
-
-    def refuse() -> None:
-        raise ApiError(
-            f"{name}: there is no NCCL group here; send weights as a folder (/update_weights, "
-            "/update_weights_from_disk) or in bodies (/update_named_param/)",
-            status=501, code="unsupported_endpoint", param="url",
-        )  # fmt: skip
-
-    return refuse
+def without_nccl(path: str) -> ApiError:
+    """The answer of a route that needs NCCL."""
+    return ApiError(
+        f"{path}: there is no NCCL group here; send weights as a folder (/update_weights, "
+        "/update_weights_from_disk) or in bodies (/update_named_param/)",
+        status=501, code="unsupported_endpoint", param="url",
+    )  # fmt: skip
 
 
 def _refuse_stream(body: Json) -> None:
     if body.get("stream"):
         raise unsupported("stream", "is not supported here; use /v1/completions with return_token_ids")
-
-
-def is_aborted(choice: CompletionOutput) -> bool:
-    """Whether an answer was cut off, by `/abort_requests` or by new weights."""
-    return choice.finish_reason == "abort" and choice.stop_reason == ABORTED
 
 
 __all__ = [
@@ -401,9 +392,7 @@ __all__ = [
     "Piece",
     "as_object",
     "folder_of",
-    "is_aborted",
     "piece_of",
-    "refuse_stateful",
     "request_names",
     "required",
     "sequence_reply",
@@ -418,4 +407,5 @@ __all__ = [
     "trl_reply",
     "trl_request",
     "weights_of",
+    "without_nccl",
 ]

@@ -325,8 +325,7 @@ class TrainingRoutes:
 
     async def init_communicator(self, request: Request) -> Response:
         """Refused: there is no NCCL."""
-        wire.refuse_stateful(request.url.path)()
-        raise AssertionError
+        raise wire.without_nccl(request.url.path)
 
     async def close_communicator(self, _: Request) -> Response:
         """Nothing is open."""
