@@ -11,6 +11,7 @@ import pytest
 import torch
 from server_process import CLIENT_ENV, make_folder, running_server
 
+from samewise.errors import BadParameter
 from samewise.rl.alias import set_attention
 from samewise.testing import byte_tokenizer, tiny_model
 
@@ -24,7 +25,7 @@ with warnings.catch_warnings():
     from trl.generation import vllm_client
     from trl.trainer import grpo_trainer
 
-    from samewise.rl.trl import GRPOTrainer
+    from samewise.rl.trl import OVERRIDDEN, GRPOTrainer, check_trl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SEED: Any = {"generation_kwargs": {"seed": 5}}
@@ -200,8 +201,20 @@ def test_the_divergence_from_a_reference_model_has_the_engines_bits(tmp_path: Pa
     ],
 )  # fmt: skip
 def test_filters_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(BadParameter, match=message):
         trainer(tmp_path, **options)
+
+
+def test_a_version_of_trl_without_what_is_replaced_is_refused() -> None:
+    """The list names all methods of TRL's trainer that this one has too."""
+    own = {name for name, value in vars(GRPOTrainer).items() if callable(value)}
+    assert set(OVERRIDDEN) == {name for name in own & set(dir(trl.GRPOTrainer)) if name[:2] != "__"}
+
+    class Other(trl.GRPOTrainer):  # type: ignore[misc]
+        _compute_loss = None
+
+    with pytest.raises(ImportError, match=r"trl 9.0: its GRPOTrainer has no _compute_loss, which"):
+        check_trl(Other, "9.0")
 
 
 def test_the_example_agrees_draws_a_picture_and_repeats_its_curve(tmp_path: Path) -> None:
@@ -236,16 +249,20 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield vllm_client.VLLMClient(server.url.replace("http://", "http://any:secret@"))
 
 
-def test_its_client_generates_with_log_probabilities(client: Any) -> None:
-    out = client.generate(
-        [[65, 66, 67], [70]], n=2, temperature=0.7, max_tokens=6, generation_kwargs={"seed": 5}
-    )
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_its_client_generates_with_log_probabilities(client: Any, temperature: float) -> None:
+    """Scored again, the answers have the values of generation, bit for bit."""
+    prompts = [[65, 66, 67], [70]]
+    out = client.generate(prompts, n=2, temperature=temperature, max_tokens=6, **SEED)
     assert out["prompt_ids"] == [[65, 66, 67], [70]]
     assert [len(row) for row in out["logprobs"]] == [len(ids) for ids in out["completion_ids"]]
+    of_answers = [prompts[0], prompts[0], prompts[1], prompts[1]]
+    sequences = [[*prompt, *answer] for prompt, answer in zip(of_answers, out["completion_ids"], strict=True)]
     scored = client.get_sequence_logprobs(
-        [[70, *out["completion_ids"][2]]], [1], top_logprobs=30, temperature=0.7
+        sequences, [len(prompt) for prompt in of_answers], top_logprobs=30, temperature=temperature
     )
-    assert scored["actual_token_ids"][0] == [[token] for token in out["completion_ids"][2]]
+    assert scored["actual_token_ids"] == [[[token] for token in ids] for ids in out["completion_ids"]]
+    assert scored["actual_logprobs"] == out["logprobs"]
     assert len(scored["logprobs"][0][0]) == 30
 
 

@@ -16,6 +16,7 @@ from samewise.outputs import ABORTED, RequestOutput
 from samewise.receipts import is_complete
 from samewise.receipts.reader import loads
 from samewise.testing import tiny_engine, tiny_model
+from samewise.text.grammar import Grammar
 
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=60, ignore_eos=True, seed=3)
 
@@ -47,10 +48,11 @@ def check_tokens(output: RequestOutput, params: SamplingParams, seeds: list[int]
             if span.start == end:
                 continue
             prompt = output.prompt_token_ids + choice.token_ids[: span.start]
-            same = params.clone(max_tokens=end - span.start, n=1, seed=choice.seed)
+            same = params.clone(max_tokens=end - span.start, seed=choice.seed)
             (again,) = generate(llm, [prompt], same)
-            assert again.outputs[0].token_ids == choice.token_ids[span.start : end]
-            assert again.outputs[0].token_logprobs == choice.token_logprobs[span.start : end]
+            same_choice = again.outputs[choice.index]
+            assert same_choice.token_ids == choice.token_ids[span.start : end]
+            assert same_choice.token_logprobs == choice.token_logprobs[span.start : end]
 
 
 # -- LLM ----------------------------------------------------------------------------------------------
@@ -199,24 +201,42 @@ NUM_CLIENTS = 16
 UPDATES = [1, 2, 3, 4, 5]
 
 
-async def client(llm: AsyncLLM, number: int, done: list[RequestOutput], stop: asyncio.Event) -> None:
+LETTERS = Grammar.regex("[a-z ]*")  # what follows an answer's beginning is of the same form
+KINDS: list[dict[str, Any]] = [
+    {}, {"n": 2}, {"stop_token_ids": list(range(60, 90))}, {"grammar": LETTERS}, {"prompt_logprobs": 1}
+]  # fmt: skip
+Done = list[tuple[RequestOutput, SamplingParams]]
+
+
+async def client(llm: AsyncLLM, number: int, done: Done, stop: asyncio.Event) -> None:
     """Streams answers one after the other until `stop`."""
     turn = 0
     while not stop.is_set():
         params = client_params(number, turn)
         prompt = client_prompt(number, turn)
         with await llm.open(prompt, params) as reader:
-            streamed: list[int] = []
+            streamed: list[list[int]] = [[] for _ in range(params.n)]
             while chunks := await reader.next_chunks():
-                streamed += [token for chunk in chunks for token in chunk.token_ids]
+                for chunk in chunks:
+                    streamed[chunk.index] += chunk.token_ids
             output = reader.output()
-        assert output.outputs[0].token_ids == streamed
-        done.append(output)
+        assert [choice.token_ids for choice in output.outputs] == streamed
+        done.append((output, params))
         turn += 1
 
 
 def client_params(number: int, turn: int) -> SamplingParams:
-    return SAMPLED.clone(seed=number, temperature=0.0 if number % 2 else 0.9, max_tokens=10 + 3 * number)
+    temperature, kind = 0.0 if number % 2 else 0.9, KINDS[(number + turn) % len(KINDS)]
+    return SAMPLED.clone(seed=number, temperature=temperature, max_tokens=10 + 3 * number, **kind)
+
+
+def check_prompt(output: RequestOutput, seeds: list[int]) -> None:
+    """The prompt's log-probabilities are those of the weights under which the answer began."""
+    (choice,) = output.outputs
+    if choice.weights:  # not aborted before its first token
+        llm = reference(seeds[choice.weights[0].version])
+        (again,) = generate(llm, [output.prompt_token_ids], greedy(prompt_logprobs=1, max_tokens=1))
+        assert again.prompt_logprobs == output.prompt_logprobs
 
 
 def client_prompt(number: int, turn: int) -> list[int]:
@@ -225,9 +245,9 @@ def client_prompt(number: int, turn: int) -> list[int]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sixteen_clients_stream_while_weights_change_five_times(mode: str) -> None:
-    async def scenario() -> tuple[list[RequestOutput], int]:
+    async def scenario() -> tuple[Done, int]:
         async with paced_llm(0.002, max_num_seqs=8) as llm:
-            done: list[RequestOutput] = []
+            done: Done = []
             stop = asyncio.Event()
             clients = [asyncio.create_task(client(llm, i, done, stop)) for i in range(NUM_CLIENTS)]
             contracts = [llm.contract.id]
@@ -246,16 +266,20 @@ def test_sixteen_clients_stream_while_weights_change_five_times(mode: str) -> No
             return done, stats["requests"]
 
     done, num_requests = run_async(scenario())
-    assert len(done) == num_requests  # none was lost
-    assert all(output.finished for output in done)
-    for output in done:
-        (choice,) = output.outputs
-        assert len(choice.token_logprobs) == len(choice.token_ids)
-        params = SAMPLED.clone(seed=choice.seed, temperature=0.0 if choice.seed % 2 else 0.9)
-        check_tokens(output, params, [0, *UPDATES])
-        assert choice.finish_reason in (("length", "abort") if mode == "abort" else ("length",))
-    mixed = [output for output in done if output.mixed]
-    aborted = [output for output in done if output.outputs[0].finish_reason == "abort"]
+    assert sum(params.n for _, params in done) == num_requests  # none was lost
+    assert all(output.finished for output, _ in done)
+    for output, params in done:
+        check_tokens(output, params.clone(prompt_logprobs=None), [0, *UPDATES])
+        if params.prompt_logprobs is not None:
+            check_prompt(output, [0, *UPDATES])
+        for choice in output.outputs:
+            assert len(choice.token_logprobs) == len(choice.token_ids)
+            reasons = {"length"} | ({"abort"} if mode == "abort" else set())
+            if choice.token_ids and choice.token_ids[-1] in (params.stop_token_ids or ()):
+                reasons = {"stop"}
+            assert choice.finish_reason in reasons
+    mixed = [output for output, _ in done if output.mixed]
+    aborted = [output for output, _ in done if any(one.finish_reason == "abort" for one in output.outputs)]
     assert bool(mixed) == (mode == "keep")
     assert bool(aborted) == (mode == "abort")
     assert not any(is_complete(output) for output in (*mixed, *aborted))

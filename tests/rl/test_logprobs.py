@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from rl_cases import TEMPERATURE, Answers, gradients, largest_error, ordinary_logprobs, sampled, trained_model
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samewise import LLM, SamplingParams
@@ -277,13 +278,14 @@ def test_parameters_that_became_other_objects_are_noticed() -> None:
     assert torch.equal(after, TrainingForward(model).logprobs(ids))
 
 
-class Reads(TorchDispatchMode):
-    """Counts numbers that the host reads from a tensor: on CUDA it waits for each."""
+class Reads(TorchFunctionMode):
+    """Counts how often the host reads from a tensor: on CUDA it waits each time."""
 
+    NAMES = ("tolist", "item", "numpy", "cpu", "__int__", "__float__", "__bool__", "__index__")
     num = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += func is torch.ops.aten._local_scalar_dense.default
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += getattr(func, "__name__", "") in self.NAMES or func is torch.equal
         return func(*args, **(kwargs or {}))
 
 
@@ -292,7 +294,10 @@ def test_weights_are_compared_without_waiting_for_every_tensor(llama: Any) -> No
     forward.refresh()
     with Reads() as reads:
         assert not forward.refresh()
-    assert reads.num == 0
+        assert reads.num == 1
+        for read in (torch.Tensor.tolist, torch.Tensor.item, int, float, bool):
+            read(torch.ones(()))
+    assert reads.num == 6
 
 
 def test_weights_changed_between_the_passes_are_refused() -> None:

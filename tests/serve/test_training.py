@@ -156,15 +156,77 @@ def test_aborted_messages_end_with_an_error() -> None:
     run(scenario())
 
 
-def test_an_empty_list_of_requests_ends_none() -> None:
+NATIVE = {"input_ids": TOKENS, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+GENERATE = {"token_ids": TOKENS, "sampling_params": {"max_tokens": 400, "ignore_eos": True}}
+LONG = {"prompt": TOKENS, "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ended"),
+    [
+        ("/abort_requests", {}, "abcde"), ("/abort_requests", {"request_ids": []}, "abcde"),
+        ("/abort_requests", {"request_ids": None}, "abcde"), ("/abort_request", {"abort_all": True}, "abcde"),
+        ("/abort_requests", {"request_ids": ["a", "cmpl-b", "none"]}, "ab"),
+        ("/abort_requests", {"request_ids": ["d"]}, "d"), ("/abort_request", {"rid": "c"}, "c"),
+        ("/abort_request", {"rid": "none"}, ""), ("/abort_request", {}, ""),
+    ],
+)  # fmt: skip
+def test_requests_are_ended_by_the_names_their_clients_gave_them(path: str, body: Any, ended: str) -> None:
     async def scenario() -> None:
         async with training() as app:
-            running = asyncio.create_task(app.complete(TOKENS, max_tokens=40, ignore_eos=True))
-            while not (await app.llm.stats())["output_tokens"]:
-                await asyncio.sleep(0.01)
-            assert (await app.post("/abort_requests", {"request_ids": []}))["aborted"] == 0
-            assert (await running)["choices"][0]["finish_reason"] == "length"
-            assert (await app.refusal("/abort_requests", {"request_ids": ["a"]}))[1]["param"] == "request_ids"
+
+            async def lengths(path: str, body: Any, **options: Any) -> list[int]:
+                """How long the answers are, all of which were cut off."""
+                reply = (await app.client.post(path, json=body, **options)).json()
+                if "choices" in reply:
+                    (choice,) = reply["choices"]
+                    assert choice["finish_reason"] == "abort"
+                    return [len(choice["token_ids"])]
+                replies = reply if isinstance(reply, list) else [reply]
+                assert all(one["meta_info"]["finish_reason"]["type"] == "abort" for one in replies)
+                return [len(one["output_ids"]) for one in replies]
+
+            two = NATIVE | {"rid": ["d", "e"], "input_ids": [TOKENS, TOKENS]}
+            running = [
+                asyncio.create_task(lengths("/inference/v1/generate", GENERATE | {"request_id": "a"})),
+                asyncio.create_task(lengths("/v1/completions", LONG, headers={"X-Request-Id": "b"})),
+                asyncio.create_task(lengths("/generate", NATIVE | {"rid": "c"})),
+                asyncio.create_task(lengths("/generate", two)),
+            ]
+            while (await app.llm.stats())["running"] < 5:
+                await asyncio.sleep(0.005)
+            await app.client.post("/pause?mode=keep")  # nothing ends by itself
+            assert await app.post(path, body) == {"status": "aborted", "aborted": len(ended)}
+            stats = await app.llm.stats()
+            assert stats["running"] == 5 - len(ended)
+            for name, one in zip("abc", running, strict=False):
+                if name in ended:
+                    await one
+                assert one.done() == (name in ended)
+            await app.post("/resume", {})
+            while ended == "d" and (await app.llm.stats())["output_tokens"] < stats["output_tokens"] + 90:
+                await asyncio.sleep(0.005)
+            await app.post("/abort_requests", {})
+            first, second = (await asyncio.gather(*running))[-1]
+            assert first < second or ended != "d"
+            await app.check_idle()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/abort_requests", {"request_ids": "a"}, "request_ids"),
+        ("/abort_requests", {"request_ids": [1]}, "request_ids"),
+        ("/abort_request", {"rid": ["a"]}, "rid"), ("/generate", NATIVE | {"rid": [1]}, "rid"),
+    ],
+)  # fmt: skip
+def test_names_that_are_no_texts_are_refused(path: str, body: Any, param: str) -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            status, error = await app.refusal(path, body)
+            assert (status, error["param"]) == (400, param)
 
     run(scenario())
 
@@ -396,6 +458,31 @@ def test_slimes_teacher_scores_a_prompt() -> None:
                 ({"lora_path": "x"}, "lora_path"),
             ):
                 assert (await app.refusal("/generate", body | wrong))[1]["param"] == param
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 0.0])
+@pytest.mark.parametrize("num", [0, 5])
+def test_slimes_prompts_are_scored_without_the_temperature(temperature: float, num: int) -> None:
+    """As in SGLang; the answer's tokens have the values of the distribution they were drawn from."""
+
+    async def scenario() -> None:
+        async with training() as app:
+            text = [*TOKENS, 80, 81, 82]
+            sampling = {"temperature": temperature, "max_new_tokens": num, "sampling_seed": 3}
+            body = {"input_ids": text, "sampling_params": sampling, "return_logprob": True}
+            plain = await app.post("/generate", body)
+            reply = await app.post("/generate", body | {"logprob_start_len": 0})
+            (raw,) = await scores(app, text[:1], text[1:])
+            values = [value for value, _, _ in reply["meta_info"].pop("input_token_logprobs")]
+            assert values == [None, *raw]
+            for name in ("output_token_logprobs", "output_top_logprobs", "finish_reason", "seed"):
+                assert reply["meta_info"][name] == plain["meta_info"][name]
+            several = body | {"input_ids": [text, text[:3]], "logprob_start_len": 2}
+            replies = await app.post("/generate", several)
+            listed = [one["meta_info"]["input_token_logprobs"] for one in replies]
+            assert [[value for value, _, _ in one] for one in listed] == [[None, *raw[2:]], [None]]
 
     run(scenario())
 

@@ -9,6 +9,7 @@ import torch
 from served_app import CHAT, COMPLETIONS, run
 from test_training import TOKENS, contract_of, folder, piece, scores, training
 
+from samewise.errors import GuaranteeLost
 from samewise.serve import training as training_routes
 from samewise.testing import tiny_model
 
@@ -51,6 +52,91 @@ def test_the_next_answer_is_under_all_parameters_that_were_sent(path: str) -> No
             for reply in replies:
                 version = reply.get("weights_version", reply.get("meta_info", {}).get("weight_version"))
                 assert int(version) == 1
+
+    run(scenario())
+
+
+def leave(app: Any) -> tuple[asyncio.Task[Any], asyncio.Event]:
+    """A request for an answer, in the server's event loop, and what makes its client disconnect."""
+    gone = asyncio.Event()
+    body = [b'{"prompt": [65], "max_tokens": 2}']
+
+    async def receive() -> dict[str, Any]:
+        if body:
+            return {"type": "http.request", "body": body.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        pass
+
+    headers = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode(),
+        "query_string": b"", "headers": headers, "server": ("served", 80), "scheme": "http",
+    }  # fmt: skip
+    return asyncio.create_task(app.app(scope, receive, send)), gone
+
+
+def test_parameters_are_not_lost_where_the_client_that_waits_for_them_leaves() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            update, held, began = app.llm.update_weights, asyncio.Event(), asyncio.Event()
+
+            async def hold(*args: Any, **options: Any) -> Any:
+                began.set()
+                await held.wait()
+                return await update(*args, **options)
+
+            app.llm.update_weights = hold
+            await send_all(app)
+            request, gone = leave(app)
+            await began.wait()
+            gone.set()
+            await request
+            assert app.llm.weights_version == 0
+            held.set()
+            answer = await app.complete()
+            assert (answer["weights_version"], answer["system_fingerprint"]) == (1, contract_of(1))
+
+    run(scenario())
+
+
+def test_parameters_whose_update_fails_are_kept_for_the_next_request() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+            update = app.llm.update_weights
+
+            async def fail(*_: Any, **__: Any) -> Any:
+                app.llm.update_weights = update
+                raise GuaranteeLost("the update failed")
+
+            await send_all(app)
+            app.llm.update_weights = fail
+            assert (await app.refusal(COMPLETIONS, {"prompt": TOKENS}))[0] == 500
+            answer = await app.complete()
+            assert (answer["weights_version"], answer["system_fingerprint"]) == (1, contract_of(1))
+            await app.post("/start_weight_update", {})
+            state = dict(tiny_model(seed=2).named_parameters())
+            tensors = [piece(name, tensor.detach()) for name, tensor in state.items()]
+            await app.post("/update_weights", {"update_info": {"tensors": tensors}})
+            app.llm.update_weights = fail
+            assert (await app.refusal("/finish_weight_update", {}))[0] == 500
+            await app.post("/finish_weight_update", {})
+            assert (app.llm.weights_version, app.llm.contract.id) == (2, contract_of(2))
+
+    run(scenario())
+
+
+def test_a_folder_takes_the_place_of_parameters_that_came_before_it(tmp_path: Path) -> None:
+    where = folder(tmp_path, 2)
+
+    async def scenario() -> None:
+        async with training() as app:
+            await send_all(app)
+            await app.post("/update_weights", {"weight_dir": where})
+            answer = await app.complete()
+            assert (answer["weights_version"], answer["system_fingerprint"]) == (1, contract_of(2))
 
     run(scenario())
 
@@ -139,6 +225,34 @@ def test_the_cache_is_flushed_while_requests_are_retracted() -> None:
             await app.post("/continue_generation", {})
             assert (await running)["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
             await app.check_idle()
+
+    run(scenario())
+
+
+def test_slime_ends_requests_until_none_is_left() -> None:
+    async def scenario() -> None:
+        async with training() as app:
+
+            async def load() -> tuple[int, int]:
+                (one,) = (await app.client.get("/v1/loads?include=core,disagg,queues")).json()["loads"]
+                return one["num_running_reqs"], one["num_waiting_reqs"]
+
+            assert await load() == (0, 0)
+            running = asyncio.create_task(app.post(COMPLETIONS, LONG))
+            while not (await app.llm.stats())["running"]:
+                await asyncio.sleep(0.005)
+            await app.post("/pause_generation", {"mode": "in_place"})
+            later = asyncio.create_task(app.post(COMPLETIONS, LONG))
+            while not app.llm._held:
+                await asyncio.sleep(0.005)
+            assert await load() == (1, 1)
+            await app.post("/abort_request", {"abort_all": True})
+            assert await load() == (0, 1)
+            assert (await running)["choices"][0]["finish_reason"] == "abort"
+            await app.post("/continue_generation", {})
+            while sum(await load()):
+                await app.post("/abort_request", {"abort_all": True})
+            await later
 
     run(scenario())
 

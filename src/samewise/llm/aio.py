@@ -16,7 +16,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +26,11 @@ from typing import Any, TypeVar
 from samewise.config import EngineConfig, settings_signature
 from samewise.contract import Contract
 from samewise.engine import build
-from samewise.engine.weights import WeightUpdate
+from samewise.engine.weights import CheckedUpdate, WeightUpdate
 from samewise.errors import BadParameter, CallerError, GuaranteeLost, MachineError, RequestFailed
 from samewise.llm.answer import Answer
 from samewise.llm.any_engine import AnyEngine
-from samewise.llm.gate import Gate, check_mode
+from samewise.llm.gate import Gate, Work, check_mode
 from samewise.llm.intake import CheckedRequest, Intake, Prompt
 from samewise.llm.mailbox import Item, LoopWaker, Mailbox, UnreadBudget, call_in_loop
 from samewise.llm.step_loop import StepLoop
@@ -196,6 +197,7 @@ class AsyncLLM:
         self._loop = StepLoop(engine)
         self._calls: queue.SimpleQueue[_EngineCall | None] = queue.SimpleQueue()
         self._gate = Gate()
+        self._reading = ThreadPoolExecutor(1, "samewise-update")  # reads new weights
         self._held: list[_EngineCall] = []  # calls that the gate has, to be failed if the thread ends
         self._readers: dict[Answer, _Reader] = {}
         self._failure: BaseException | None = None
@@ -328,12 +330,20 @@ class AsyncLLM:
         under the new weights from the tokens they have, and their outputs say which token is whose
         (`CompletionOutput.weights`). Without a mode there may be none. While paused, requests are kept. If
         it fails after weights were written, all requests wait until another update succeeds.
+
+        Updates are made in the order of the calls, in one event loop: one that comes while another waits for
+        requests to end follows it, whatever its mode; `abort` then ends those requests.
         """
         if mode is not None:
             check_mode(mode)
-        if not isinstance(update, Iterator):  # read and checked while requests go on
-            update = await asyncio.to_thread(self._engine.read_update, update)
-        return await self._call(partial(self._replace, update, mode), when_quiet=mode == "wait")
+        if self._stopped.is_set():
+            raise self._stopped_error()
+        # Read and checked while requests go on, by one thread: no update overtakes an earlier one.
+        loop = asyncio.get_running_loop()
+        checked = await loop.run_in_executor(self._reading, self._engine.read_update, update)
+        ways = {"wait": self._gate.when_quiet, "abort": self._abort_in_turn}
+        enter = ways.get(mode or "keep", self._gate.in_turn)
+        return await self._call(partial(self._replace, checked, mode), enter=enter)
 
     async def check_update(self, update: WeightUpdate) -> None:
         """Raise what `update_weights` would say of these weights. Changes nothing; not for iterators."""
@@ -352,7 +362,7 @@ class AsyncLLM:
             self._gate.freeze()
 
         if mode == "wait":
-            await self._call(self._gate.freeze, when_quiet=True, pauses=True)
+            await self._call(self._gate.freeze, enter=partial(self._gate.when_quiet, pauses=True))
         else:
             await self._call(begin)
 
@@ -363,6 +373,11 @@ class AsyncLLM:
     async def abort_all(self) -> int:
         """End every request under way with what it has; returns how many there were."""
         return await self._call(self._abort_open)
+
+    async def abort(self, readers: Iterable[ResponseReader]) -> int:
+        """End the requests of these readers with what they have; returns how many were under way."""
+        answers = {reader._answer for reader in readers}  # noqa: SLF001 - the readers are its own
+        return await self._call(lambda: self._abort_open(answers))
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache, unless requests run. Returns whether it was done.
@@ -444,6 +459,7 @@ class AsyncLLM:
         if self._thread.is_alive():
             self._put(None)
             self._thread.join()
+        self._reading.shutdown(wait=False)
         self._engine.close()
         self._waker.join()
 
@@ -460,13 +476,12 @@ class AsyncLLM:
         work: Callable[[], T],
         *,
         is_request: bool = False,
-        when_quiet: bool = False,
-        pauses: bool = False,
+        enter: Callable[[object, Work], None] | None = None,
     ) -> T:
         """Run something on the engine's thread and wait for it without blocking the event loop.
 
-        `is_request`: not before the gate is open. `when_quiet`: when no request is under way. A caller that
-        is cancelled calls off what has not begun.
+        `is_request`: not before the gate is open. `enter`: how the gate takes the work; None: it is done at
+        once. A caller that is cancelled calls off what has not begun.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -490,8 +505,8 @@ class AsyncLLM:
             call_in_loop(loop, resolve, (None, error))
 
         call = _EngineCall(run, fail, is_request)
-        begin = _EngineCall(lambda: None if left else self._run_when_quiet(call, pauses=pauses), fail)
-        self._put(begin if when_quiet else call)
+        begin = _EngineCall(lambda: None if left or enter is None else self._enter(call, enter), fail)
+        self._put(call if enter is None else begin)
         if self._stopped.is_set():
             self._fail_calls()
         try:
@@ -523,14 +538,13 @@ class AsyncLLM:
     def _live(self, since: int) -> dict[str, Any]:
         return self._engine.live(since) | {"stats": self._stats()}
 
-    def _abort_open(self) -> int:
-        aborted = self._loop.abort_all()
+    def _abort_open(self, only: Collection[Answer] | None = None) -> int:
+        aborted = self._loop.abort_all(only)
         self._deliver(aborted)
         return len(aborted)
 
-    def _replace(self, update: WeightUpdate, mode: str | None) -> Contract:
+    def _replace(self, checked: CheckedUpdate, mode: str | None) -> Contract:
         """Replace the weights; if that fails half-way, nothing runs until it succeeds."""
-        checked = self._engine.read_update(update)  # before any request is aborted
         if mode == "abort":
             self._abort_open()
         try:
@@ -547,9 +561,15 @@ class AsyncLLM:
         self._gate.halted = False
         return contract
 
-    def _run_when_quiet(self, call: _EngineCall, *, pauses: bool) -> None:
-        self._held.append(call)
-        self._gate.when_quiet(call, lambda: self._run_held(call), pauses=pauses)
+    def _enter(self, call: _EngineCall, enter: Callable[[object, Work], None]) -> None:
+        self._held.append(call)  # also failed from here if the thread ends in `enter`
+        enter(call, lambda: self._run_held(call))
+
+    def _abort_in_turn(self, key: object, run: Work) -> None:
+        """Enter the gate as the update of mode `abort`: what earlier updates wait for ends now."""
+        if self._gate.updates_wait:
+            self._abort_open()
+        self._gate.in_turn(key, run)
 
     def _call_off(self, call: _EngineCall) -> None:
         """Forget a call that waits for quiet; one that waits for the gate to open does nothing then."""

@@ -20,11 +20,12 @@ Work = Callable[[], None]
 
 
 class _Waiting(NamedTuple):
-    """Work to be done when nothing is under way."""
+    """Work to be done when nothing is under way, or at least not before the updates that came earlier."""
 
     key: object
     run: Work
-    pauses: bool  # whether it is the beginning of a pause, which resuming calls off
+    pauses: bool = False  # whether it is the beginning of a pause, which resuming calls off
+    in_turn: bool = False  # whether it waits for earlier updates alone
 
 
 class Gate:
@@ -36,6 +37,7 @@ class Gate:
         self.halted = False
         """Whether an update of the weights failed half-way: nothing runs until another one succeeds."""
         self._stopped = False  # by a pause
+        self._lifted = False  # whether a pause that waits for requests to end has ended such a stop
         self._outside: deque[Work] = deque()  # requests that wait
         self._waiting: deque[_Waiting] = deque()
 
@@ -49,6 +51,11 @@ class Gate:
         """Whether requests are taken."""
         return not (self.paused or self.halted or self._waiting)
 
+    @property
+    def updates_wait(self) -> bool:
+        """Whether updates of the weights wait for requests to end."""
+        return any(not one.pauses for one in self._waiting)
+
     def hold(self, request: Work) -> None:
         """Keep a request outside until the gate opens."""
         self._outside.append(request)
@@ -56,6 +63,7 @@ class Gate:
     def freeze(self) -> None:
         """Pause at once."""
         self.paused = self._stopped = True
+        self._lifted = False
 
     def when_quiet(self, key: object, run: Work, *, pauses: bool = False) -> None:
         """Do something when nothing is under way, or now if nothing runs.
@@ -63,18 +71,27 @@ class Gate:
         `pauses`: it begins a pause, before which what an earlier pause stopped goes on to its end.
         """
         if pauses:
+            self._lifted |= self._stopped
             self.paused, self._stopped = True, False
         if self.frozen and not pauses:
             run()
         else:
-            self._waiting.append(_Waiting(key, run, pauses))
+            self._waiting.append(_Waiting(key, run, pauses=pauses))
+
+    def in_turn(self, key: object, run: Work) -> None:
+        """Do something after the updates that wait, or now if there is none."""
+        if self.updates_wait:
+            self._waiting.append(_Waiting(key, run, in_turn=True))
+        else:
+            run()
 
     def call_off(self, key: object) -> bool:
         """Forget work that waits, because its caller has left. Returns whether it was there."""
         off = [one for one in self._waiting if one.key is key]
         self._waiting = deque(one for one in self._waiting if one.key is not key)
-        if any(one.pauses for one in off):
-            self.paused = self._stopped or any(one.pauses for one in self._waiting)
+        if any(one.pauses for one in off) and not any(one.pauses for one in self._waiting):
+            self._stopped |= self._lifted
+            self.paused, self._lifted = self._stopped, False
         return bool(off)
 
     def settle(self, *, idle: bool) -> None:
@@ -87,7 +104,10 @@ class Gate:
 
     def _next(self, *, idle: bool) -> _Waiting | None:
         """The first that need not wait. A pause that waits for requests to end still waits while frozen."""
-        return next((one for one in self._waiting if idle or (self.frozen and not one.pauses)), None)
+        if idle:
+            return self._waiting[0] if self._waiting else None
+        first = next((one for one in self._waiting if not one.pauses), None)
+        return first if first is not None and (self.frozen or first.in_turn) else None
 
     def resume(self) -> None:
         """End a pause, or call off one that has not begun."""
@@ -95,7 +115,7 @@ class Gate:
         self._waiting = deque(one for one in self._waiting if not one.pauses)
         for one in off:
             one.run()
-        self.paused = self._stopped = False
+        self.paused = self._stopped = self._lifted = False
 
 
 def check_mode(mode: str) -> str:
@@ -105,4 +125,4 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-__all__ = ["MODES", "Gate", "check_mode"]
+__all__ = ["MODES", "Gate", "Work", "check_mode"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Generic, TypeVar
@@ -257,11 +257,17 @@ class StepLoop(Generic[EngineT]):
         return self.engine.idle and not self._shared.num_waiting
 
     @entry
-    def abort_all(self) -> list[Answer]:
-        """End every open answer and score with what they have. Returns the answers, which say so."""
+    def abort_all(self, only: Collection[Answer] | None = None) -> list[Answer]:
+        """End every open answer and score with what they have, or these answers `only`.
+
+        Returns the answers that were open, which say so.
+        """
         self._begin()
         answers = list(dict.fromkeys(answer for answer, _ in self._open.values()))
-        opened: list[Answer | Score] = [*answers, *self._scores.values()]
+        scores = list(self._scores.values())
+        if only is not None:
+            answers, scores = [answer for answer in answers if answer in only], []
+        opened: list[Answer | Score] = [*answers, *scores]
         for dropped in opened:
             self._drop(dropped, told=True)
         self._changed |= dict.fromkeys(answers)

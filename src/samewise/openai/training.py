@@ -9,18 +9,21 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from samewise.openai.errors import ApiError, invalid, unsupported
 from samewise.openai.replies import MIN_LOGPROB, finite, usage
-from samewise.outputs import ABORTED, CompletionOutput, Logprob, RequestOutput
+from samewise.outputs import CompletionOutput, Logprob, RequestOutput
 
 Json = dict[str, Any]
 
 PROCESSED = {"logprobs_mode": "processed_logprobs"}
 """TRL's and SGLang's trainers divide logits by the temperature, so log-probabilities are given so."""
+
+RAW = {"logprobs_mode": "raw_logprobs"}
+"""SGLang gives those of a prompt as the model has them, whatever the temperature."""
 
 VLLM_NEUTRAL = ("output_kind", "detokenize", "skip_reading_prefix_cache", "bad_words_token_ids")
 """Sampling parameters of vLLM that change nothing here."""
@@ -53,6 +56,11 @@ def as_object(body: Any) -> Json:
     if not isinstance(body, dict):
         raise ApiError("the body is a JSON object", code="invalid_body")
     return body
+
+
+def request_names(ids: Sequence[str]) -> set[str]:
+    """Names that requests may have by which a trainer calls them: also an answer's id names its request."""
+    return {*ids, *(one.removeprefix("chatcmpl-").removeprefix("cmpl-") for one in ids)}
 
 
 # ---- token in, token out: vLLM's /inference/v1/generate
@@ -150,11 +158,37 @@ def sglang_request(body: Json) -> tuple[Json, bool]:
             fields[SGLANG_NAMES.get(name, name)] = value
     if body.get("return_logprob"):
         fields["logprobs"] = body.get("top_logprobs_num") or 0
-        if sglang_start(body) is not None:
+        if sglang_start(body) is not None and _has_raw_prompt(fields):
             fields["prompt_logprobs"] = 0
+            if fields["max_tokens"] == 0:
+                fields |= RAW
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], list | str)
     many = several or fields.get("n", 1) != 1
     return fields | {"prompt": prompt}, many
+
+
+def _has_raw_prompt(fields: Json) -> bool:
+    """Whether one request gives both: nothing is divided by a temperature, or nothing is generated."""
+    return fields["max_tokens"] == 0 or fields.get("temperature") in (0, 1)
+
+
+def sglang_scoring(body: Json, completion: Json) -> Json | None:
+    """A request of its own for a prompt's log-probabilities, where those of the completion are others."""
+    if sglang_start(body) is None or not body.get("return_logprob") or "prompt_logprobs" in completion:
+        return None
+    kept = ("prompt", "add_special_tokens", "truncate_prompt_tokens")
+    fields = {name: completion[name] for name in kept if name in completion}
+    return fields | {"max_tokens": 0, "prompt_logprobs": 0, "return_token_ids": True} | RAW
+
+
+def sglang_names(body: Json) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The `rid` of a request, or of each of its prompts."""
+    rid = body.get("rid") or None
+    if isinstance(rid, str):
+        return frozenset({rid}), ()
+    if rid is not None and not (isinstance(rid, list) and all(isinstance(one, str) for one in rid)):
+        raise invalid("rid", "give a text, or a list of texts, one for each prompt")
+    return frozenset(), tuple(rid or ())
 
 
 def sglang_start(body: Json) -> int | None:
@@ -168,9 +202,12 @@ def sglang_start(body: Json) -> int | None:
 
 
 def sglang_reply(
-    output: RequestOutput, choice: CompletionOutput, version: str, start: int | None = None
+    output: RequestOutput, choice: CompletionOutput, version: str, start: int | None, scored: RequestOutput
 ) -> Json:
-    """One answer. `start`: the first prompt token that is listed; SGLang gives no log-probability of it."""
+    """One answer. `start`: the first prompt token that is listed; SGLang gives no log-probability of it.
+
+    `scored`: what has the log-probabilities of the prompt.
+    """
     reason: Json = {"type": choice.finish_reason}
     if choice.finish_reason == "length":
         reason["length"] = len(choice.token_ids)
@@ -195,8 +232,8 @@ def sglang_reply(
             [[finite(one.logprob), token, None] for token, one in entry.items() if one.rank is not None]
             for _, entry in pairs
         ]
-    if start is not None and output.prompt_logprobs is not None:
-        listed = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[start:]
+    if start is not None and scored.prompt_logprobs is not None:
+        listed = list(zip(scored.prompt_token_ids, scored.prompt_logprobs, strict=True))[start:]
         meta["input_token_logprobs"] = [
             [None if i == 0 else finite((e or {})[t].logprob), t, None] for i, (t, e) in enumerate(listed)
         ]
@@ -335,27 +372,18 @@ def folder_of(body: Json) -> str | None:
     return None
 
 
-def refuse_stateful(name: str) -> Callable[[], None]:
-    """A function that refuses a route that needs NCCL."""
-
-    def refuse() -> None:
-        raise ApiError(
-            f"{name}: there is no NCCL group here; send weights as a folder (/update_weights, "
-            "/update_weights_from_disk) or in bodies (/update_named_param/)",
-            status=501, code="unsupported_endpoint", param="url",
-        )  # fmt: skip
-
-    return refuse
+def without_nccl(path: str) -> ApiError:
+    """The answer of a route that needs NCCL."""
+    return ApiError(
+        f"{path}: there is no NCCL group here; send weights as a folder (/update_weights, "
+        "/update_weights_from_disk) or in bodies (/update_named_param/)",
+        status=501, code="unsupported_endpoint", param="url",
+    )  # fmt: skip
 
 
 def _refuse_stream(body: Json) -> None:
     if body.get("stream"):
         raise unsupported("stream", "is not supported here; use /v1/completions with return_token_ids")
-
-
-def is_aborted(choice: CompletionOutput) -> bool:
-    """Whether an answer was cut off, by `/abort_requests` or by new weights."""
-    return choice.finish_reason == "abort" and choice.stop_reason == ABORTED
 
 
 __all__ = [
@@ -364,18 +392,20 @@ __all__ = [
     "Piece",
     "as_object",
     "folder_of",
-    "is_aborted",
     "piece_of",
-    "refuse_stateful",
+    "request_names",
     "required",
     "sequence_reply",
     "sequence_request",
+    "sglang_names",
     "sglang_reply",
     "sglang_request",
+    "sglang_scoring",
     "sglang_start",
     "token_reply",
     "token_request",
     "trl_reply",
     "trl_request",
     "weights_of",
+    "without_nccl",
 ]

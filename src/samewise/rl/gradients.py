@@ -246,7 +246,7 @@ class GradientModel:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
         output = BaseModelOutputWithPast(last_hidden_state=rows[None])
-        stub = with_forward(self._model.get_submodule(self._base_name), lambda **_: output)
+        stub = with_forward(self._model.get_submodule(self._base_name), lambda *_, **__: output)
         logits: torch.Tensor = with_module(self._model, self._base_name, stub)(
             inputs_embeds=rows[None], use_cache=False
         ).logits

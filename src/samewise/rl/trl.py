@@ -5,6 +5,9 @@
 
 Rollout and trainer agree to the last bit: the log-probabilities of generation are the old policy's, so that
 the importance ratio is exactly 1 until the weights change. Needs `pip install trl`.
+
+A subclass, not a `rollout_func`: that returns log-probabilities of generation, but those of the loss would
+still come from the trainer's own forward pass. The methods replaced are in OVERRIDDEN.
 """
 
 from __future__ import annotations
@@ -42,6 +45,26 @@ class _LastRollout:
     step: int = -1  # the trainer's global step
     number: int = 0  # of rollouts in this step, counted from 0
     contract: str = ""
+
+
+OVERRIDDEN = (
+    "_generate_single_turn", "_generate_and_score_completions", "_get_per_token_logps_and_entropies",
+    "_compute_loss",
+)  # fmt: skip
+"""TRL's own methods that are replaced below. They are private, so that a version may do without them."""
+
+
+def check_trl(trainer: type, version: str) -> None:
+    """Raise ImportError for a version of TRL whose trainer would not call what is replaced here."""
+    missing = [name for name in OVERRIDDEN if not callable(getattr(trainer, name, None))]
+    if missing:
+        raise ImportError(
+            f"trl {version}: its GRPOTrainer has no {', '.join(missing)}, which samewise.rl.trl replaces; "
+            "install another version: pip install 'samewise[rl]'"
+        )
+
+
+check_trl(trl.GRPOTrainer, trl.__version__)
 
 
 class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
@@ -214,4 +237,4 @@ def _refuse_unsupported(trainer: Any) -> None:
         )
 
 
-__all__ = ["Agreement", "GRPOTrainer"]
+__all__ = ["OVERRIDDEN", "Agreement", "GRPOTrainer", "check_trl"]

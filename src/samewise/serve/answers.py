@@ -30,7 +30,7 @@ from samewise.serve.metrics import Metrics
 from samewise.serve.requests import Requests
 from samewise.serve.settings import ServeSettings
 from samewise.serve.threads import FairThreads
-from samewise.serve.worker import ActiveRequest, State, Worker, salt_of
+from samewise.serve.worker import UNNAMED, ActiveRequest, Names, State, Worker, salt_of
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Answers:
         owner = self._requests.owner(request)
         with self._requests.body(request) as body, ExitStack() as closing:
             raw = await body.read(self._settings.limits.body_timeout)
-            active = self._worker.begin(owner)
+            active = self._worker.begin(owner, Names(frozenset({request.state.request_id})))
             closing.callback(active.close)
             exchange, name = await until_disconnect(request.receive, self._submit(request, read, raw, active))
             del raw
@@ -90,11 +90,18 @@ class Answers:
             return await until_disconnect(request.receive, self._reply(exchange, active, facts))
 
     async def complete(
-        self, request: Request, endpoint: str, body: dict[str, Any], *, whole_context: bool = False
+        self,
+        request: Request,
+        endpoint: str,
+        body: dict[str, Any],
+        *,
+        whole_context: bool = False,
+        names: Names = UNNAMED,
     ) -> list[RequestOutput]:
         """The complete answers to a body of an endpoint, for routes that answer in another form.
 
-        `whole_context`: without `max_tokens` a completion goes on to the end of the context.
+        `whole_context`: without `max_tokens` a completion goes on to the end of the context. `names`: the
+        body's own, beside the header's.
         """
 
         def read(raw: Any, options: ParseOptions) -> Exchange:
@@ -102,7 +109,8 @@ class Answers:
                 options = replace(options, completion_tokens=None)
             return OpenAIExchange(endpoint, raw, options)
 
-        active = self._worker.begin(self._requests.owner(request))
+        names = names._replace(request=names.request | {request.state.request_id})
+        active = self._worker.begin(self._requests.owner(request), names)
         try:
             exchange, _ = await self._submit(request, read, encode_json(body), active)
             outputs = await until_disconnect(request.receive, active.outputs())

@@ -6,8 +6,7 @@ Their shapes are those that vLLM's, SGLang's, TRL's and prime-rl's clients send 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -17,10 +16,11 @@ from starlette.routing import Route
 from samewise.llm.gate import check_mode
 from samewise.openai import training as wire
 from samewise.openai.bodies import CHAT, COMPLETIONS
-from samewise.openai.errors import ApiError, invalid
+from samewise.openai.errors import ApiError, invalid, unavailable
 from samewise.openai.json_body import read_json
 from samewise.outputs import RequestOutput
 from samewise.serve.http import HeldBody, JsonResponse
+from samewise.serve.worker import Names
 from samewise.shares import SharedBudget
 
 if TYPE_CHECKING:
@@ -36,25 +36,21 @@ SGLANG_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 """SGLang's ways to pause. `retract` frees the memory of what runs when the cache is flushed."""
 
 
-@dataclass(slots=True, eq=False)
-class _Collected:
-    """Tensors that have come for an update. `begun`: by `/start_weight_update`, and used at its finish."""
-
-    begun: bool = False
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    mode: str = "keep"
+Tensors = dict[str, "torch.Tensor"]
 
 
 class TrainingRoutes:
-    """The handlers, and what an update in pieces has brought so far."""
+    """The handlers, and the tensors that have come for updates in pieces."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._answers = service, service.answers
         self._bodies = SharedBudget(MAX_PIECE)
-        self._collected = _Collected()
+        self._begun: Tensors | None = None  # between /start_weight_update and its finish
+        self._single: Tensors = {}  # that came one by one without it, and are not in use yet
+        self._single_mode = "keep"
+        self._using: asyncio.Task[None] | None = None  # the replacement of single tensors that is under way
         self._labels: dict[int, str] = {}  # versions that trainers named, by number
         self._lock = asyncio.Lock()  # one update at a time
-        self._using = asyncio.Lock()  # while tensors that came one by one are used
 
     def routes(self) -> list[Route]:
         """All routes, each with and without a slash at its end unless the two differ."""
@@ -62,7 +58,7 @@ class TrainingRoutes:
             "/pause": self.pause,
             "/resume": self.resume,
             "/abort_requests": self.abort_requests,
-            "/abort_request": self.abort_requests,
+            "/abort_request": self.abort_request,
             "/update_weights": self.update_weights,
             "/start_weight_update": self.start_weight_update,
             "/finish_weight_update": self.finish_weight_update,
@@ -87,6 +83,7 @@ class TrainingRoutes:
             "/server_info": self.server_info,
             "/get_server_info": self.server_info,
             "/flush_cache": self.flush_cache,
+            "/v1/loads": self.loads,
             "/health_generate": self._service.ready,
         }
         routes = [Route("/health/", self._service.health, methods=["GET"])]
@@ -116,13 +113,23 @@ class TrainingRoutes:
         return JsonResponse({"is_paused": self._service.worker.llm.paused})
 
     async def abort_requests(self, request: Request) -> Response:
-        """End every request under way with the tokens it has."""
+        """End requests under way with the tokens they have: those of vLLM's list, without one all of them."""
+        ids = (await self._body(request)).get("request_ids") or []
+        if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
+            raise invalid("request_ids", "give a list of request ids; leave it out for all")
+        return await self._abort(None if not ids else wire.request_names(ids))
+
+    async def abort_request(self, request: Request) -> Response:
+        """The same as SGLang has it: the request of a `rid`, or with `abort_all` all of them."""
         body = await self._body(request)
-        if body.get("request_ids") or body.get("rid"):
-            raise invalid("request_ids", "a single request ends with its connection; leave it out for all")
-        if body.get("request_ids") == []:  # vLLM's list of those to end
-            return JsonResponse({"status": "aborted", "aborted": 0})
-        aborted = await self._service.worker.llm.abort_all()
+        rid = body.get("rid") or ""
+        if not isinstance(rid, str):
+            raise invalid("rid", "give one request's rid, or abort_all")
+        return await self._abort(None if body.get("abort_all") else wire.request_names([rid]))
+
+    async def _abort(self, names: Collection[str] | None) -> Response:
+        worker = self._service.worker
+        aborted = await (worker.llm.abort_all() if names is None else worker.abort(names))
         return JsonResponse({"status": "aborted", "aborted": aborted})
 
     async def pause_generation(self, request: Request) -> Response:
@@ -148,7 +155,7 @@ class TrainingRoutes:
         if folder is None:
             await self._add_pieces(body)
             return JsonResponse({"message": "Weights received"})
-        await self._replace(folder, _mode(request, "keep"), None)
+        await self._replace_all(folder, _mode(request, "keep"), None)
         return JsonResponse({"status": "ok", "message": "Weights updated", **self._version()})
 
     async def update_weights_from_disk(self, request: Request) -> Response:
@@ -156,57 +163,80 @@ class TrainingRoutes:
         body = await self._body(request)
         folder = wire.required(body, "model_path", str, "a folder of safetensors")
         mode = "abort" if body.get("abort_all_requests") else _mode(request, "keep")
-        await self._replace(folder, mode, body.get("weight_version"))
+        await self._replace_all(folder, mode, body.get("weight_version"))
         message = "Succeeded to update model weights."
         return JsonResponse({"success": True, "message": message, "num_paused_requests": 0})
 
     async def start_weight_update(self, _: Request) -> Response:
         """Begin an update in pieces. The old weights serve until it is finished."""
         await self.use_collected()
-        self._collected = _Collected(begun=True)
+        self._begun = {}
         return JsonResponse({"message": "Weight update started"})
 
     async def finish_weight_update(self, request: Request) -> Response:
         """Replace the tensors that were sent, all at once."""
         body = await self._body(request)
-        mode = _mode(request, "keep")
-        if not (self._collected.begun or self._collected.tensors):
+        begun, self._begun = self._begun, None  # a tensor that comes from now on is refused
+        if begun is not None:
+            try:
+                await self._replace(begun, _mode(request, "keep"), body.get("weight_version"))
+            except BaseException:
+                self._begun = begun if self._begun is None else self._begun  # to be finished again
+                raise
+        elif self._single:
+            self._single_mode = _mode(request, self._single_mode)
+            await self.use_collected()
+            self._name_version(body.get("weight_version"))
+        else:
             raise ApiError("there is no update to finish; call /start_weight_update", code="invalid_value")
-        collected, self._collected = self._collected, _Collected()
-        await self._replace(collected.tensors, mode, body.get("weight_version"))
         return JsonResponse({"message": "Weight update finished", **self._version()})
 
     async def update_named_param(self, request: Request) -> Response:
         """One tensor in the body. Used together with the others, see `use_collected`."""
         body, mode = await self._body(request, large=True), _mode(request, "keep")
-        await self._collect([body], mode)
-        message = f"Request received, {len(self._collected.tensors)} parameters wait to be updated together"
+        collected = self._single if self._begun is None else self._begun
+        await self._collect(collected, [body])
+        if collected is self._single:
+            self._single_mode = mode
+        message = f"Request received, {len(collected)} parameters wait to be updated together"
         return JsonResponse({"message": message, **self._version()})
 
     async def use_collected(self) -> None:
         """Replace the tensors that came one by one without `/start_weight_update`, all at once.
 
         Before an answer is begun, the cache is emptied or a pause ends: each replacement alone would be
-        packed, probed and certified, and weights of which a part is new would be served.
+        packed, probed and certified, and weights of which a part is new would be served. It goes on if the
+        client whose request began it leaves; where it fails the tensors are kept for the next request.
         """
-        if self._using.locked() or (self._collected.tensors and not self._collected.begun):
-            async with self._using:
-                if self._collected.tensors and not self._collected.begun:
-                    collected, self._collected = self._collected, _Collected()
-                    await self._replace(collected.tensors, collected.mode, None)
+        while self._single:
+            if self._using is None or self._using.done():
+                self._using = asyncio.create_task(self._use_single())
+                self._using.add_done_callback(_retrieve)
+            await asyncio.shield(self._using)
 
-    async def _collect(self, bodies: list[Any], mode: str) -> None:
-        """Keep tensors for the update that is under way, after they were checked."""
-        collected = self._collected
+    async def _use_single(self) -> None:
+        async with self._lock:
+            used = dict(self._single)
+            if used:
+                await self._service.worker.llm.update_weights(used, mode=self._single_mode)
+                self._forget_single(used)
+
+    def _forget_single(self, used: Tensors) -> None:
+        """Drop the tensors that are in use now; one that came meanwhile under the same name stays."""
+        for name, tensor in used.items():
+            if self._single.get(name) is tensor:
+                del self._single[name]
+
+    async def _collect(self, collected: Tensors, bodies: list[Any]) -> None:
+        """Add tensors to those of an update, after they were checked."""
         tensors = await asyncio.to_thread(lambda: _tensors(bodies))
         await self._service.worker.llm.check_update(tensors)
-        if self._collected is not collected:
+        if collected is not self._single and collected is not self._begun:
             raise ApiError(
                 "the update ended while these tensors were read; send all of them before it is finished",
                 param="tensors", code="invalid_value",
             )  # fmt: skip
-        collected.tensors |= tensors
-        collected.mode = mode
+        collected |= tensors
 
     async def _add_pieces(self, body: wire.Json) -> None:
         tensors = wire.as_object(body.get("update_info") or {}).get("tensors")
@@ -215,18 +245,27 @@ class TrainingRoutes:
                 "update_info", "give weight_dir, a folder of safetensors, or tensors, a list of "
                 "{name, dtype, shape, data} after /start_weight_update"
             )  # fmt: skip
-        if not self._collected.begun:
+        if self._begun is None:
             raise ApiError(
                 "tensors come between /start_weight_update and /finish_weight_update", param="tensors"
             )
-        await self._collect(tensors, "keep")
+        await self._collect(self._begun, tensors)
+
+    async def _replace_all(self, folder: str, mode: str, label: object) -> None:
+        """Replace every parameter, after which tensors that came one by one before are of no use."""
+        older = dict(self._single)
+        await self._replace(folder, mode, label)
+        self._forget_single(older)
 
     async def _replace(self, update: Any, mode: str, label: object) -> None:
         llm = self._service.worker.llm
         async with self._lock:
             await llm.update_weights(update, mode=mode)
-            if label is not None:
-                self._labels[llm.weights_version] = str(label)[:200]
+            self._name_version(label)
+
+    def _name_version(self, label: object) -> None:
+        if label is not None:
+            self._labels[self._service.worker.llm.weights_version] = str(label)[:200]
 
     def _label(self, version: int) -> str:
         return self._labels.get(version, str(version))
@@ -259,6 +298,14 @@ class TrainingRoutes:
         """One: the engine is one process."""
         return JsonResponse({"world_size": 1})
 
+    async def loads(self, _: Request) -> Response:
+        """SGLang's loads, of one rank: slime ends requests until there are none."""
+        worker = self._service.worker
+        stats = await worker.llm.stats()
+        waiting = stats["waiting"] + worker.num_preparing
+        load = {"dp_rank": 0, "num_running_reqs": stats["running"], "num_waiting_reqs": waiting}
+        return JsonResponse({"version": self._service.version, "loads": [load]})
+
     async def server_info(self, _: Request) -> Response:
         """The fields that trainers read of vLLM's and SGLang's."""
         llm = self._service.worker.llm
@@ -278,8 +325,7 @@ class TrainingRoutes:
 
     async def init_communicator(self, request: Request) -> Response:
         """Refused: there is no NCCL."""
-        wire.refuse_stateful(request.url.path)()
-        raise AssertionError
+        raise wire.without_nccl(request.url.path)
 
     async def close_communicator(self, _: Request) -> Response:
         """Nothing is open."""
@@ -292,18 +338,28 @@ class TrainingRoutes:
         body = await self._body(request)
         request_id = str(body.get("request_id") or request.state.request_id)[:200]
         (output,) = await self._answers.complete(
-            request, COMPLETIONS, wire.token_request(body), whole_context=True
-        )
+            request, COMPLETIONS, wire.token_request(body), whole_context=True,
+            names=Names(frozenset({request_id})),
+        )  # fmt: skip
         return JsonResponse(wire.token_reply(request_id, output))
 
     async def generate_sglang(self, request: Request) -> Response:
         """SGLang's route, which slime sends to."""
         body = await self._body(request)
         completion, many = wire.sglang_request(body)
-        outputs = await self._answers.complete(request, COMPLETIONS, completion)
+        names = Names(*wire.sglang_names(body))
+        outputs = await self._answers.complete(request, COMPLETIONS, completion, names=names)
+        scored, scoring = outputs, wire.sglang_scoring(body, completion)
+        if scoring is not None:
+            scored = await self._answers.complete(request, COMPLETIONS, scoring, names=names)
+            if [one.contract for one in scored] != [one.contract for one in outputs]:
+                raise unavailable(
+                    "the weights were replaced before the prompt was scored", "weights_replaced"
+                )
+        start = wire.sglang_start(body)
         replies = [
-            wire.sglang_reply(output, choice, self._label(output.weights_version), wire.sglang_start(body))
-            for output in outputs
+            wire.sglang_reply(output, choice, self._label(output.weights_version), start, prompt)
+            for output, prompt in zip(outputs, scored, strict=True)
             for choice in output.outputs
         ]
         return JsonResponse(replies if many else replies[0])
@@ -352,6 +408,12 @@ async def _all(answers: Sequence[Awaitable[list[RequestOutput]]]) -> list[list[R
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Mark a task's error as retrieved: the requests that waited for it may all have left."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _has_no_body(request: Request) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from enum import StrEnum
 from hashlib import sha256
+from typing import NamedTuple
 
 from samewise.llm.aio import AsyncLLM, ResponseReader
 from samewise.llm.mailbox import UnreadBudget
@@ -38,19 +39,38 @@ class State(StrEnum):
     STOPPED = "stopped"
 
 
+class Names(NamedTuple):
+    """What a client calls a request, by which it may end it from another connection."""
+
+    request: frozenset[str] = frozenset()
+    prompts: tuple[str, ...] = ()
+
+
+UNNAMED = Names()
+
+
 class ActiveRequest:
     """A client's request from its arrival to the end of its answer, with one reader per prompt.
 
     Owned by its Worker. Close it however it ends: what is still running is then aborted within one step.
     `owner`: the key that the request came with, where there are several; None: there is one owner only.
+    `names`: the client's names of the request, and of each of its prompts, where it gave any.
     """
 
-    def __init__(self, worker: Worker, owner: bytes | None = None) -> None:
-        self._worker, self.owner = worker, owner
+    def __init__(self, worker: Worker, owner: bytes | None, names: Names) -> None:
+        self._worker, self.owner, self._names = worker, owner, names
         self.readers: list[ResponseReader] = []
         self._failure: ApiError | None = None
         self.num_choices = 0  # places it has; counted by the worker, guarded by its lock
         self.closed = False
+
+    def named(self, names: Collection[str]) -> list[ResponseReader]:
+        """The readers of what has one of these names and is on the engine."""
+        if not self._names.request.isdisjoint(names):
+            return self.readers
+        return [
+            reader for reader, name in zip(self.readers, self._names.prompts, strict=False) if name in names
+        ]
 
     def reserve(self, num_choices: int) -> None:
         """Take places for these choices, or raise what a full server answers. Any thread may call it."""
@@ -196,16 +216,25 @@ class Worker:
         """Number of active requests."""
         return len(self._active)
 
+    @property
+    def num_preparing(self) -> int:
+        """Number of active requests that are not on the engine yet."""
+        return sum(not one.readers for one in self._active)
+
     # ---- one request
 
-    def begin(self, owner: bytes | None = None) -> ActiveRequest:
+    def begin(self, owner: bytes | None = None, names: Names = UNNAMED) -> ActiveRequest:
         """A new request, which the caller closes. Raises 503 while draining."""
         if self._draining:
             raise unavailable("the server is shutting down; send the request to another server", "draining")
-        request = ActiveRequest(self, owner)
+        request = ActiveRequest(self, owner, names)
         self._active[request] = None
         self._idle.clear()
         return request
+
+    async def abort(self, names: Collection[str]) -> int:
+        """End requests with what they have, by their clients' names; returns the number of prompts."""
+        return await self.llm.abort([reader for one in self._active for reader in one.named(names)])
 
     def reserve(self, request: ActiveRequest, num_choices: int) -> None:
         """See ActiveRequest.reserve. Called before the prompt is tokenised, so that refusing is cheap."""
@@ -306,4 +335,4 @@ def salt_of(key_digest: bytes, cache_salt: str | None) -> bytes:
     return sha256(b"samewise salt\0" + key_digest + b"\0" + salt).digest()
 
 
-__all__ = ["ActiveRequest", "State", "Worker", "salt_of"]
+__all__ = ["UNNAMED", "ActiveRequest", "Names", "State", "Worker", "salt_of"]
