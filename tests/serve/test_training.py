@@ -28,7 +28,8 @@ def contract_of(seed: int) -> str:
 
 
 def training(**options: Any) -> Any:
-    return served_app(settings=SETTINGS, headers=KEY, **options)
+    """Without drafts a request of 400 tokens runs for as many paced steps: long enough to be aborted."""
+    return served_app(settings=SETTINGS, headers=KEY, **{"proposer": "none"} | options)
 
 
 def folder(path: Path, seed: int) -> str:
