@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from samewise.engine import Engine
     from samewise.llm.aio import AsyncLLM
     from samewise.serve.settings import ServeSettings
+    from samewise.serve.worker import Worker
+
+log = logging.getLogger("samewise.scale")
 
 ENGINES = "Engines"
 ROUTER = "Router"
@@ -26,7 +31,10 @@ ROUTER_ONGOING = 4096
 admits, so that the router itself refuses, with 429 and a reason."""
 
 FACTS_SECONDS = 600.0
-"""For the first replica to say what it is. Set by hand: it is up already, or being restarted."""
+"""For a replica of an application that is up to say what it is. Set by hand: it may be being restarted."""
+
+WATCH_SECONDS = 1.0
+"""Between two looks at a router's engine thread. Set by hand: below the time that a new router takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +112,15 @@ def app(
     router = ray_serve.deployment(ray_serve.ingress(build)()).options(
         name=ROUTER, num_replicas=scale.routers, max_ongoing_requests=ROUTER_ONGOING,
         ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=serve.shutdown_timeout,
+        **_new_before_old(ray_serve),
     )  # fmt: skip
     return router.bind(engines(config, scale, make_engine))
+
+
+def _new_before_old(serve: Any) -> dict[str, Any]:
+    """The option by which a replaced router is stopped after the new one is up, where Ray Serve has it."""
+    known = inspect.signature(serve.Deployment.options).parameters
+    return {"max_surge_percent": 100} if "max_surge_percent" in known else {}
 
 
 def _asgi_builder(num_replicas: int, max_queued: int | None, settings: ServeSettings) -> Callable[[], Any]:
@@ -115,16 +130,17 @@ def _asgi_builder(num_replicas: int, max_queued: int | None, settings: ServeSett
         from ray import serve
 
         import samewise
+        from samewise.scale.replica import end_process
         from samewise.serve.app import make_app
         from samewise.serve.worker import Worker
 
         name = serve.get_replica_context().app_name
-        worker = Worker(partial(remote_llm, name, num_replicas, max_queued))
+        worker = Worker(partial(remote_llm, name, num_replicas, max_queued, timeout=None))
         http = make_app(worker, settings, version=samewise.__version__)
 
         async def asgi(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "lifespan":
-                await _lifespan(worker, receive, send)
+                await _lifespan(worker, receive, send, partial(end_process, "router"))
             else:
                 await http(scope, receive, send)
 
@@ -143,23 +159,38 @@ class _Asgi:
         await self._call(scope, receive, send)
 
 
-async def _lifespan(worker: Any, receive: Any, send: Any) -> None:
-    """Load when the process starts; stop the engine's thread when it ends."""
-    loading: asyncio.Task[Any] | None = None
-    while True:
-        message = await receive()
-        if message["type"] == "lifespan.startup":
-            loading = asyncio.ensure_future(worker.load())  # until then requests are told: loading
-            await send({"type": "lifespan.startup.complete"})
-        else:
-            if loading is not None and loading.done():
-                await worker.close()
-            await send({"type": "lifespan.shutdown.complete"})
-            return
+async def _lifespan(worker: Worker, receive: Any, send: Any, end: Callable[[], None]) -> None:
+    """Load before the process counts as up, and stop the engine's thread when it is stopped.
+
+    `end` is called where that thread has stopped by itself.
+    """
+    await receive()  # lifespan.startup
+    try:
+        await worker.load()
+    except Exception as error:
+        log.exception("the router cannot start")
+        await send({"type": "lifespan.startup.failed", "message": f"{type(error).__name__}: {error}"})
+        return
+    watching = asyncio.ensure_future(_end_with_engine(worker, end))
+    await send({"type": "lifespan.startup.complete"})
+    await receive()  # lifespan.shutdown
+    watching.cancel()
+    await worker.close()
+    await send({"type": "lifespan.shutdown.complete"})
 
 
-def remote_llm(app_name: str, num_replicas: int, max_queued: int | None) -> AsyncLLM:
-    """An AsyncLLM over the replicas of an application that runs. Waits for the first of them."""
+async def _end_with_engine(worker: Worker, end: Callable[[], None]) -> None:
+    """Call `end` when the engine's thread has stopped and its requests have got their errors."""
+    while worker.failure is None:
+        await asyncio.sleep(WATCH_SECONDS)
+    await worker.abort_all()
+    end()
+
+
+def remote_llm(
+    app_name: str, num_replicas: int, max_queued: int | None, *, timeout: float | None = FACTS_SECONDS
+) -> AsyncLLM:
+    """An AsyncLLM over the replicas of an application. Waits so many seconds for the first of them."""
     serve = import_ray("samewise.scale").serve
     from samewise.llm.aio import AsyncLLM
     from samewise.scale.ray_replicas import RayReplicas
@@ -167,7 +198,7 @@ def remote_llm(app_name: str, num_replicas: int, max_queued: int | None) -> Asyn
     from samewise.scale.roster import RosterLink
 
     replicas = RayReplicas(serve.get_deployment_handle(ENGINES, app_name), RosterLink(app_name))
-    facts = replicas.facts(FACTS_SECONDS)
+    facts = replicas.facts(timeout)
     engine = RemoteEngine(facts, replicas, num_replicas=num_replicas, max_queued=max_queued)
     return AsyncLLM.over(engine)
 
