@@ -47,6 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+TOO_LARGE = BadParameter("grammar=regex: too large", param="grammar")
+
+
 def make_engine(**settings: Any) -> Engine:
     return tiny_engine(max_num_seqs=32, **settings)
 
@@ -302,7 +305,7 @@ def test_a_mistake_that_a_replica_finds_ends_the_request_with_its_error() -> Non
     class Refusing(NoReplicas):
         def start(self, job: Job, delay: float) -> None:
             self.jobs.append(job)
-            self.inbox(Refused(job.key, BadParameter("grammar=regex: too large", param="grammar")))
+            self.inbox(Refused(job.key, TOO_LARGE, "r1" if "r0" in job.avoid else "r0"))
 
     async def main() -> None:
         replicas = Refusing()
@@ -310,9 +313,43 @@ def test_a_mistake_that_a_replica_finds_ends_the_request_with_its_error() -> Non
             with pytest.raises(BadParameter, match="too large") as refused:
                 await llm.generate("hello", SamplingParams(max_tokens=4, n=2))
         assert refused.value.param == "grammar"
-        assert len(replicas.jobs) == 2  # one for each choice
+        assert len(replicas.jobs) == 4  # two for each choice
 
     asyncio.run(asyncio.wait_for(main(), 240))
+
+
+def test_a_limit_of_one_machine_does_not_end_an_answer_that_has_begun() -> None:
+    engine, replicas = remote()
+    engine.add(Request(engine.new_id(), (1, 2), Sampling(), 9))
+    first = replicas.jobs[0]
+    replicas.inbox(Started(first.key, "r0", engine.contract.id))
+    replicas.inbox(Progress(first.key, Received(), delta_of(first, (5, 6))))
+    replicas.inbox(ReplicaGone("r0", "it died"))
+    engine.step()
+    for _ in range(3):  # r1 is the only one that runs
+        replicas.inbox(Refused(replicas.jobs[-1].key, TOO_LARGE, "r1"))
+        assert engine.step() == []
+        assert set(replicas.jobs[-1].avoid) == {"r0", "r1"}
+    again = replicas.jobs[-1]
+    assert again.request.output == (5, 6)
+    replicas.inbox(Started(again.key, "r2", engine.contract.id))
+    replicas.inbox(Progress(again.key, Received(2, 0), delta_of(again, (7,), Finish.STOP)))
+    assert [(delta.tokens, delta.finish) for delta in engine.step()] == [((7,), Finish.STOP)]
+
+
+def test_two_replicas_that_refuse_a_request_are_believed() -> None:
+    engine, replicas = remote()
+    for tokens in ((), (5, 6)):
+        engine.add(Request(engine.new_id(), (1, 2), Sampling(), 9))
+        job = replicas.jobs[-1]
+        if tokens:
+            replicas.inbox(Progress(job.key, Received(), delta_of(job, tokens)))
+            replicas.inbox(Lost(job.key, "it died", started=True))
+            engine.step()
+        for replica in ("r0", "r1"):
+            replicas.inbox(Refused(replicas.jobs[-1].key, TOO_LARGE, replica))
+            deltas = engine.step()
+        assert [(delta.finish, delta.error) for delta in deltas] == [(Finish.ERROR, TOO_LARGE)]
 
 
 def test_a_request_that_fails_on_one_replica_is_tried_once_on_another() -> None:

@@ -185,10 +185,10 @@ class RayReplicas:
 
 
 def _news_of(key: JobKey, refusal: Refusal) -> News:
-    """What a refusal means for a request: its end, or that its replica has failed."""
+    """What a refusal means for a request: a mistake of its caller, or that its replica has failed."""
     error = refusal.error
     if isinstance(error, CallerError):
-        return Refused(key, error)
+        return Refused(key, error, refusal.replica)
     return Lost(key, _in_short(error), started=False, replica=refusal.replica)
 
 

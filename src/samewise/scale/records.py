@@ -82,10 +82,11 @@ class Lost(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A replica found a mistake of the caller in a job; the others would find it too."""
+    """A replica found a mistake of the caller in a job, or reached a limit of its own machine."""
 
     key: JobKey
     error: CallerError
+    replica: str
 
 
 class ReplicaGone(NamedTuple):

@@ -87,7 +87,8 @@ class _Asked:
     tokens: list[int] = field(default_factory=list)
     num_scores: int = 0
     has_failed: bool = False  # whether a replica's engine has ended it with an error
-    avoid: tuple[str, ...] = ()  # that replica
+    refused_by: str | None = None  # the replica that has refused it since the last progress
+    avoid: tuple[str, ...] = ()  # those replicas
     attempt: int = 0
     replica: str | None = None  # where this attempt began
     num_cached: int | None = None  # prompt tokens that the first replica found in its cache
@@ -177,7 +178,7 @@ class RemoteEngine:
         self._start(asked, delay)
 
     def _avoided(self, asked: _Asked) -> tuple[str, ...]:
-        """Replicas that failed a short while ago, and the one where this request has failed."""
+        """Replicas that failed a short while ago, and those where this request has failed."""
         since = self._clock() - LIMITS.avoided
         self._failed = {name: at for name, at in self._failed.items() if at > since}
         return (*self._failed, *asked.avoid)
@@ -217,7 +218,7 @@ class RemoteEngine:
         if isinstance(news, Progress):
             return self._progress(asked, news)
         if isinstance(news, Refused):
-            return [self._fail(asked, str(news.error), news.error)]
+            return self._refused(asked, news)
         if isinstance(news, Lost):
             self._avoid(news.replica)
             return self._lost(asked, news.error, started=news.started)
@@ -231,6 +232,20 @@ class RemoteEngine:
             return self._lost(asked, error, started=False)
         return []
 
+    def _refused(self, asked: _Asked, news: Refused) -> list[Delta]:
+        """Two replicas are believed, not one: the router has checked the request, so a machine may be slow.
+
+        Where nothing was received of the answer yet, a second refusal by the same replica is believed too.
+        """
+        reason = f"replica {news.replica} refuses it: {news.error}"
+        if asked.refused_by is None:
+            asked.refused_by, asked.avoid = news.replica, (*asked.avoid, news.replica)
+            self._try_elsewhere(asked, reason)
+            return []
+        if asked.refused_by == news.replica and asked.received != Received():
+            return self._lost(asked, reason, started=False)
+        return [self._fail(asked, str(news.error), news.error)]
+
     def _progress(self, asked: _Asked, news: Progress) -> list[Delta]:
         if news.begin != asked.received:
             error = f"{news.begin} arrived after {asked.received}"
@@ -240,9 +255,9 @@ class RemoteEngine:
             return [delta]
         if delta.finish is Finish.ERROR and not asked.has_failed:
             # One replica may lack memory, or time for a grammar, that another has.
-            asked.has_failed, asked.avoid = True, () if asked.replica is None else (asked.replica,)
-            asked.lost_at = self._clock()
-            self._go_on(asked, f"it failed on replica {asked.replica}")
+            asked.has_failed = True
+            asked.avoid += () if asked.replica is None else (asked.replica,)
+            self._try_elsewhere(asked, f"it failed on replica {asked.replica}")
             return [delta._replace(finish=None)]
         del self._asked[asked.request.id]
         return [delta]
@@ -252,7 +267,7 @@ class RemoteEngine:
         if asked.lost_at is not None:
             self.failover_seconds += self._clock() - asked.lost_at
             asked.lost_at = None
-        asked.num_started = asked.num_unstarted = 0
+        asked.num_started, asked.num_unstarted, asked.refused_by = 0, 0, None
         asked.tokens += delta.tokens
         asked.num_scores += len(delta.scores)
         if asked.num_cached is None:
@@ -265,17 +280,17 @@ class RemoteEngine:
         asked.num_unstarted += not started
         if asked.num_started >= LIMITS.started or asked.num_unstarted >= LIMITS.unstarted:
             return [self._fail(asked, f"no replica can answer it: {error}")]
-        if asked.lost_at is None:
-            asked.lost_at = self._clock()
         if started:
             self._avoid(asked.replica)
-            self._go_on(asked, error)
+            self._try_elsewhere(asked, error)
         else:
+            asked.lost_at = self._clock() if asked.lost_at is None else asked.lost_at
             self._start_again(asked, min(LIMITS.delay, 0.01 * 2**asked.num_unstarted))
         return []
 
-    def _go_on(self, asked: _Asked, reason: str) -> None:
-        """Give a request that a replica had begun to another one."""
+    def _try_elsewhere(self, asked: _Asked, reason: str) -> None:
+        """Give a request that a replica had begun, or refused, to another one."""
+        asked.lost_at = self._clock() if asked.lost_at is None else asked.lost_at
         log.warning(
             "request %d goes on elsewhere after %d tokens: %s", asked.request.id, len(asked.tokens), reason
         )
