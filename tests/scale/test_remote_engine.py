@@ -248,6 +248,23 @@ def test_a_replica_that_was_lost_is_avoided() -> None:
     assert [job.avoid for job in replicas.jobs] == [(), ("r0",)]
 
 
+def test_a_job_says_what_its_router_has_under_way_where() -> None:
+    engine, replicas = remote()
+
+    def add() -> Job:
+        engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+        return replicas.jobs[-1]
+
+    for replica in ("r0", "r0", "r1"):
+        replicas.inbox(Started(add().key, replica, engine.contract.id))
+        engine.step()
+    assert add().loads == {"r0": 2, "r1": 1}
+    replicas.inbox(Progress(replicas.jobs[0].key, Received(), delta_of(replicas.jobs[0], (5,), Finish.STOP)))
+    replicas.inbox(ReplicaGone("r1", "it died"))
+    engine.step()
+    assert replicas.jobs[-1].loads == {"r0": 1}
+
+
 def lose(engine: RemoteEngine, replicas: NoReplicas, news: Callable[[Job], News]) -> Job:
     """Have the newest job begun by replica r0 and then lost; returns the job that replaces it."""
     job = replicas.jobs[-1]

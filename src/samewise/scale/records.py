@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from samewise.config import EngineConfig
@@ -30,6 +31,7 @@ class Job:
     request: Request
     pages: tuple[bytes, ...]  # digests of the prompt's full pages, for routing
     avoid: tuple[str, ...] = ()  # replicas to which it goes only where there is no other
+    loads: Mapping[str, int] = field(default_factory=dict)  # its router's requests under way, by replica
 
 
 class Address(NamedTuple):

@@ -16,6 +16,7 @@ import logging
 import queue
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -168,7 +169,8 @@ class RemoteEngine:
     def _start(self, asked: _Asked, delay: float = 0.0) -> None:
         request = replace(asked.request, output=tuple(asked.tokens), num_scores=asked.num_scores)
         asked.replica = None
-        job = Job(self._key(asked), request, asked.pages, self._avoided(asked))
+        loads = Counter(other.replica for other in self._asked.values() if other.replica is not None)
+        job = Job(self._key(asked), request, asked.pages, self._avoided(asked), loads)
         self._replicas.start(job, delay)
 
     def _start_again(self, asked: _Asked, delay: float = 0.0) -> None:
