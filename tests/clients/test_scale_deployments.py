@@ -26,6 +26,8 @@ def test_replicas_are_scaled_within_their_bounds() -> None:
     scaled = deployment_of(engines(CONFIG, ScaleSettings(replicas=2, max_replicas=5)))
     bounds = scaled._deployment_config.autoscaling_config
     assert (bounds.min_replicas, bounds.max_replicas, bounds.target_ongoing_requests) == (2, 5, 8)
+    one_at_a_time = deployment_of(engines(CONFIG, ScaleSettings(max_replicas=5, max_ongoing=1)))
+    assert one_at_a_time._deployment_config.autoscaling_config.target_ongoing_requests == 0.5
 
 
 def test_a_replica_has_its_resources_and_limits() -> None:

@@ -169,7 +169,8 @@ def test_nothing_is_left_when_clients_go_while_replicas_die() -> None:
 class NoReplicas:
     """Replicas that only note what they are told; the test says what they answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: tuple[str, ...] = ()) -> None:
+        self.names = names  # of those that report
         self.jobs: list[Job] = []
         self.ended: list[JobKey] = []
 
@@ -183,13 +184,13 @@ class NoReplicas:
         self.ended.append(key)
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        return {}
+        return {name: {} for name in self.names}
 
     def close(self) -> None: ...
 
 
-def remote(**options: Any) -> tuple[RemoteEngine, NoReplicas]:
-    replicas = NoReplicas()
+def remote(names: tuple[str, ...] = (), **options: Any) -> tuple[RemoteEngine, NoReplicas]:
+    replicas = NoReplicas(names)
     return RemoteEngine(facts_of(make_engine()), replicas, **options), replicas
 
 
@@ -393,6 +394,72 @@ def test_more_requests_than_may_wait_are_refused() -> None:
         engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
     with pytest.raises(QueueFull, match="max_queued is 2"):
         engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+
+
+def add_many(engine: RemoteEngine, num: int, **fields: Any) -> list[int]:
+    """The ids of so many new requests."""
+    numbers = [engine.new_id() for _ in range(num)]
+    for number in numbers:
+        engine.add(Request(number, (1, 2), Sampling(), 4, **fields))
+    return numbers
+
+
+def finish(engine: RemoteEngine, replicas: NoReplicas, number: int) -> None:
+    (job,) = (job for job in replicas.jobs if job.key.number == number)
+    replicas.inbox(Progress(job.key, Received(), delta_of(job, (5,), Finish.STOP)))
+    engine.step()
+
+
+def started(replicas: NoReplicas) -> list[int]:
+    return [job.key.number for job in replicas.jobs]
+
+
+def test_replicas_get_no_more_requests_than_they_have_places() -> None:
+    engine, replicas = remote(("r0",), num_replicas=3, num_places=4)
+    numbers = add_many(engine, 20)
+    assert started(replicas) == numbers[:4]
+    finish(engine, replicas, 2)
+    assert started(replicas) == numbers[:5]
+    engine.abort(5)  # which waits
+    engine.abort(3)
+    assert started(replicas) == [*numbers[:5], 6]
+    assert [key.number for key in replicas.ended] == [3]
+    replicas.names = ("r0", "r1", "r2")
+    finish(engine, replicas, 0)
+    assert started(replicas) == [*numbers[:5], *numbers[6:16]]
+    replicas.names = ()  # nothing is known of them
+    finish(engine, replicas, 1)
+    assert started(replicas) == [*numbers[:5], *numbers[6:17]]
+
+
+def test_a_request_of_another_key_does_not_wait_behind_all_of_the_first() -> None:
+    engine, replicas = remote(num_places=64)
+    add_many(engine, 300, owner=b"a")
+    assert len(replicas.jobs) < 32
+    (number,) = add_many(engine, 1, owner=b"b")
+    assert started(replicas)[-1] == number
+
+
+def test_waiting_requests_go_by_priority_and_then_by_arrival() -> None:
+    engine, replicas = remote(num_places=1)
+    first, *later = (add_many(engine, 1, priority=priority)[0] for priority in (9, 1, 0, -1, 0))
+    for number in (first, later[2], later[1], later[3], later[0]):
+        assert started(replicas)[-1] == number
+        finish(engine, replicas, number)
+    assert engine.idle
+
+
+def test_a_request_that_goes_on_elsewhere_does_not_wait_again() -> None:
+    engine, replicas = remote(num_places=1)
+    number, waiting = add_many(engine, 2)
+    replicas.inbox(Lost(replicas.jobs[0].key, "it died", started=True))
+    assert engine.step() == []
+    assert started(replicas) == [number, number]
+    engine.recover()
+    assert started(replicas) == [number, number, number]
+    assert engine.stats()["waiting"] == 2
+    engine.recover({number: None})
+    assert started(replicas) == [number, number, number, waiting]
 
 
 def test_recovery_starts_from_what_the_caller_has() -> None:

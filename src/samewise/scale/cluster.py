@@ -115,7 +115,7 @@ class Deployed:
             for refusal in self._refusals():
                 raise GuaranteeLost(refusal)
         starting.result()
-        llm = remote_llm(self.name, self._scale.most, self._config.max_queued)
+        llm = remote_llm(self.name, self._config, self._scale)
         llm.intake.prepare_grammars()
         return llm
 

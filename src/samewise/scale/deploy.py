@@ -61,7 +61,7 @@ def engines(
     from samewise.scale.replica import Replica
 
     make = make_engine or BuildEngine(replace(config, max_queued=None))
-    most = scale.max_ongoing or 2 * config.max_num_seqs
+    places = scale.num_places(config.max_num_seqs)
     actors: dict[str, Any] = {"num_cpus": scale.num_cpus, "num_gpus": scale.num_gpus}
     if scale.resources:
         actors["resources"] = dict(scale.resources)
@@ -73,11 +73,12 @@ def engines(
             "autoscaling_config": {
                 "min_replicas": scale.replicas,
                 "max_replicas": scale.max_replicas,
-                "target_ongoing_requests": max(1, config.max_num_seqs // 2),
+                # Below `places`: routers give a replica no more, and Ray Serve sees only what it has.
+                "target_ongoing_requests": min(max(1, config.max_num_seqs // 2), places / 2),
             }
         }
     replicas = serve.deployment(Replica).options(
-        name=ENGINES, ray_actor_options=actors, max_ongoing_requests=most,
+        name=ENGINES, ray_actor_options=actors, max_ongoing_requests=places,
         graceful_shutdown_timeout_s=scale.drain_seconds, health_check_period_s=2.0,
         request_router_config=_router_config(), **count,
     )  # fmt: skip
@@ -108,7 +109,7 @@ def app(
 
     config, scale = EngineConfig.of(model=model, **settings), scale or ScaleSettings()
     serve = serve or ServeSettings()
-    build = _asgi_builder(scale.most, config.max_queued, serve)
+    build = _asgi_builder(partial(remote_llm, config=config, scale=scale, timeout=None), serve)
     router = ray_serve.deployment(ray_serve.ingress(build)()).options(
         name=ROUTER, num_replicas=scale.routers, max_ongoing_requests=ROUTER_ONGOING,
         ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=serve.shutdown_timeout,
@@ -123,8 +124,11 @@ def _new_before_old(serve: Any) -> dict[str, Any]:
     return {"max_surge_percent": 100} if "max_surge_percent" in known else {}
 
 
-def _asgi_builder(num_replicas: int, max_queued: int | None, settings: ServeSettings) -> Callable[[], Any]:
-    """A function for `ray.serve.ingress`: called in the router's process."""
+def _asgi_builder(load: Callable[[str], AsyncLLM], settings: ServeSettings) -> Callable[[], Any]:
+    """A function for `ray.serve.ingress`, called in the router's process.
+
+    `load` is called with the application's name.
+    """
 
     def build() -> Any:
         from ray import serve
@@ -135,7 +139,7 @@ def _asgi_builder(num_replicas: int, max_queued: int | None, settings: ServeSett
         from samewise.serve.worker import Worker
 
         name = serve.get_replica_context().app_name
-        worker = Worker(partial(remote_llm, name, num_replicas, max_queued, timeout=None))
+        worker = Worker(partial(load, name))
         http = make_app(worker, settings, version=samewise.__version__)
 
         async def asgi(scope: Any, receive: Any, send: Any) -> None:
@@ -188,7 +192,7 @@ async def _end_with_engine(worker: Worker, end: Callable[[], None]) -> None:
 
 
 def remote_llm(
-    app_name: str, num_replicas: int, max_queued: int | None, *, timeout: float | None = FACTS_SECONDS
+    app_name: str, config: EngineConfig, scale: ScaleSettings, *, timeout: float | None = FACTS_SECONDS
 ) -> AsyncLLM:
     """An AsyncLLM over the replicas of an application. Waits so many seconds for the first of them."""
     serve = import_ray("samewise.scale").serve
@@ -199,7 +203,10 @@ def remote_llm(
 
     replicas = RayReplicas(serve.get_deployment_handle(ENGINES, app_name), RosterLink(app_name))
     facts = replicas.facts(timeout)
-    engine = RemoteEngine(facts, replicas, num_replicas=num_replicas, max_queued=max_queued)
+    engine = RemoteEngine(
+        facts, replicas, num_replicas=scale.most, num_places=scale.num_places(facts.config.max_num_seqs),
+        max_queued=config.max_queued,
+    )  # fmt: skip
     return AsyncLLM.over(engine)
 
 
