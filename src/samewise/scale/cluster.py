@@ -147,15 +147,15 @@ class Deployed:
         return list(refused.values())
 
 
-def cause_of(text: str) -> Exception:
-    """The error of this package that a failed deployment quotes, or all that Ray said."""
+def cause_of(text: str, *, what: str = "the replicas do not start") -> Exception:
+    """The error of this package that an error of Ray quotes, or `what` happened and all that Ray said."""
     found = re.findall(r"samewise\.errors\.(\w+): (.*)", text)
     if found:
         name, message = found[-1]
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, errors.SamewiseError):
             return kind(message.strip())
-    return MachineError(f"the replicas do not start: {text.strip()[-2000:]}")
+    return MachineError(f"{what}: {text.strip()[-2000:]}")
 
 
 __all__ = ["OBJECT_STORE", "POLL_SECONDS", "Deployed", "cause_of", "deployed", "ray_cluster"]
