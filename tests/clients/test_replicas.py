@@ -27,6 +27,8 @@ pytest.importorskip("ray", reason="ray is not installed; see make test-clients")
 MAIN = "from samewise.cli.main import main; main()"
 ENV = os.environ | CLIENT_ENV | {"RAY_USAGE_STATS_ENABLED": "0"}
 TESTS = Path(__file__).parent
+GIVE_UP = 900
+"""Seconds. A slow machine takes a minute or more for a replica."""
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,7 @@ def test_streams_survive_the_death_of_replicas(
             await asyncio.gather(*(reader() for _ in range(16)))
             await killing
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), GIVE_UP))
     assert len(killed) == 3
     assert len(streams) >= len(bodies)
     for index, stream in streams:
@@ -199,7 +201,7 @@ def test_nothing_is_left_when_clients_go_while_replicas_die(replicas: ServerProc
             await asyncio.gather(*(reader() for _ in range(12)))
             await killing
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), GIVE_UP))
     assert len(killed) == 2
     replicas.check_idle()
 

@@ -1,10 +1,11 @@
 """A router and its replicas over real connections, without Ray: whatever fails between them, equal bits."""
 
 import asyncio
+import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from served_replicas import ServedReplicas, remote_over
@@ -13,6 +14,7 @@ from samewise import AsyncLLM, SamplingParams
 from samewise.engine import Engine
 from samewise.errors import BadParameter
 from samewise.llm.any_engine import AnyEngine
+from samewise.scale.ray_replicas import RayReplicas
 from samewise.scale.remote_engine import RemoteEngine
 from samewise.scale.wire import LIMITS, ChannelLimits
 from samewise.testing import tiny_engine
@@ -180,6 +182,29 @@ def test_a_grammar_that_one_machine_is_too_slow_for_is_answered_by_another() -> 
         served.servers["r0"]._intake = SlowIntake()  # type: ignore[assignment]
         assert asyncio.run(asyncio.wait_for(ask(engine), 60)) == wanted
         assert [name for name, _ in served.jobs] == ["r0", "r1"]
+
+
+class NotedRoster:
+    """A roster that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+
+    def options(self, **_: Any) -> Self:
+        return self
+
+    async def call(self, *said: Any) -> dict[str, Any]:
+        self.told.put(said)
+        return {}
+
+
+@pytest.mark.parametrize("kept", ["an application", None])
+def test_the_roster_hears_again_and_again_that_a_server_runs(kept: str | None) -> None:
+    roster = NotedRoster()
+    replicas = RayReplicas(roster, roster, kept=kept)  # type: ignore[arg-type]  # stand-ins
+    told = [roster.told.get(timeout=60) for _ in range(6)]
+    replicas.close()
+    assert told.count(("keep", "an application")) == (2 if kept else 0)
 
 
 def test_a_request_that_is_dropped_leaves_nothing_on_replicas() -> None:

@@ -192,16 +192,25 @@ async def _end_with_engine(worker: Worker, end: Callable[[], None]) -> None:
 
 
 def remote_llm(
-    app_name: str, config: EngineConfig, scale: ScaleSettings, *, timeout: float | None = FACTS_SECONDS
+    app_name: str,
+    config: EngineConfig,
+    scale: ScaleSettings,
+    *,
+    kept: bool = False,
+    timeout: float | None = FACTS_SECONDS,
 ) -> AsyncLLM:
-    """An AsyncLLM over the replicas of an application. Waits so many seconds for the first of them."""
+    """An AsyncLLM over the replicas of an application. Waits so many seconds for the first of them.
+
+    `kept`: they are stopped when this process falls silent.
+    """
     serve = import_ray("samewise.scale").serve
     from samewise.llm.aio import AsyncLLM
     from samewise.scale.ray_replicas import RayReplicas
     from samewise.scale.remote_engine import RemoteEngine
     from samewise.scale.roster import RosterLink
 
-    replicas = RayReplicas(serve.get_deployment_handle(ENGINES, app_name), RosterLink(app_name))
+    handle = serve.get_deployment_handle(ENGINES, app_name)
+    replicas = RayReplicas(handle, RosterLink(app_name), kept=app_name if kept else None)
     facts = replicas.facts(timeout)
     engine = RemoteEngine(
         facts, replicas, num_replicas=scale.most, num_places=scale.num_places(facts.config.max_num_seqs),
