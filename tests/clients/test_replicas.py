@@ -235,7 +235,7 @@ def test_an_application_is_replaced_unnoticed_and_refuses_another_contract(
     log = tmp_path / "log"
     ran = subprocess.run(
         [sys.executable, str(TESTS / "ray_app.py"), str(folder), str(port), str(log)],
-        env=ENV, capture_output=True, text=True, check=False, timeout=400,
+        env=ENV, capture_output=True, text=True, check=False, timeout=GIVE_UP,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     seen = json.loads(ran.stdout.splitlines()[-1])
@@ -256,7 +256,7 @@ def test_long_streams_go_on_when_replicas_are_stopped_or_lose_their_engine(
 ) -> None:
     ran = subprocess.run(
         [sys.executable, str(TESTS / "ray_failures.py"), str(folder), str(tmp_path)],
-        env=ENV, capture_output=True, text=True, check=False, timeout=400,
+        env=ENV, capture_output=True, text=True, check=False, timeout=GIVE_UP,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     seen = json.loads(ran.stdout.splitlines()[-1])
