@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -83,15 +83,34 @@ def body(number: int, tokens: int, **fields: Any) -> dict[str, Any]:
     } | fields  # fmt: skip
 
 
-async def stream(client: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[Any, float]:
-    """(tokens, log-probabilities, text and end of a stream; the longest wait for an event)."""
+class Streamed(NamedTuple):
+    """What came of one stream."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    text: str
+    end: str | None  # the reason for which it is complete; None: it is not
+    error: str | None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.end is not None and self.error is None
+
+
+def broken(error: str) -> Streamed:
+    """A stream without an answer."""
+    return Streamed([], [], "", None, error)
+
+
+async def stream(client: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[Streamed, float]:
+    """(what came; the longest wait for an event)."""
     tokens: list[int] = []
     logprobs: list[float] = []
     text, end, error, held = "", None, None, b""
     last, longest = time.perf_counter(), 0.0
     async with client.stream("POST", "/v1/completions", json=asked) as response:
         if response.status_code != 200:
-            return ("status", response.status_code), 0.0
+            return broken(f"status {response.status_code}"), 0.0
         async for piece in response.aiter_bytes():
             now = time.perf_counter()
             last, longest = now, max(longest, now - last)
@@ -107,12 +126,12 @@ async def stream(client: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[Any,
                     if choice["logprobs"]:
                         logprobs += choice["logprobs"]["token_logprobs"]
                     end = end or choice["finish_reason"]
-    return (tokens, logprobs, text, end, error), longest
+    return Streamed(tokens, logprobs, text, end, error and str(error)), longest
 
 
-async def ask(url: str, bodies: list[dict[str, Any]], clients: int) -> list[tuple[Any, float]]:
+async def ask(url: str, bodies: list[dict[str, Any]], clients: int) -> list[tuple[Streamed, float]]:
     """All streams, so many at once."""
-    results: list[tuple[Any, float]] = [(None, 0.0)] * len(bodies)
+    results: list[tuple[Streamed, float]] = [(broken("not asked"), 0.0)] * len(bodies)
     left = list(range(len(bodies)))
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
 
@@ -122,29 +141,52 @@ async def ask(url: str, bodies: list[dict[str, Any]], clients: int) -> list[tupl
                 try:
                     results[number] = await stream(client, bodies[number])
                 except httpx.HTTPError as error:
-                    results[number] = ("broken", repr(error)), 0.0
+                    results[number] = broken(repr(error)), 0.0
 
         await asyncio.gather(*(one() for _ in range(clients)))
     return results
 
 
-def replica_pids() -> list[int]:
-    """Processes of replicas, by the name that Ray gives them."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+async def ask_complete(url: str, bodies: list[dict[str, Any]], clients: int) -> list[tuple[Streamed, float]]:
+    """The same. Exits if a stream is not complete: its tokens and its time mean nothing."""
+    results = await ask(url, bodies, clients)
+    for got, _ in results:
+        if not got.is_complete:
+            raise SystemExit(f"a stream is not complete: {got.error} after {len(got.tokens)} tokens")
+    return results
+
+
+def below(ancestor: int) -> list[tuple[int, str]]:
+    """(process id, command line) of the processes that a process has started, and those that they have."""
+    parents: dict[int, int] = {}
+    commands: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if b"ServeReplica" in (line := path.read_bytes()) and b":Engines" in line:
-                found.append(int(path.parent.name))
-        except OSError:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            commands[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # it has ended
             continue
-    return sorted(found)
+
+    def is_below(pid: int) -> bool:
+        while pid in parents:
+            pid = parents[pid]
+            if pid == ancestor:
+                return True
+        return False
+
+    return [(pid, command) for pid, command in sorted(commands.items()) if is_below(pid)]
 
 
-async def killing(kills: int, every: float, killed: list[int]) -> None:
+def replica_pids(server: int) -> list[int]:
+    """Processes of a server's replicas, by the name that Ray gives them."""
+    return [pid for pid, command in below(server) if "ServeReplica" in command and ":Engines" in command]
+
+
+async def killing(server: int, kills: int, every: float, killed: list[int]) -> None:
     """Kill a replica, wait until there are two again, and so on."""
     while len(killed) < kills:
         await asyncio.sleep(every)
-        running = [pid for pid in replica_pids() if pid not in killed]
+        running = [pid for pid in replica_pids(server) if pid not in killed]
         if len(running) >= 2:
             killed.append(running[len(killed) % 2])
             os.kill(killed[-1], signal.SIGKILL)
@@ -152,21 +194,21 @@ async def killing(kills: int, every: float, killed: list[int]) -> None:
 
 async def with_kills(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     bodies = [body(i, args.tokens, logprobs=2, seed=i, temperature=i % 2) for i in range(args.clients)]
-    wanted = await ask(server.url, bodies, args.clients)
+    wanted = await ask_complete(server.url, bodies, args.clients)
     killed: list[int] = []
-    killer = asyncio.ensure_future(killing(args.kills, args.every, killed))
+    killer = asyncio.ensure_future(killing(server.process.pid, args.kills, args.every, killed))
     pauses: list[float] = []
-    streams = broken = differing = 0
+    streams = incomplete = differing = 0
     while len(killed) < args.kills and time.perf_counter() < args.until:
         for (got, pause), (want, _) in zip(await ask(server.url, bodies, args.clients), wanted, strict=True):
             streams += 1
-            broken += got[0] in ("broken", "status") or got[-1] is not None
+            incomplete += not got.is_complete
             differing += got != want
             pauses.append(pause)
     killer.cancel()
     quiet = [pause for _, pause in wanted]
     return {
-        "kills": len(killed), "streams": streams, "broken": broken, "differing": differing,
+        "kills": len(killed), "streams": streams, "broken": incomplete, "differing": differing,
         "failovers": server.metric("failovers_total"),
         "mean_pause_of_failovers": server.metric("failover_seconds_total")
         / max(1, server.metric("failovers_total")),
@@ -176,14 +218,14 @@ async def with_kills(server: Server, args: argparse.Namespace) -> dict[str, Any]
 
 
 async def timed(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    await ask(server.url, [body(1000 + i, 16) for i in range(args.clients)], args.clients)
+    await ask_complete(server.url, [body(1000 + i, 16) for i in range(args.clients)], args.clients)
     rates = []
     for part in range(args.repeats):
         bodies = [body(100 * part + i, args.tokens) for i in range(args.clients)]
         began = time.perf_counter()
-        results = await ask(server.url, bodies, args.clients)
+        results = await ask_complete(server.url, bodies, args.clients)
         seconds = time.perf_counter() - began
-        rates.append(sum(len(got[0]) for got, _ in results) / seconds)
+        rates.append(sum(len(got.tokens) for got, _ in results) / seconds)
     return {"tokens_per_second": statistics.median(rates), "runs": [round(rate, 1) for rate in rates]}
 
 

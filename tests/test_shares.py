@@ -2,7 +2,7 @@
 
 import pytest
 
-from samewise.shares import FairQueue, within_share
+from samewise.shares import NO_OWNER, FairQueue, within_share
 
 
 @pytest.mark.parametrize("total", [1, 2, 8, 128, 1000])
@@ -45,3 +45,16 @@ def test_requests_are_admitted_by_the_fewest_running_then_by_age() -> None:
         queue.forget(number)
     assert (queue.num_waiting, queue._owners, queue._running, queue._waiting) == (0, {}, {}, {})
     assert not queue.forget(77)
+
+
+def test_requests_without_an_owner_have_no_share_and_take_none() -> None:
+    queue: FairQueue[str] = FairQueue(4, 6)
+    for number in range(9):
+        queue.push(NO_OWNER, number, f"none {number}", priority=-number)
+    assert [queue.pop() for _ in range(7)] == [*(f"none {n}" for n in range(8, 2, -1)), None]
+    queue.push(b"a", 9, "a")
+    assert queue.pop() is None  # every place is taken
+    queue.forget(8)
+    assert queue.pop() == "a"
+    queue.resize(4, 8)
+    assert [queue.pop() for _ in range(3)] == ["none 2", "none 1", None]

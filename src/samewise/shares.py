@@ -15,6 +15,9 @@ GREED = 3
 """An owner may take up to this many times of what it leaves free: alone 3/4 of a resource, two owners 3/7
 each. Set by hand: a smaller number leaves more idle, a larger one leaves less for the next owner."""
 
+NO_OWNER = b""
+"""The owner of requests that share with none."""
+
 
 def within_share(own: int, used: int, total: int, wanted: int = 1) -> bool:
     """Whether an owner that holds `own` of the `used` units may take `wanted` more of `total`.
@@ -58,14 +61,19 @@ class SharedBudget:
 class FairQueue(Generic[T]):
     """Requests by owner, of which each owner has some running and others waiting for its share.
 
-    `total` is the number of sequences that run at once. Owned by a StepLoop.
+    `total` is the number of sequences that owners share. `most` run at once, those without an owner among
+    them, which have no share; None: `total`. Owned by a StepLoop or a RemoteEngine.
     """
 
-    def __init__(self, total: int) -> None:
-        self._total = total
+    def __init__(self, total: int, most: int | None = None) -> None:
+        self.resize(total, most)
         self._owners: dict[int, bytes] = {}  # of every request, by its number
         self._waiting: dict[bytes, dict[int, tuple[int, T]]] = {}  # with priority, by owner and number
         self._running: dict[bytes, int] = {}  # counts by owner, none of them 0
+
+    def resize(self, total: int, most: int | None = None) -> None:
+        """Change how many run at once. Those that run beyond it go on."""
+        self._total, self._most = total, total if most is None else most
 
     def push(self, owner: bytes, number: int, request: T, *, priority: int = 0) -> None:
         """Add a request under a number that is not in use. Later requests have larger numbers.
@@ -81,12 +89,14 @@ class FairQueue(Generic[T]):
         The owner with the fewest running goes first, among equals the one whose oldest request is older.
         """
         used = sum(self._running.values())
+        shared = used - self._running.get(NO_OWNER, 0)
         allowed = [
             (running, next(iter(requests)), owner)
             for owner, requests in self._waiting.items()
-            if within_share(running := self._running.get(owner, 0), used, self._total)
+            for running in (self._running.get(owner, 0),)
+            if owner == NO_OWNER or within_share(running, shared, self._total)
         ]
-        if not allowed:
+        if not allowed or used >= self._most:
             return None
         running, _, owner = min(allowed)
         self._running[owner] = running + 1
@@ -128,4 +138,4 @@ class FairQueue(Generic[T]):
         return request
 
 
-__all__ = ["GREED", "FairQueue", "SharedBudget", "within_share"]
+__all__ = ["GREED", "NO_OWNER", "FairQueue", "SharedBudget", "within_share"]

@@ -3,17 +3,19 @@
 Its last line is JSON: what was seen.
 """
 
+import asyncio
 import json
 import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import ray
 from ray import serve
-from replica_requests import requests, whole
+from replica_requests import CHATS, requests, streamed, whole
 
 from samewise.config import EngineConfig
 from samewise.errors import GuaranteeLost
@@ -27,20 +29,53 @@ folder, port, log = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 URL = f"http://127.0.0.1:{port}"
 SETTINGS = {"device": "cpu", "kv_memory": "4MiB", "max_num_seqs": 16}
 SERVE = ServeSettings(model_names=("tiny",))
+TIMEOUT = 200
+"""Seconds: a slow machine starts replicas meanwhile."""
 
 
 def answers(num: int) -> list[object]:
-    with httpx.Client(base_url=URL, timeout=60) as client:
-        replies = [
-            client.post("/v1/chat/completions", json=body | {"model": "tiny"}) for body in requests(num)
-        ]
-        return [whole(reply.json()) for reply in replies]
+    """Answers to the same chats every time, every other one streamed. Raises where one is not complete."""
+    return asyncio.run(ask(num))
 
 
-def ask_until(stopped: threading.Event, seen_answers: list[object]) -> None:
-    """Ask again and again, until it is enough."""
-    while not stopped.is_set():
-        seen_answers.append(answers(8))
+async def ask(num: int) -> list[object]:
+    async with httpx.AsyncClient(base_url=URL, timeout=TIMEOUT) as client:
+        return [await ask_one(client, body | {"model": "tiny"}) for body in requests(num)]
+
+
+async def ask_one(client: httpx.AsyncClient, body: dict[str, Any]) -> object:
+    if body["seed"] % 2:
+        answer = await streamed(client, body)
+        assert answer.error is None, answer.error
+        assert answer.done
+        return answer.result()
+    reply = await client.post(CHATS, json=body)
+    assert reply.status_code == 200, reply.text
+    return whole(reply.json())
+
+
+class Asker(threading.Thread):
+    """Asks again and again, until it is told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds: list[tuple[float, object]] = []  # when each began, and its answers or its error
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self.stopped.is_set():
+            began = time.monotonic()
+            try:
+                self.rounds.append((began, answers(8)))
+            except Exception as error:
+                self.rounds.append((began, f"{type(error).__name__}: {error}"))
+
+
+def wait_for_rounds(askers: list[Asker]) -> None:
+    """Wait until each asker has ended a round that began after this call."""
+    now = time.monotonic()
+    while not all(any(began > now for began, _ in list(asker.rounds)) for asker in askers):
+        time.sleep(0.1)
 
 
 def wait_until_ready() -> None:
@@ -67,20 +102,24 @@ with ray_cluster(None, 3, "the test"):
     while len(before := replicas()) < 2:
         time.sleep(0.2)
     # The same application again, of another code version: every replica is replaced, one after the other.
-    enough, meanwhile = threading.Event(), list[object]()
-    askers = [threading.Thread(target=ask_until, args=(enough, meanwhile)) for _ in range(2)]
+    askers = [Asker() for _ in range(2)]
     for asker in askers:
         asker.start()
+    wait_for_rounds(askers)
     again = app(folder, scale=ScaleSettings(replicas=2, drain_seconds=0.5), serve=SERVE, seed=1, **SETTINGS)
     serve.run(again, name="a")
     wait_until_ready()
     seen["replaced"] = answers(8)
     while set(now := replicas()) & set(before) or len(now) < 2:
         time.sleep(0.2)
-    enough.set()
+    wait_for_rounds(askers)
+    for asker in askers:
+        asker.stopped.set()
     for asker in askers:
         asker.join()
-    seen["meanwhile"] = len(meanwhile), [one for one in meanwhile if one != seen["first"]][:1]
+    seen["meanwhile"] = [
+        [result for _, result in asker.rounds if result != seen["first"]] for asker in askers
+    ]
     other = app(folder, scale=ScaleSettings(replicas=2), serve=SERVE, dtype="bfloat16", **SETTINGS)
     with suppress(RuntimeError):  # Ray Serve's own words; the roster's name the facts
         serve.run(other, name="a")

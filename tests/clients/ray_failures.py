@@ -69,8 +69,10 @@ async def names_of(llm: AsyncLLM) -> set[str]:
     return names
 
 
-async def stream_until_replaced(llm: AsyncLLM, change: Callable[[], object]) -> dict[str, object]:
-    """Stream long answers again and again until `change` was called and a replica was replaced."""
+async def stream_until_replaced(
+    llm: AsyncLLM, change: Callable[[], object], num_replaced: int
+) -> dict[str, object]:
+    """Stream long answers again and again until `change` was called and so many replicas were replaced."""
     wanted = await asyncio.gather(*(long_answer(llm, number) for number in range(NUM_STREAMS)))
     before = await names_of(llm)
     replaced: list[bool] = []
@@ -87,8 +89,8 @@ async def stream_until_replaced(llm: AsyncLLM, change: Callable[[], object]) -> 
     asking = [asyncio.ensure_future(ask(number)) for number in range(NUM_STREAMS)]
     await asyncio.sleep(1)
     await asyncio.to_thread(change)
-    async with asyncio.timeout(120):
-        while len(now := await names_of(llm)) < 2 or now == before:
+    async with asyncio.timeout(240):
+        while len(before - (now := await names_of(llm))) < num_replaced:
             await asyncio.sleep(0.2)
     replaced.append(True)
     await asyncio.gather(*asking)
@@ -107,12 +109,12 @@ with deployed(config, ScaleSettings(replicas=2, drain_seconds=0.5), None, what="
         serve.run(engines(replace(config, seed=1), scale), name=drained.name, route_prefix=None)
 
     with closing(drained.load()) as llm:
-        seen["drained"] = asyncio.run(stream_until_replaced(llm, deploy_again))
+        seen["drained"] = asyncio.run(stream_until_replaced(llm, deploy_again, 2))
 
 lose = marks / "lose"
 with (
     deployed(config, ScaleSettings(replicas=2), None, what="the test", make_engine=LostOnce(lose)) as lost,
     closing(lost.load()) as llm,
 ):
-    seen["lost"] = asyncio.run(stream_until_replaced(llm, lose.touch))
+    seen["lost"] = asyncio.run(stream_until_replaced(llm, lose.touch, 1))
 print(json.dumps(seen))

@@ -1,6 +1,7 @@
 """Mixed requests for servers over replicas, and what of their answers is a function of the request."""
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -118,6 +119,7 @@ class StreamedAnswer:
         self.choices: dict[int, dict[str, Any]] = {}
         self.error: Any = None
         self.done = False
+        self.longest_wait = 0.0  # seconds, for the next piece of it
 
     def add(self, line: str) -> None:
         """A line of the event stream."""
@@ -163,12 +165,14 @@ async def streamed(
 ) -> StreamedAnswer:
     """Ask for a stream and read it to its end, or so many pieces of it, and leave."""
     answer = StreamedAnswer()
-    num_pieces = 0
+    num_pieces, last = 0, time.monotonic()
     async with client.stream("POST", path, json=body | {"stream": True}) as response:
         assert response.status_code == 200, await response.aread()
         held = b""
         async for piece in response.aiter_bytes():  # aiter_lines would also split at separators within a text
             num_pieces += 1
+            last, waited = time.monotonic(), time.monotonic() - last
+            answer.longest_wait = max(answer.longest_wait, waited)
             if num_pieces == max_pieces:
                 break
             *lines, held = (held + piece).split(b"\n")

@@ -4,6 +4,7 @@ The bits of one replica are those of `server`, a server without Ray.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from replica_requests import CHATS, mixed, requests, streamed, whole
+from replica_requests import CHATS, StreamedAnswer, mixed, requests, streamed, whole
 from server_process import CLIENT_ENV, ServerProcess, running_server
 
 pytest.importorskip("ray", reason="ray is not installed; see make test-clients")
@@ -26,6 +27,8 @@ pytest.importorskip("ray", reason="ray is not installed; see make test-clients")
 MAIN = "from samewise.cli.main import main; main()"
 ENV = os.environ | CLIENT_ENV | {"RAY_USAGE_STATS_ENABLED": "0"}
 TESTS = Path(__file__).parent
+GIVE_UP = 900
+"""Seconds. A slow machine takes a minute or more for a replica."""
 
 
 @pytest.fixture(scope="module")
@@ -121,42 +124,63 @@ def test_a_prompt_goes_where_its_pages_are(replicas: ServerProcess) -> None:
         assert cached[1] > 100 > cached[0]
 
 
-def test_streams_survive_the_death_of_replicas(server: ServerProcess, replicas: ServerProcess) -> None:
-    """Sixteen clients stream; replicas are killed with kill -9 one after the other."""
+def reporting(server: ServerProcess) -> set[str]:
+    """Names of the replicas that report, and of those that did so seconds ago."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    rows = [line for line in lines if line.startswith("samewise:frames_total{")]
+    return {row.split('replica="')[1].split('"')[0] for row in rows}
+
+
+async def kill_one_by_one(server: ServerProcess, num: int, killed: list[int]) -> None:
+    """Kill a replica with kill -9, wait until the one that replaces it reports, and so on."""
+    names = await asyncio.to_thread(reporting, server)
+    num_before = len(names)
+    while len(killed) < num:
+        await asyncio.sleep(0.3)
+        names |= await asyncio.to_thread(reporting, server)
+        fresh = [pid for pid in replica_pids(server) if pid not in killed]
+        if len(names) >= num_before + len(killed) and fresh:
+            killed.append(fresh[0])
+            os.kill(fresh[0], signal.SIGKILL)
+
+
+def test_streams_survive_the_death_of_replicas(
+    server: ServerProcess, replicas: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sixteen clients stream; three replicas are killed, each when the one before it was replaced."""
     bodies = [body | {"model": "tiny"} for body in requests(64, max_tokens=400)]
     wanted = asyncio.run(ask_all(server.url, bodies, 8))
     killed: list[int] = []
+    streams: list[tuple[int, StreamedAnswer]] = []  # with the number of the body
 
-    async def main() -> list[Any]:
-        left = list(range(len(bodies)))
-        results: list[Any] = [None] * len(bodies)
+    async def main() -> None:
+        numbers = itertools.count()
         async with httpx.AsyncClient(base_url=replicas.url, timeout=240) as client:
+            killing = asyncio.ensure_future(kill_one_by_one(replicas, 3, killed))
 
             async def reader() -> None:
-                while left:
-                    number = left.pop(0)
-                    results[number] = await streamed(client, bodies[number])
+                while (number := next(numbers)) < len(bodies) or not killing.done():
+                    index = number % len(bodies)
+                    streams.append((index, await streamed(client, bodies[index])))
 
-            async def killer() -> None:
-                while len(killed) < 3:
-                    await asyncio.sleep(0.3)
-                    if fresh := [pid for pid in replica_pids(replicas) if pid not in killed]:
-                        killed.append(fresh[0])
-                        os.kill(fresh[0], signal.SIGKILL)
-                    while len([pid for pid in replica_pids(replicas) if pid not in killed]) < 2 and left:
-                        await asyncio.sleep(0.1)
-
-            killing = asyncio.ensure_future(killer())
             await asyncio.gather(*(reader() for _ in range(16)))
-            killing.cancel()
-        return results
+            await killing
 
-    streams = asyncio.run(main())
-    assert killed
-    assert [stream.error for stream in streams] == [None] * len(bodies)
-    assert all(stream.done for stream in streams)
-    assert [stream.result() for stream in streams] == wanted
-    assert replicas.metric("failovers_total") > 0
+    asyncio.run(asyncio.wait_for(main(), GIVE_UP))
+    assert len(killed) == 3
+    assert len(streams) >= len(bodies)
+    for index, stream in streams:
+        assert stream.error is None
+        assert stream.done
+        assert stream.result() == wanted[index]
+    num, seconds = replicas.metric("failovers_total"), replicas.metric("failover_seconds_total")
+    assert num > 0
+    with capsys.disabled():
+        waits = max(stream.longest_wait for _, stream in streams)
+        print(
+            f"\n{len(streams)} streams, 3 kills: {num:g} sequences went on elsewhere, after "
+            f"{seconds / num:.2f} s on average; the longest wait for an event was {waits:.2f} s"
+        )
 
 
 def test_nothing_is_left_when_clients_go_while_replicas_die(replicas: ServerProcess) -> None:
@@ -165,24 +189,20 @@ def test_nothing_is_left_when_clients_go_while_replicas_die(replicas: ServerProc
     killed: list[int] = []
 
     async def main() -> None:
-        left = list(enumerate(bodies))
+        numbers = itertools.count()
         async with httpx.AsyncClient(base_url=replicas.url, timeout=240) as client:
+            killing = asyncio.ensure_future(kill_one_by_one(replicas, 2, killed))
 
             async def reader() -> None:
-                while left:
-                    number, body = left.pop(0)
-                    await streamed(client, body, max_pieces=20 + number)
+                while (number := next(numbers)) < len(bodies) or not killing.done():
+                    index = number % len(bodies)
+                    await streamed(client, bodies[index], max_pieces=20 + index)
 
-            reading = [asyncio.ensure_future(reader()) for _ in range(12)]
-            while not all(one.done() for one in reading):
-                await asyncio.sleep(0.4)
-                if len(pids := [pid for pid in replica_pids(replicas) if pid not in killed]) == 2:
-                    killed.append(pids[0])
-                    os.kill(pids[0], signal.SIGKILL)
-            await asyncio.gather(*reading)
+            await asyncio.gather(*(reader() for _ in range(12)))
+            await killing
 
-    asyncio.run(asyncio.wait_for(main(), 200))
-    assert killed
+    asyncio.run(asyncio.wait_for(main(), GIVE_UP))
+    assert len(killed) == 2
     replicas.check_idle()
 
 
@@ -215,7 +235,7 @@ def test_an_application_is_replaced_unnoticed_and_refuses_another_contract(
     log = tmp_path / "log"
     ran = subprocess.run(
         [sys.executable, str(TESTS / "ray_app.py"), str(folder), str(port), str(log)],
-        env=ENV, capture_output=True, text=True, check=False, timeout=400,
+        env=ENV, capture_output=True, text=True, check=False, timeout=GIVE_UP,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     seen = json.loads(ran.stdout.splitlines()[-1])
@@ -223,9 +243,7 @@ def test_an_application_is_replaced_unnoticed_and_refuses_another_contract(
     assert seen["first"] == wanted
     assert seen["replaced"] == wanted
     assert seen["after"] == wanted
-    num_asked, other_answers = seen["meanwhile"]
-    assert num_asked > 2
-    assert not other_answers
+    assert seen["meanwhile"] == [[], []]
     contract = httpx.get(f"{server.url}/v1/models").json()["data"][0]["contract"]
     assert [card["contract"] for card in seen["models"]] == [contract]
     assert seen["refused"]
@@ -238,7 +256,7 @@ def test_long_streams_go_on_when_replicas_are_stopped_or_lose_their_engine(
 ) -> None:
     ran = subprocess.run(
         [sys.executable, str(TESTS / "ray_failures.py"), str(folder), str(tmp_path)],
-        env=ENV, capture_output=True, text=True, check=False, timeout=400,
+        env=ENV, capture_output=True, text=True, check=False, timeout=GIVE_UP,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     seen = json.loads(ran.stdout.splitlines()[-1])

@@ -1,5 +1,6 @@
 """What Ray Serve is told of an application: bounds, resources, limits, routing. Nothing is started."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from samewise.config import EngineConfig
 from samewise.scale import ScaleSettings, app
 from samewise.scale.deploy import ENGINES, ROUTER, engines
 
-pytest.importorskip("ray", reason="ray is not installed; see make test-clients")
+serve = pytest.importorskip("ray.serve", reason="ray is not installed; see make test-clients")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's modules, on import
 
@@ -25,6 +26,8 @@ def test_replicas_are_scaled_within_their_bounds() -> None:
     scaled = deployment_of(engines(CONFIG, ScaleSettings(replicas=2, max_replicas=5)))
     bounds = scaled._deployment_config.autoscaling_config
     assert (bounds.min_replicas, bounds.max_replicas, bounds.target_ongoing_requests) == (2, 5, 8)
+    one_at_a_time = deployment_of(engines(CONFIG, ScaleSettings(max_replicas=5, max_ongoing=1)))
+    assert one_at_a_time._deployment_config.autoscaling_config.target_ongoing_requests == 0.5
 
 
 def test_a_replica_has_its_resources_and_limits() -> None:
@@ -44,3 +47,10 @@ def test_a_replica_has_its_resources_and_limits() -> None:
 def test_an_application_has_as_many_routers_as_asked_for() -> None:
     router = deployment_of(app("a-model", scale=ScaleSettings(replicas=2, routers=3)))
     assert (router.name, router.num_replicas, router.ray_actor_options["num_cpus"]) == (ROUTER, 3, 0)
+
+
+def test_a_new_router_is_up_before_an_old_one_is_stopped() -> None:
+    if "max_surge_percent" not in inspect.signature(serve.Deployment.options).parameters:
+        pytest.skip("this release of Ray Serve stops it first")
+    assert deployment_of(app("a-model"))._deployment_config.max_surge_percent == 100
+    assert deployment_of(engines(CONFIG, ScaleSettings()))._deployment_config.max_surge_percent == 0

@@ -49,3 +49,12 @@ def test_the_oldest_pages_are_forgotten_tails_first() -> None:
     assert choice.num_known("a", pages("abc")) == 2
     choice.keep(["b"])
     assert choice.num_known("a", pages("xy")) == 0
+
+
+def test_a_replica_that_reports_nothing_is_as_busy_as_its_router_knows() -> None:
+    choice = PrefixChoice(ChoiceLimits(slack=4, share=0.5))
+    choice.sent("a", pages("abcd"))
+    assert choice.rank([], {"a": None, "b": 1}, own={"a": 12}) == ["b", "a"]
+    assert choice.rank(pages("abcd"), {"a": None, "b": None}, own={"a": 12, "b": 1}) == ["b", "a"]
+    assert choice.rank([], {"a": 1, "b": 3}, own={"a": 12}) == ["b", "a"]  # the report is older
+    assert choice.rank([], {"a": 20, "b": 13}, own={"a": 12}) == ["b", "a"]  # other routers' requests

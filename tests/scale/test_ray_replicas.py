@@ -1,19 +1,25 @@
 """A router and its replicas over real connections, without Ray: whatever fails between them, equal bits."""
 
 import asyncio
+import queue
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Self
 
 import pytest
 from served_replicas import ServedReplicas, remote_over
 
 from samewise import AsyncLLM, SamplingParams
 from samewise.engine import Engine
+from samewise.errors import BadParameter
+from samewise.llm.any_engine import AnyEngine
+from samewise.scale.ray_replicas import RayReplicas
 from samewise.scale.remote_engine import RemoteEngine
 from samewise.scale.wire import LIMITS, ChannelLimits
 from samewise.testing import tiny_engine
-from samewise.types import Finish, Grammar, Request, Sampling
+from samewise.text.grammar import CompiledGrammar
+from samewise.types import Delta, Finish, Grammar, Request, Sampling
 
 pytest.importorskip("msgpack", reason="msgpack comes with ray")
 
@@ -142,14 +148,63 @@ def test_a_replica_whose_engine_is_lost_gets_no_more(wanted: list[list[Any]]) ->
         assert asyncio.run(asyncio.wait_for(main(engine, served), 90)) == wanted
 
 
-def test_a_grammar_that_a_replica_refuses_ends_its_request_at_once() -> None:
-    with remote_over([make_engine()]) as (engine, served):
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_grammar_that_every_replica_refuses_ends_its_request(num_replicas: int) -> None:
+    with remote_over([make_engine() for _ in range(num_replicas)]) as (engine, served):
         engine.add(Request(engine.new_id(), (65, 66), Sampling(grammar=Grammar.regex("(a")), 4))
-        (delta,) = engine.step()
-        assert delta.finish is Finish.ERROR
-        assert delta.error is not None
-        assert delta.error.param == "grammar"
-        assert len(served.jobs) == 1
+        deltas: list[Delta] = []
+        while not deltas:
+            deltas = engine.step()
+        assert deltas[0].finish is Finish.ERROR
+        assert deltas[0].error is not None
+        assert deltas[0].error.param == "grammar"
+        assert [name for name, _ in served.jobs] == (["r0", "r1"] if num_replicas == 2 else ["r0", "r0"])
+
+
+class SlowIntake:
+    """Compiles no grammar in time."""
+
+    def start_compiling(self, grammar: Grammar, *, owner: bytes | None) -> Future[CompiledGrammar]:
+        raise BadParameter("grammar=regex: it takes more than 2 seconds to compile", param="grammar")
+
+    def stop_compiling(self) -> None: ...
+
+
+def test_a_grammar_that_one_machine_is_too_slow_for_is_answered_by_another() -> None:
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=40, grammar=Grammar.regex("[a-d]{9,30}"))
+
+    async def ask(engine: AnyEngine) -> list[str]:
+        async with AsyncLLM.over(engine) as llm:
+            return [choice.text for choice in (await llm.generate("once", params)).outputs]
+
+    wanted = asyncio.run(asyncio.wait_for(ask(make_engine()), 60))
+    with remote_over([make_engine(), make_engine()]) as (engine, served):
+        served.servers["r0"]._intake = SlowIntake()  # type: ignore[assignment]
+        assert asyncio.run(asyncio.wait_for(ask(engine), 60)) == wanted
+        assert [name for name, _ in served.jobs] == ["r0", "r1"]
+
+
+class NotedRoster:
+    """A roster that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+
+    def options(self, **_: Any) -> Self:
+        return self
+
+    async def call(self, *said: Any) -> dict[str, Any]:
+        self.told.put(said)
+        return {}
+
+
+@pytest.mark.parametrize("kept", ["an application", None])
+def test_the_roster_hears_again_and_again_that_a_server_runs(kept: str | None) -> None:
+    roster = NotedRoster()
+    replicas = RayReplicas(roster, roster, kept=kept)  # type: ignore[arg-type]  # stand-ins
+    told = [roster.told.get(timeout=60) for _ in range(6)]
+    replicas.close()
+    assert told.count(("keep", "an application")) == (2 if kept else 0)
 
 
 def test_a_request_that_is_dropped_leaves_nothing_on_replicas() -> None:

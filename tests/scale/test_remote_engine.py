@@ -47,6 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+TOO_LARGE = BadParameter("grammar=regex: too large", param="grammar")
+
+
 def make_engine(**settings: Any) -> Engine:
     return tiny_engine(max_num_seqs=32, **settings)
 
@@ -166,7 +169,8 @@ def test_nothing_is_left_when_clients_go_while_replicas_die() -> None:
 class NoReplicas:
     """Replicas that only note what they are told; the test says what they answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: tuple[str, ...] = ()) -> None:
+        self.names = names  # of those that report
         self.jobs: list[Job] = []
         self.ended: list[JobKey] = []
 
@@ -180,13 +184,13 @@ class NoReplicas:
         self.ended.append(key)
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        return {}
+        return {name: {} for name in self.names}
 
     def close(self) -> None: ...
 
 
-def remote(**options: Any) -> tuple[RemoteEngine, NoReplicas]:
-    replicas = NoReplicas()
+def remote(names: tuple[str, ...] = (), **options: Any) -> tuple[RemoteEngine, NoReplicas]:
+    replicas = NoReplicas(names)
     return RemoteEngine(facts_of(make_engine()), replicas, **options), replicas
 
 
@@ -243,6 +247,23 @@ def test_a_replica_that_was_lost_is_avoided() -> None:
     replicas.inbox(ReplicaGone("r0", "it died"))
     assert engine.step() == []
     assert [job.avoid for job in replicas.jobs] == [(), ("r0",)]
+
+
+def test_a_job_says_what_its_router_has_under_way_where() -> None:
+    engine, replicas = remote()
+
+    def add() -> Job:
+        engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+        return replicas.jobs[-1]
+
+    for replica in ("r0", "r0", "r1"):
+        replicas.inbox(Started(add().key, replica, engine.contract.id))
+        engine.step()
+    assert add().loads == {"r0": 2, "r1": 1}
+    replicas.inbox(Progress(replicas.jobs[0].key, Received(), delta_of(replicas.jobs[0], (5,), Finish.STOP)))
+    replicas.inbox(ReplicaGone("r1", "it died"))
+    engine.step()
+    assert replicas.jobs[-1].loads == {"r0": 1}
 
 
 def lose(engine: RemoteEngine, replicas: NoReplicas, news: Callable[[Job], News]) -> Job:
@@ -302,7 +323,7 @@ def test_a_mistake_that_a_replica_finds_ends_the_request_with_its_error() -> Non
     class Refusing(NoReplicas):
         def start(self, job: Job, delay: float) -> None:
             self.jobs.append(job)
-            self.inbox(Refused(job.key, BadParameter("grammar=regex: too large", param="grammar")))
+            self.inbox(Refused(job.key, TOO_LARGE, "r1" if "r0" in job.avoid else "r0"))
 
     async def main() -> None:
         replicas = Refusing()
@@ -310,9 +331,43 @@ def test_a_mistake_that_a_replica_finds_ends_the_request_with_its_error() -> Non
             with pytest.raises(BadParameter, match="too large") as refused:
                 await llm.generate("hello", SamplingParams(max_tokens=4, n=2))
         assert refused.value.param == "grammar"
-        assert len(replicas.jobs) == 2  # one for each choice
+        assert len(replicas.jobs) == 4  # two for each choice
 
     asyncio.run(asyncio.wait_for(main(), 240))
+
+
+def test_a_limit_of_one_machine_does_not_end_an_answer_that_has_begun() -> None:
+    engine, replicas = remote()
+    engine.add(Request(engine.new_id(), (1, 2), Sampling(), 9))
+    first = replicas.jobs[0]
+    replicas.inbox(Started(first.key, "r0", engine.contract.id))
+    replicas.inbox(Progress(first.key, Received(), delta_of(first, (5, 6))))
+    replicas.inbox(ReplicaGone("r0", "it died"))
+    engine.step()
+    for _ in range(3):  # r1 is the only one that runs
+        replicas.inbox(Refused(replicas.jobs[-1].key, TOO_LARGE, "r1"))
+        assert engine.step() == []
+        assert set(replicas.jobs[-1].avoid) == {"r0", "r1"}
+    again = replicas.jobs[-1]
+    assert again.request.output == (5, 6)
+    replicas.inbox(Started(again.key, "r2", engine.contract.id))
+    replicas.inbox(Progress(again.key, Received(2, 0), delta_of(again, (7,), Finish.STOP)))
+    assert [(delta.tokens, delta.finish) for delta in engine.step()] == [((7,), Finish.STOP)]
+
+
+def test_two_replicas_that_refuse_a_request_are_believed() -> None:
+    engine, replicas = remote()
+    for tokens in ((), (5, 6)):
+        engine.add(Request(engine.new_id(), (1, 2), Sampling(), 9))
+        job = replicas.jobs[-1]
+        if tokens:
+            replicas.inbox(Progress(job.key, Received(), delta_of(job, tokens)))
+            replicas.inbox(Lost(job.key, "it died", started=True))
+            engine.step()
+        for replica in ("r0", "r1"):
+            replicas.inbox(Refused(replicas.jobs[-1].key, TOO_LARGE, replica))
+            deltas = engine.step()
+        assert [(delta.finish, delta.error) for delta in deltas] == [(Finish.ERROR, TOO_LARGE)]
 
 
 def test_a_request_that_fails_on_one_replica_is_tried_once_on_another() -> None:
@@ -339,6 +394,72 @@ def test_more_requests_than_may_wait_are_refused() -> None:
         engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
     with pytest.raises(QueueFull, match="max_queued is 2"):
         engine.add(Request(engine.new_id(), (1, 2), Sampling(), 4))
+
+
+def add_many(engine: RemoteEngine, num: int, **fields: Any) -> list[int]:
+    """The ids of so many new requests."""
+    numbers = [engine.new_id() for _ in range(num)]
+    for number in numbers:
+        engine.add(Request(number, (1, 2), Sampling(), 4, **fields))
+    return numbers
+
+
+def finish(engine: RemoteEngine, replicas: NoReplicas, number: int) -> None:
+    (job,) = (job for job in replicas.jobs if job.key.number == number)
+    replicas.inbox(Progress(job.key, Received(), delta_of(job, (5,), Finish.STOP)))
+    engine.step()
+
+
+def started(replicas: NoReplicas) -> list[int]:
+    return [job.key.number for job in replicas.jobs]
+
+
+def test_replicas_get_no_more_requests_than_they_have_places() -> None:
+    engine, replicas = remote(("r0",), num_replicas=3, num_places=4)
+    numbers = add_many(engine, 20)
+    assert started(replicas) == numbers[:4]
+    finish(engine, replicas, 2)
+    assert started(replicas) == numbers[:5]
+    engine.abort(5)  # which waits
+    engine.abort(3)
+    assert started(replicas) == [*numbers[:5], 6]
+    assert [key.number for key in replicas.ended] == [3]
+    replicas.names = ("r0", "r1", "r2")
+    finish(engine, replicas, 0)
+    assert started(replicas) == [*numbers[:5], *numbers[6:16]]
+    replicas.names = ()  # nothing is known of them
+    finish(engine, replicas, 1)
+    assert started(replicas) == [*numbers[:5], *numbers[6:17]]
+
+
+def test_a_request_of_another_key_does_not_wait_behind_all_of_the_first() -> None:
+    engine, replicas = remote(num_places=64)
+    add_many(engine, 300, owner=b"a")
+    assert len(replicas.jobs) < 32
+    (number,) = add_many(engine, 1, owner=b"b")
+    assert started(replicas)[-1] == number
+
+
+def test_waiting_requests_go_by_priority_and_then_by_arrival() -> None:
+    engine, replicas = remote(num_places=1)
+    first, *later = (add_many(engine, 1, priority=priority)[0] for priority in (9, 1, 0, -1, 0))
+    for number in (first, later[2], later[1], later[3], later[0]):
+        assert started(replicas)[-1] == number
+        finish(engine, replicas, number)
+    assert engine.idle
+
+
+def test_a_request_that_goes_on_elsewhere_does_not_wait_again() -> None:
+    engine, replicas = remote(num_places=1)
+    number, waiting = add_many(engine, 2)
+    replicas.inbox(Lost(replicas.jobs[0].key, "it died", started=True))
+    assert engine.step() == []
+    assert started(replicas) == [number, number]
+    engine.recover()
+    assert started(replicas) == [number, number, number]
+    assert engine.stats()["waiting"] == 2
+    engine.recover({number: None})
+    assert started(replicas) == [number, number, number, waiting]
 
 
 def test_recovery_starts_from_what_the_caller_has() -> None:

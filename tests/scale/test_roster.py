@@ -46,6 +46,28 @@ def test_a_roster_that_was_restarted_learns_the_contract_from_reports() -> None:
     asyncio.run(main())
 
 
+def test_an_application_is_orphaned_when_its_server_falls_silent() -> None:
+    now = [0.0]
+
+    async def main() -> None:
+        roster = Roster(lambda: now[0])
+        await roster.join("a", ONE)
+        now[0] += 2 * LIMITS.orphaned
+        await roster.stats()
+        assert roster.orphan is None  # it belongs to no server
+        await roster.keep("an application")
+        now[0] += LIMITS.orphaned - 1
+        assert roster.orphan is None
+        await roster.keep("an application")
+        now[0] += LIMITS.orphaned - 1
+        await roster.report("a", ONE, {})
+        assert roster.orphan is None
+        now[0] += 1
+        assert roster.orphan == "an application"
+
+    asyncio.run(main())
+
+
 def test_refusals_are_bounded() -> None:
     async def main() -> None:
         roster = Roster()

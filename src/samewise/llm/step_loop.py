@@ -27,6 +27,7 @@ from samewise.outputs import RequestOutput
 from samewise.params import SamplingParams
 from samewise.receipts import Receipt, make
 from samewise.receipts.signing import SigningKey
+from samewise.schedule.limits import Limits
 from samewise.shares import FairQueue
 from samewise.types import Delta, Finish, Guide, Received, Request
 
@@ -63,7 +64,7 @@ class StepLoop(Generic[EngineT]):
         # there, so that the engine has no sequence of this loop that is not here.
         self._open: dict[int, tuple[Answer, Choice]] = {}
         self._scores: dict[int, Score] = {}
-        self._shared: FairQueue[tuple[Request, Guide | None]] = FairQueue(_num_shared(engine))
+        self._shared: FairQueue[tuple[Request, Guide | None]] = FairQueue(num_shared(engine.limits))
         self._num_submitted = 0
         self._dropped: deque[Answer | Score] = deque()  # to be aborted, in order
         self._changed: dict[Answer, None] = {}  # answers that `step` has not returned since they got a delta
@@ -375,13 +376,13 @@ class StepLoop(Generic[EngineT]):
         )  # fmt: skip
 
 
-def _num_shared(engine: AnyEngine) -> int:
-    """Sequences that owners share: as many as run at once, at most a quarter of the widest frame's rows.
+def num_shared(limits: Limits) -> int:
+    """Sequences of an engine that owners share: as many as run at once, at most a quarter of a frame's rows.
 
     Where rows are what takes the time, on CPU, more sequences would make frames longer and nothing faster,
     and a newcomer waits for the frame that is running.
     """
-    return min(engine.limits.max_num_seqs, max(1, engine.limits.max_rows // 4))
+    return min(limits.max_num_seqs, max(1, limits.max_rows // 4))
 
 
-__all__ = ["Score", "StepLoop"]
+__all__ = ["Score", "StepLoop", "num_shared"]

@@ -1,13 +1,14 @@
 """Batch files over the workers of Ray Data: the same format and the same bits as on one machine.
 
 A worker is an actor with an engine, which answers a few lines at a time. A worker that dies is replaced, and
-its lines are answered again, to the same bits; the output is written by this process alone, one line at a
-time, so none is there twice.
+its lines are answered again, to the same bits; one whose engine is lost ends its process. The output is
+written by this process alone, one line at a time, so none is there twice.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from samewise.config import EngineConfig
 from samewise.contract import Contract
-from samewise.errors import BadParameter
+from samewise.errors import BadParameter, GuaranteeLost
 from samewise.jobs.batch_file import BatchLine, OutputLine, parse_line
 from samewise.scale.cluster import cause_of, ray_cluster
 from samewise.scale.ray_extra import import_ray_data
+from samewise.scale.replica import end_process
 
 if TYPE_CHECKING:
     from samewise.engine import Engine
     from samewise.jobs.batch import BatchSummary
+
+log = logging.getLogger("samewise.scale")
 
 LINE = "line"
 """The column of a request, as a line of a batch file."""
@@ -37,6 +41,10 @@ OBJECT_STORE = 512 * 2**20
 LINES_PER_BATCH = 64
 """Lines that a worker answers at a time. Set by hand: enough to fill frames, and few enough that little is
 answered again when a worker dies."""
+
+RETRIES = 8
+"""How often lines are answered again of which a worker died. Set by hand: as often as a request of a server
+loses its replica, after which it may be what ends them."""
 
 
 class LineAnswerer:
@@ -64,17 +72,23 @@ class LineAnswerer:
         from samewise.scale.deploy import BuildEngine
 
         make = make_engine or BuildEngine(EngineConfig.of(model=model, **settings))
-        engine = make()
+        engine = self._engine = make()
         signer = None if key is None else SigningKey.load(Path(key))
         self._runner = BatchRunner(engine, names=names, key=signer)
         self._contract = json.dumps(engine.contract.facts)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Answer the lines of a batch; the rows keep their order."""
+        """Answer the lines of a batch; the rows keep their order. Ends the process if the engine is lost."""
         lines = [parse_line(number, str(text).encode()) for number, text in enumerate(batch[LINE])]
         outputs: dict[int, OutputLine] = {}
-        for line, result in self._runner.run(iter(lines)):
-            outputs[line.number] = result
+        try:
+            for line, result in self._runner.run(iter(lines)):
+                outputs[line.number] = result
+        except Exception as error:
+            if self._engine.lost is None and not isinstance(error, GuaranteeLost):
+                raise
+            log.exception("the engine is lost")
+            end_process("worker")  # Ray replaces a worker that dies, and none that raises
         texts = [json.dumps(outputs[number], ensure_ascii=True) for number in range(len(lines))]
         return batch | {OUTPUT: texts, CONTRACT: [self._contract] * len(lines)}
 
@@ -154,6 +168,7 @@ def _answer_on(
     answered = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
         LineAnswerer, fn_constructor_kwargs=arguments, batch_size=LINES_PER_BATCH,
         compute=ray.data.ActorPoolStrategy(size=min(workers, blocks)), num_cpus=cpus, num_gpus=num_gpus,
+        max_task_retries=RETRIES,
     )  # fmt: skip
     contracts = _OneContract(check_contract)
     try:
@@ -161,7 +176,7 @@ def _answer_on(
             contracts.check(row[CONTRACT])
             yield lines[row["place"]], json.loads(row[OUTPUT])
     except ray.exceptions.RayError as error:
-        raise cause_of(str(error)) from error
+        raise cause_of(str(error), what="the workers cannot go on") from error
 
 
 class _OneContract:
@@ -186,4 +201,13 @@ class _OneContract:
         refuse_other(self._first, contract, "of a worker")
 
 
-__all__ = ["CONTRACT", "LINE", "LINES_PER_BATCH", "OBJECT_STORE", "OUTPUT", "LineAnswerer", "run_on_ray"]
+__all__ = [
+    "CONTRACT",
+    "LINE",
+    "LINES_PER_BATCH",
+    "OBJECT_STORE",
+    "OUTPUT",
+    "RETRIES",
+    "LineAnswerer",
+    "run_on_ray",
+]

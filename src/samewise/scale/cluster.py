@@ -106,6 +106,7 @@ class Deployed:
     def load(self) -> AsyncLLM:
         """Start the replicas and connect to them. Raises what their engines raise."""
         self._started = True
+        log.info("the replicas are the application %s of Ray Serve", self.name)
         self._serve.start(http_options={"location": "NoServer"})
         starting: Future[None] = Future()
         threading.Thread(target=self._start, args=(starting,), daemon=True).start()
@@ -115,7 +116,7 @@ class Deployed:
             for refusal in self._refusals():
                 raise GuaranteeLost(refusal)
         starting.result()
-        llm = remote_llm(self.name, self._scale.most, self._config.max_queued)
+        llm = remote_llm(self.name, self._config, self._scale, kept=True)
         llm.intake.prepare_grammars()
         return llm
 
@@ -139,23 +140,25 @@ class Deployed:
             starting.set_result(None)
 
     def _refusals(self) -> list[str]:
-        """Why replicas were refused, if some were."""
+        """Why replicas were refused, if some were. Also tells the roster that this process runs."""
         try:
-            refused: dict[str, str] = self._ray.get(roster_of(self.name).refused.remote(), timeout=10)
+            roster = roster_of(self.name)
+            roster.keep.remote(self.name)
+            refused: dict[str, str] = self._ray.get(roster.refused.remote(), timeout=10)
         except self._ray.exceptions.RayError:  # its actor is being started
             return []
         return list(refused.values())
 
 
-def cause_of(text: str) -> Exception:
-    """The error of this package that a failed deployment quotes, or all that Ray said."""
+def cause_of(text: str, *, what: str = "the replicas do not start") -> Exception:
+    """The error of this package that an error of Ray quotes, or `what` happened and all that Ray said."""
     found = re.findall(r"samewise\.errors\.(\w+): (.*)", text)
     if found:
         name, message = found[-1]
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, errors.SamewiseError):
             return kind(message.strip())
-    return MachineError(f"the replicas do not start: {text.strip()[-2000:]}")
+    return MachineError(f"{what}: {text.strip()[-2000:]}")
 
 
 __all__ = ["OBJECT_STORE", "POLL_SECONDS", "Deployed", "cause_of", "deployed", "ray_cluster"]

@@ -37,12 +37,19 @@ class PrefixChoice:
         self._pages: dict[str, OrderedDict[bytes, None]] = {}  # by replica, least recently sent first
 
     def rank(
-        self, pages: Sequence[bytes], loads: Mapping[str, int], avoid: Collection[str] = ()
+        self,
+        pages: Sequence[bytes],
+        reported: Mapping[str, int | None],
+        avoid: Collection[str] = (),
+        own: Mapping[str, int] | None = None,
     ) -> list[str]:
-        """The replicas, the one to try first in front. `loads`: requests under way, by replica.
+        """The replicas, the one to try first in front.
 
-        Those to `avoid` come last, however little they have to do.
+        `reported`: requests under way, by replica; None: it has not said so for a while. `own`: how many of
+        this router it has at least. Those to `avoid` come last, however little they have to do.
         """
+        own = own or {}
+        loads = {name: max(load or 0, own.get(name, 0)) for name, load in reported.items()}
         least = min((load for name, load in loads.items() if name not in avoid), default=0)
         most = least + self._limits.slack + self._limits.share * least
 

@@ -35,11 +35,16 @@ STATS_SECONDS = 1.0
 
 
 class RayReplicas:
-    """Owns the calls and the connections. `handle` and `roster` are those of the application's replicas."""
+    """Owns the calls and the connections. `handle` and `roster` are those of the application's replicas.
 
-    def __init__(self, handle: Any, roster: RosterLink, *, limits: ChannelLimits = LIMITS) -> None:
+    `kept`: the application's name, where its replicas are to be stopped when this process falls silent.
+    """
+
+    def __init__(
+        self, handle: Any, roster: RosterLink, *, kept: str | None = None, limits: ChannelLimits = LIMITS
+    ) -> None:
         self._handle, self._describe = handle.options(stream=True), handle
-        self._roster, self._limits = roster, limits
+        self._roster, self._kept, self._limits = roster, kept, limits
         self._inbox: Callable[[News | None], None] = lambda _: None
         self._calls: dict[JobKey, asyncio.Task[None]] = {}
         self._connections: dict[str, asyncio.Future[RouterConnection]] = {}  # by replica
@@ -97,6 +102,8 @@ class RayReplicas:
         self._reading = self._loop.create_task(every(STATS_SECONDS, self._read_stats))
 
     async def _read_stats(self) -> None:
+        if self._kept is not None:
+            await self._roster.call("keep", self._kept)
         self._stats = await self._roster.call("stats")
         refused = await self._roster.call("refused")
         for name in refused.keys() - self._refused:
@@ -185,10 +192,10 @@ class RayReplicas:
 
 
 def _news_of(key: JobKey, refusal: Refusal) -> News:
-    """What a refusal means for a request: its end, or that its replica has failed."""
+    """What a refusal means for a request: a mistake of its caller, or that its replica has failed."""
     error = refusal.error
     if isinstance(error, CallerError):
-        return Refused(key, error)
+        return Refused(key, error, refusal.replica)
     return Lost(key, _in_short(error), started=False, replica=refusal.replica)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from samewise.config import EngineConfig
@@ -30,6 +31,7 @@ class Job:
     request: Request
     pages: tuple[bytes, ...]  # digests of the prompt's full pages, for routing
     avoid: tuple[str, ...] = ()  # replicas to which it goes only where there is no other
+    loads: Mapping[str, int] = field(default_factory=dict)  # its router's requests under way, by replica
 
 
 class Address(NamedTuple):
@@ -82,10 +84,11 @@ class Lost(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A replica found a mistake of the caller in a job; the others would find it too."""
+    """A replica found a mistake of the caller in a job, or reached a limit of its own machine."""
 
     key: JobKey
     error: CallerError
+    replica: str
 
 
 class ReplicaGone(NamedTuple):

@@ -16,6 +16,7 @@ import logging
 import queue
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from samewise.contract import Contract
 from samewise.engine.weights import CheckedUpdate, WeightUpdate
 from samewise.errors import CallerError, EngineLost, MachineError, QueueFull
 from samewise.kv.prefix import extend_digests
+from samewise.llm.step_loop import num_shared
 from samewise.scale.merge_stats import merge_stats
 from samewise.scale.records import (
     EngineFacts,
@@ -36,6 +38,7 @@ from samewise.scale.records import (
     ReplicaGone,
     Started,
 )
+from samewise.shares import FairQueue
 from samewise.types import Delta, Finish, Guide, Received, Request
 
 log = logging.getLogger("samewise.scale")
@@ -87,7 +90,8 @@ class _Asked:
     tokens: list[int] = field(default_factory=list)
     num_scores: int = 0
     has_failed: bool = False  # whether a replica's engine has ended it with an error
-    avoid: tuple[str, ...] = ()  # that replica
+    refused_by: str | None = None  # the replica that has refused it since the last progress
+    avoid: tuple[str, ...] = ()  # those replicas
     attempt: int = 0
     replica: str | None = None  # where this attempt began
     num_cached: int | None = None  # prompt tokens that the first replica found in its cache
@@ -102,7 +106,11 @@ class _Asked:
 
 
 class RemoteEngine:
-    """Has the interface of an Engine. Not thread-safe: one thread owns it; any may call `wake`."""
+    """Has the interface of an Engine. Not thread-safe: one thread owns it; any may call `wake`.
+
+    `num_replicas`: that may run at once. `num_places`: requests that one of them holds at once; None: twice
+    what it runs. Other requests wait here, by owner and priority: Ray Serve knows of neither.
+    """
 
     def __init__(
         self,
@@ -110,6 +118,7 @@ class RemoteEngine:
         replicas: Replicas,
         *,
         num_replicas: int = 1,
+        num_places: int | None = None,
         max_queued: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -124,6 +133,8 @@ class RemoteEngine:
         self._facts, self._replicas, self._clock = facts, replicas, clock
         self._router = secrets.token_bytes(16)
         self._asked: dict[int, _Asked] = {}  # by request id
+        self._num_replicas, self._num_places = num_replicas, num_places or 2 * facts.config.max_num_seqs
+        self._queue: FairQueue[_Asked] = FairQueue(0)  # which of them wait for a replica
         self._failed: dict[str, float] = {}  # by replica, when it failed last
         self._next_id = 0
         self._inbox: queue.SimpleQueue[News | None] = queue.SimpleQueue()
@@ -139,7 +150,7 @@ class RemoteEngine:
         return self._next_id - 1
 
     def add(self, request: Request, guide: Guide | None = None) -> None:  # noqa: ARG002 - replicas make their own
-        """Give a request to a replica. Raises QueueFull where too many wait for one."""
+        """Queue a request for a replica. Raises QueueFull where too many wait for one."""
         most = self.limits.max_queued
         if most is not None and len(self._asked) >= self.limits.max_num_seqs + most:
             raise QueueFull(
@@ -150,24 +161,47 @@ class RemoteEngine:
         page = self.limits.page
         extend_digests(pages, request.prompt, request.salt, page, len(request.prompt) // page)
         asked = self._asked[request.id] = _Asked(request, tuple(pages))
-        self._start(asked)
+        self._queue.push(request.owner, request.id, asked, priority=request.priority)
+        self._start_waiting()
 
     def abort(self, request_id: int) -> Delta | None:
         """Drop a request at any moment. None if it has ended already."""
-        asked = self._asked.pop(request_id, None)
+        asked = self._asked.get(request_id)
         if asked is None:
             return None
-        self._replicas.end(self._key(asked), asked.replica)
+        self._drop(asked)
+        self._start_waiting()
         return Delta(request_id, (), (), (), Finish.ABORT)
 
     def end(self, request_id: int) -> None:
         """End a request whose text is complete: no further delta comes of it."""
         self.abort(request_id)
 
+    def _drop(self, asked: _Asked) -> None:
+        """Nothing more is wanted of a request."""
+        if not self._forget(asked):
+            self._replicas.end(self._key(asked), asked.replica)
+
+    def _forget(self, asked: _Asked) -> bool:
+        """A request has ended, or is not wanted any more; returns whether it was still waiting."""
+        del self._asked[asked.request.id]
+        return self._queue.forget(asked.request.id)
+
+    def _start_waiting(self) -> None:
+        """Give requests that wait to replicas, as many as those that run have places for."""
+        if not self._queue.num_waiting:
+            return
+        running = min(self._num_replicas, len(self._replicas.stats()) or self._num_replicas)
+        shared = min(num_shared(self._facts.limits), self._num_places)
+        self._queue.resize(running * shared, running * self._num_places)
+        while (asked := self._queue.pop()) is not None:
+            self._start(asked)
+
     def _start(self, asked: _Asked, delay: float = 0.0) -> None:
         request = replace(asked.request, output=tuple(asked.tokens), num_scores=asked.num_scores)
         asked.replica = None
-        job = Job(self._key(asked), request, asked.pages, self._avoided(asked))
+        loads = Counter(other.replica for other in self._asked.values() if other.replica is not None)
+        job = Job(self._key(asked), request, asked.pages, self._avoided(asked), loads)
         self._replicas.start(job, delay)
 
     def _start_again(self, asked: _Asked, delay: float = 0.0) -> None:
@@ -177,7 +211,7 @@ class RemoteEngine:
         self._start(asked, delay)
 
     def _avoided(self, asked: _Asked) -> tuple[str, ...]:
-        """Replicas that failed a short while ago, and the one where this request has failed."""
+        """Replicas that failed a short while ago, and those where this request has failed."""
         since = self._clock() - LIMITS.avoided
         self._failed = {name: at for name, at in self._failed.items() if at > since}
         return (*self._failed, *asked.avoid)
@@ -198,7 +232,9 @@ class RemoteEngine:
             try:
                 news = self._inbox.get_nowait()
             except queue.Empty:
-                return deltas
+                break
+        self._start_waiting()
+        return deltas
 
     def wake(self) -> None:
         """End a wait inside `step`. Any thread may call it."""
@@ -217,7 +253,7 @@ class RemoteEngine:
         if isinstance(news, Progress):
             return self._progress(asked, news)
         if isinstance(news, Refused):
-            return [self._fail(asked, str(news.error), news.error)]
+            return self._refused(asked, news)
         if isinstance(news, Lost):
             self._avoid(news.replica)
             return self._lost(asked, news.error, started=news.started)
@@ -231,6 +267,20 @@ class RemoteEngine:
             return self._lost(asked, error, started=False)
         return []
 
+    def _refused(self, asked: _Asked, news: Refused) -> list[Delta]:
+        """Two replicas are believed, not one: the router has checked the request, so a machine may be slow.
+
+        Where nothing was received of the answer yet, a second refusal by the same replica is believed too.
+        """
+        reason = f"replica {news.replica} refuses it: {news.error}"
+        if asked.refused_by is None:
+            asked.refused_by, asked.avoid = news.replica, (*asked.avoid, news.replica)
+            self._try_elsewhere(asked, reason)
+            return []
+        if asked.refused_by == news.replica and asked.received != Received():
+            return self._lost(asked, reason, started=False)
+        return [self._fail(asked, str(news.error), news.error)]
+
     def _progress(self, asked: _Asked, news: Progress) -> list[Delta]:
         if news.begin != asked.received:
             error = f"{news.begin} arrived after {asked.received}"
@@ -240,11 +290,11 @@ class RemoteEngine:
             return [delta]
         if delta.finish is Finish.ERROR and not asked.has_failed:
             # One replica may lack memory, or time for a grammar, that another has.
-            asked.has_failed, asked.avoid = True, () if asked.replica is None else (asked.replica,)
-            asked.lost_at = self._clock()
-            self._go_on(asked, f"it failed on replica {asked.replica}")
+            asked.has_failed = True
+            asked.avoid += () if asked.replica is None else (asked.replica,)
+            self._try_elsewhere(asked, f"it failed on replica {asked.replica}")
             return [delta._replace(finish=None)]
-        del self._asked[asked.request.id]
+        self._forget(asked)
         return [delta]
 
     def _committed(self, asked: _Asked, delta: Delta) -> Delta:
@@ -252,7 +302,7 @@ class RemoteEngine:
         if asked.lost_at is not None:
             self.failover_seconds += self._clock() - asked.lost_at
             asked.lost_at = None
-        asked.num_started = asked.num_unstarted = 0
+        asked.num_started, asked.num_unstarted, asked.refused_by = 0, 0, None
         asked.tokens += delta.tokens
         asked.num_scores += len(delta.scores)
         if asked.num_cached is None:
@@ -265,17 +315,17 @@ class RemoteEngine:
         asked.num_unstarted += not started
         if asked.num_started >= LIMITS.started or asked.num_unstarted >= LIMITS.unstarted:
             return [self._fail(asked, f"no replica can answer it: {error}")]
-        if asked.lost_at is None:
-            asked.lost_at = self._clock()
         if started:
             self._avoid(asked.replica)
-            self._go_on(asked, error)
+            self._try_elsewhere(asked, error)
         else:
+            asked.lost_at = self._clock() if asked.lost_at is None else asked.lost_at
             self._start_again(asked, min(LIMITS.delay, 0.01 * 2**asked.num_unstarted))
         return []
 
-    def _go_on(self, asked: _Asked, reason: str) -> None:
-        """Give a request that a replica had begun to another one."""
+    def _try_elsewhere(self, asked: _Asked, reason: str) -> None:
+        """Give a request that a replica had begun, or refused, to another one."""
+        asked.lost_at = self._clock() if asked.lost_at is None else asked.lost_at
         log.warning(
             "request %d goes on elsewhere after %d tokens: %s", asked.request.id, len(asked.tokens), reason
         )
@@ -288,8 +338,7 @@ class RemoteEngine:
         log.log(
             logging.ERROR if error is None else logging.INFO, "request %d is given up, %s", number, reason
         )
-        self._replicas.end(self._key(asked), asked.replica)
-        del self._asked[number]
+        self._drop(asked)
         return Delta(number, (), (), (), Finish.ERROR, error=error)
 
     def _avoid(self, replica: str | None) -> None:
@@ -309,12 +358,14 @@ class RemoteEngine:
         for number, asked in list(self._asked.items()):
             has = (received or {}).get(number, asked.received)
             if has is None:
-                self._replicas.end(self._key(asked), asked.replica)
-                del self._asked[number]
+                self._drop(asked)
+                continue
+            if self._queue.waits(number):
                 continue
             del asked.tokens[has.tokens :]
             asked.num_scores = min(asked.num_scores, has.scores)
             self._start_again(asked)
+        self._start_waiting()
 
     # ---- what replicas do not do
 

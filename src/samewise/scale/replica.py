@@ -68,12 +68,12 @@ class Replica:
         await self._roster.call("report", self.name, self._contract, self._jobs.stats())
 
 
-def end_process() -> None:
-    """End this process at once: its engine cannot go on.
+def end_process(what: str = "replica") -> None:
+    """End this process at once: its engine cannot go on. `what` it is, for the log.
 
-    Connections close with it, so routers notice at once, and Ray Serve starts another replica.
+    Connections close with it, so the other sides notice at once, and Ray starts another one.
     """
-    log.critical("this replica ends: its engine has stopped, and another one will be started")
+    log.critical("this %s ends: its engine has stopped, and another one will be started", what)
     logging.shutdown()  # what was logged is written
     os._exit(1)
 

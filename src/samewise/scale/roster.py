@@ -1,7 +1,8 @@
 """The roster: one actor for an application, which knows its contract and its replicas.
 
 It outlives the deployments: an application that is deployed again keeps its contract as long as a replica of
-it runs. It ends by itself when none has reported for a while.
+it runs. It ends by itself when none has reported for a while, and deletes the application of a server that
+was killed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class RosterLimits:
 
     silent: float = 15.0  # seconds without a report after which a replica is no longer listed
     alone: float = 60.0  # seconds without any report or question after which the roster ends
+    orphaned: float = 300.0  # seconds of a server's silence after which its replicas are stopped
     refused: int = 16  # replicas whose refusal is remembered: Ray Serve starts another again and again
 
 
@@ -45,6 +47,7 @@ class Roster:
         self._stats: dict[str, tuple[float, dict[str, Any]]] = {}
         self._refused: dict[str, str] = {}  # by replica
         self.asked = clock()
+        self._kept: tuple[str, float] | None = None  # the application of a server, and when it last said so
 
     async def join(self, replica: str, contract: Contract) -> None:
         """Raise GuaranteeLost unless the contract is that of the first replica, which this one may be."""
@@ -62,6 +65,17 @@ class Roster:
                 del self._refused[next(iter(self._refused))]
             raise
         self._joined = now
+
+    async def keep(self, app_name: str) -> None:
+        """The server that started this application for itself runs. Called by it again and again."""
+        self._kept = app_name, self._clock()
+
+    @property
+    def orphan(self) -> str | None:
+        """The application, if its server has fallen silent; None for one that belongs to no server."""
+        if self._kept is None or self._clock() - self._kept[1] < LIMITS.orphaned:
+            return None
+        return self._kept[0]
 
     async def report(self, replica: str, contract: Contract, stats: dict[str, Any]) -> None:
         """Note a replica's statistics, and its contract where this actor was restarted."""
@@ -90,9 +104,14 @@ class RosterActor(Roster):
     async def watch(self) -> None:
         """Begin to look at the time. Returns when the actor is about to end."""
         import ray
+        from ray import serve
 
         while self._clock() - self.asked < LIMITS.alone:
             await asyncio.sleep(LIMITS.alone / 4)
+            if self.orphan is not None:
+                log.error("the server of %s is silent: its replicas are stopped", self.orphan)
+                await asyncio.to_thread(serve.delete, self.orphan)
+                break
         ray.kill(ray.get_runtime_context().current_actor)
 
 

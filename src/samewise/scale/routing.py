@@ -25,11 +25,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray is not checked
         if not replicas:
             return []
         queues = self.replica_queue_len_cache
-        loads = {name: queues.get(replica.replica_id) or 0 for name, replica in replicas.items()}
+        loads = {name: queues.get(replica.replica_id) for name, replica in replicas.items()}
         job = _job(pending_request)
         if job is None:
             return [candidate_replicas]
-        return [[replicas[name]] for name in self._choice.rank(job.pages, loads, job.avoid)]
+        return [[replicas[name]] for name in self._choice.rank(job.pages, loads, job.avoid, job.loads)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Remember which pages the replica has now."""

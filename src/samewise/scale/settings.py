@@ -44,6 +44,10 @@ class ScaleSettings:
         if self.max_ongoing is not None and self.max_ongoing < 1:
             raise BadParameter(f"max_ongoing={self.max_ongoing}: give 1 or more", param="max_ongoing")
 
+    def num_places(self, max_num_seqs: int) -> int:
+        """Requests that a replica holds at once, which runs so many of them."""
+        return self.max_ongoing or 2 * max_num_seqs
+
     @property
     def most(self) -> int:
         """Replicas that may run at once."""
