@@ -121,14 +121,16 @@ def test_connections_are_accepted_again_once_there_are_files(caplog: pytest.LogC
     assert not any(one.exc_info for one in caplog.records)
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"GET /health HTTP/1.1\r\nX-Slow: ", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET"]
-)
-def test_a_connection_is_closed_at_the_deadline_of_a_head(sent: bytes) -> None:
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX-Slow: "])
+def test_a_connection_is_closed_at_the_deadline_of_a_head(sent: bytes, answered: bool) -> None:
     async def work() -> None:
         limits = ServeLimits(head_timeout=0.3, idle_timeout=60)
         async with served_app(ServeSettings(limits=limits), on_port=True) as served:
             reader, writer = await connect(served)
+            if answered:
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                await reader.readuntil(b"}")
             writer.write(sent)
             await is_closed(reader)
             writer.close()
