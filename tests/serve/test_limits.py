@@ -422,6 +422,43 @@ def test_keys_do_not_share_compiled_grammars() -> None:
     run(work())
 
 
+def test_grammars_of_one_key_do_not_delay_those_of_another() -> None:
+    """One key's compiling stands still until the other one's answers are there."""
+
+    async def work() -> None:
+        settings = ServeSettings(keys=Keys.of(["greedy", "modest"]))
+        greedy, _ = settings.keys.digests
+        async with served_app(settings, eos=True) as served:
+            start, gate, begun = served.llm.intake.start_compiling, threading.Event(), threading.Event()
+
+            def held(grammar: Any, *, owner: bytes | None = None) -> Any:
+                if owner == greedy:
+                    begun.set()
+                    gate.wait(240)
+                return start(grammar, owner=owner)
+
+            async def ask(key: str, regex: str) -> int:
+                body = SHORT | {"structured_outputs": {"regex": regex}}
+                headers = {"Authorization": f"Bearer {key}"}
+                return (await served.client.post(COMPLETIONS, json=body, headers=headers)).status_code
+
+            assert await ask("modest", "[ab]{2}") == 200
+            served.llm.intake.start_compiling = held  # type: ignore[method-assign]
+            asking = [asyncio.create_task(ask("greedy", f"[ab]{{{i + 1}}}")) for i in range(40)]
+            try:
+                await wait_until(begun.is_set)
+                async with asyncio.timeout(120):
+                    assert await ask("modest", "[ab]{2}") == 200  # compiled before
+                    assert await ask("modest", "[ab]{3}") == 200
+            finally:
+                gate.set()
+            assert set(await asyncio.gather(*asking)) <= {200, 429}
+            served.llm.intake.start_compiling = None  # type: ignore[method-assign,assignment]
+            assert await ask("modest", "[ab]{3}") == 200  # in no thread
+
+    run(work())
+
+
 # ---- bodies
 
 

@@ -175,6 +175,12 @@ class Intake:
         """
         return self._grammars.start(grammar, owner=owner)
 
+    def find_compiled(
+        self, grammar: Grammar, *, owner: bytes | None = None
+    ) -> Future[CompiledGrammar] | None:
+        """What `start_compiling` returns, for a grammar that needs no work. Else None, at once."""
+        return self._grammars.find(grammar, owner=owner)
+
     def prepare_grammars(self) -> None:
         """Do now what the first grammar would wait for, if this model can follow grammars at all."""
         with suppress(BadParameter):  # no tokenizer, or llguidance is not installed: requests are told

@@ -311,7 +311,8 @@ class Service:
     async def _compile(self, parsed: ParsedRequest, owner: bytes | None) -> object:
         """The request's compiled grammar, to be held until the request was checked."""
         try:
-            return await self.worker.llm.compile_grammar(parsed.params, owner=owner)
+            run = partial(self._intakes.run, owner=owner)
+            return await self.worker.llm.compile_grammar(parsed.params, owner=owner, run=run)
         except CallerError as error:
             raise parsed.named(ApiError.of(error)) from error
         except MachineError as error:
