@@ -22,7 +22,7 @@ from samewise.openai.replies import encode_slices
 from samewise.openai.stream import StreamWriter
 from samewise.serve import app
 from samewise.serve.connections import RateLimitedWarning
-from samewise.serve.http import EventStream, refuse_crowded
+from samewise.serve.http import EventStream, is_crowded, refuse_crowded
 from samewise.serve.limits import ServeLimits
 from samewise.serve.settings import Keys, ServeSettings
 from samewise.serve.threads import FairThreads
@@ -547,6 +547,51 @@ def test_a_body_of_too_many_values_is_refused() -> None:
     refuse_crowded(b'{"prompt": "' + b"a" * 5000 + b'"}', 1000)
     with pytest.raises(Exception, match="more than 1000 values"):
         refuse_crowded(b"[" + b"1," * 2000 + b"1]", 1000)
+
+
+@pytest.mark.parametrize(
+    ("value", "crowded"),
+    [
+        ([1] * 1000, False),
+        ([1] * 1100, True),
+        ({str(i): i for i in range(200)}, False),
+        ({str(i): i for i in range(210)}, True),
+        ([[]] * 300, True),
+        ([{}] * 300, True),
+        ({"prompt": ",:[{" * 5000}, False),
+        ({"prompt": json.dumps([json.dumps({"\\": "\\"})] * 500)}, False),  # quotes within quotes
+        ({'"' * 5 + "\\": ",:[{" * 500, "then": [1] * 1100}, True),
+    ],
+)
+def test_keys_and_lists_count_more_than_numbers_and_texts_do_not_count(value: Any, crowded: bool) -> None:
+    assert is_crowded(json.dumps(value).encode(), 1024) == crowded
+
+
+def test_texts_of_other_encodings_count() -> None:
+    text = json.dumps(['"', [1] * 2000, ",:[{" * 10])
+    assert is_crowded(text.encode("utf-16"), 1024)
+    assert not is_crowded(json.dumps(["a" * 2000]).encode("utf-16"), 1024)
+
+
+def test_values_of_what_is_not_json_are_counted_in_linear_time() -> None:
+    for raw in (b'"a\\' * 100_000, b'""' * 200_000, b'"' + b",:" * 200_000, b'{"a' + b'\\"' * 300_001):
+        is_crowded(b"[" * 300 + raw, 1024)
+
+
+@pytest.mark.parametrize("digits", [64, 65])
+def test_integers_of_many_digits_are_refused(digits: int) -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            raw = json.dumps(SHORT | {"unknown": [-int("9" * (digits - 1))]})
+            response = await served.client.post(
+                COMPLETIONS, content=raw, headers={"Content-Type": "application/json"}
+            )
+            if digits == 64:
+                assert response.status_code == 200
+            else:
+                assert "65 digits" in error_of(response)["message"]
+
+    run(work())
 
 
 def test_limits_that_are_no_numbers_above_0_are_refused() -> None:
