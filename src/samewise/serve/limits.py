@@ -55,6 +55,10 @@ class ServeLimits:
         most = self.connections()
         return max(1, most - max(1, most // KEPT_SHARE))
 
+    def public_requests(self) -> int:
+        """The most requests for public paths that are being answered, `/health` and its like apart."""
+        return max(1, self.connections() // (2 * KEPT_SHARE))
+
 
 def _file_limit() -> int:
     """File descriptors that this process may have open."""
