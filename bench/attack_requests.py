@@ -237,13 +237,13 @@ async def large_prompt(bench: Bench) -> Outcome:
     return Outcome(5, f"refused or cut within {slowest:.2f} s", broken, {"seconds": slowest})
 
 
-@attack("size", "100,000 references to an item of a stored response", "a thread was busy for hours")
+@attack("size", "70,000 references to an item of a stored response", "a thread was busy for hours")
 async def many_references(bench: Bench) -> Outcome:
     stored = await send(bench.server, "POST", RESPONSES, {"input": "a " * 400, "max_output_tokens": 4})
     if broken := unexpected([stored], 200):
         return Outcome(1, "not stored", broken)
     reference = {"type": "item_reference", "id": stored.json["output"][0]["id"]}
-    asked = [reference] * 100_000, [reference] * 16_000
+    asked = [reference] * 70_000, [reference] * 16_000
     replies = [await send(bench.server, "POST", RESPONSES, {"input": one}) for one in asked]
     slowest, broken = max(r.seconds for r in replies), unexpected(replies, 400)
     if slowest > 5:

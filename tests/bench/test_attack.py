@@ -29,6 +29,15 @@ def test_every_line_of_the_table_has_an_attack_and_names_are_unique():
         attack.selected("Fire")
 
 
+def test_the_table_of_the_documentation_has_every_attack():
+    import attack
+
+    lines = (BENCH.parent / "docs" / "security.md").read_text().splitlines()
+    rows = [line.removeprefix("| ").split(" | ")[:2] for line in lines if line.startswith("| ")][1:]
+    listed = sorted([one.line, one.title] for one in attack.ordered())
+    assert sorted([line, title.removesuffix(" *a*")] for line, title in rows) == listed
+
+
 def test_a_bystander_with_errors_or_long_waits_did_not_hold():
     import attack
     from attack_tools import Watched
