@@ -8,8 +8,10 @@ Each attack is bounded in count and time, and runs against `samewise serve` in a
 server's defaults unless its line needs an option. Beside it runs a well-behaved client at another key
 (bystander.py): its time to the first token, on the quiet server and during the attack, and its errors are in
 the table. An attack *held* if the server did what docs/security.md says, and the bystander saw no error, a
-median time to the first token of at most 3 times the quiet one, and `/health` within 100 ms. The exit code
-is 1 if one did not hold.
+median time to the first token of at most 3 times the quiet one, and `/health` within 100 ms: all answers but
+one of 100, and that one within 500 ms. Server, attacker and bystander share the machine's cores, so that a
+lone late answer may be the machine's; a server that stands still for longer shows in the worst one, however
+few there are. The exit code is 1 if one did not hold.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from attack_tools import (
     ATTACKS,
     FIRST_TOKEN_RATIO,
     HEALTH_SECONDS,
+    HEALTH_WORST_SECONDS,
     Attack,
     Bench,
     Outcome,
@@ -116,6 +119,8 @@ def judge_bystander(quiet: Watched | None, during: Watched | None) -> list[str]:
         broken.append(f"bystander: first token {during.median:.3f} s, quiet {quiet.median:.3f} s")
     if not during.health_p99 <= HEALTH_SECONDS:
         broken.append(f"bystander: /health took {during.health_p99:.3f} s")
+    elif during.health_worst > HEALTH_WORST_SECONDS:
+        broken.append(f"bystander: /health once took {during.health_worst:.3f} s")
     return broken
 
 
@@ -127,21 +132,24 @@ def summary(quiet: Watched, during: Watched) -> dict:
         "worst_ms": round(during.worst * 1e3, 1),
         "streams": len(during.first_token),
         "health_p99_ms": round(during.health_p99 * 1e3, 1),
-        "health_worst_ms": round(max(during.health, default=float("nan")) * 1e3, 1),
+        "health_worst_ms": round(during.health_worst * 1e3, 1),
         "errors": len(during.errors),
     }
 
 
 def report(rows: list[dict]) -> None:
     """The table, as docs/security.md has it."""
-    print("\n| line | attack | tried | held | before | now | first token: quiet, during | `/health` p99 |")
+    first_line = (
+        "line | attack | tried | held | before | now | first token: quiet, during | `/health` p99, worst"
+    )
+    print(f"\n| {first_line} |")
     print("|---|---|---:|---|---|---|---|---:|")
     for row in rows:
         beside = row["bystander"]
         first = health = "–"
         if beside:
             first = f"{beside['quiet_ms']} → {beside['during_ms']} ms ({beside['ratio']}×)"
-            health = f"{beside['health_p99_ms']} ms"
+            health = f"{beside['health_p99_ms']}, {beside['health_worst_ms']} ms"
         held = "yes" if row["held"] else "**no**"
         print(f"| {row['line']} | {row['title']} | {row['tried']} | {held} | {row['before']} | {row['now']} "
               f"| {first} | {health} |")  # fmt: skip

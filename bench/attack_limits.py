@@ -147,6 +147,74 @@ async def answered_connections(bench: Bench) -> Outcome:
     return Outcome(900, f"another key and `/health` within {slowest:.2f} s", broken)
 
 
+@attack(
+    "connection",
+    "20 connections without a key with 14,000 requests each, sent at once and not read",
+    "no other client served for 5 s; 40 tracebacks",
+)
+async def pipelined_requests(bench: Bench) -> Outcome:
+    server, before = bench.server, bench.server.log_lines()
+    fields = b"Host: 127.0.0.1\r\n\r\n"
+    floods = (b"GET / HTTP/1.1\r\n" + fields) * 7000, (b"GET /openapi.json HTTP/1.1\r\n" + fields) * 7000
+    opened, broken = [], []
+    try:
+        for i in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            opened.append(writer)
+            writer.write(floods[i % 2] * 2)
+            with contextlib.suppress(OSError, TimeoutError):  # reset while the rest is being sent
+                answer = await asyncio.wait_for(reader.read(12), 20)
+                if not answer.startswith(b"HTTP/1.1 400"):
+                    broken.append(f"answered {answer!r}")
+    finally:
+        for writer in opened:
+            writer.transport.abort()
+    await asyncio.sleep(1)
+    added = server.log_lines() - before
+    if added > LOG_LINES or "Traceback" in server.log_text():
+        broken.append(f"{added} lines in the log, {server.log_text().count('Traceback')} tracebacks")
+    return Outcome(20, f"refused with the second request, {added} log lines", broken, {"log_lines": added})
+
+
+@attack(
+    "connection",
+    "uploads of another key beside 40 silent connections a second at 64 connections",
+    "uploads were reset",
+    options=("--max-connections", "64"),
+)
+async def interrupted_uploads(bench: Bench) -> Outcome:
+    silent: list[asyncio.StreamWriter] = []
+
+    async def flood() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                silent.append((await asyncio.open_connection("127.0.0.1", bench.server.port))[1])
+            await asyncio.sleep(0.025)
+
+    async def upload() -> bytes:
+        raw = json.dumps({"prompt": "y", "max_tokens": 1, "user": "x" * 200_000}).encode()
+        with contextlib.suppress(OSError):
+            async with connection(bench.server) as (reader, writer):
+                writer.write(head("POST", COMPLETIONS, len(raw), key=OTHER))
+                for start in range(0, len(raw), len(raw) // 40):
+                    writer.write(raw[start : start + len(raw) // 40])
+                    await writer.drain()
+                    await asyncio.sleep(0.1)
+                return await asyncio.wait_for(reader.read(12), 30)
+        return b"reset"
+
+    flooding = asyncio.ensure_future(flood())
+    try:
+        await asyncio.sleep(2)
+        answers = await asyncio.gather(*(upload() for _ in range(5)))
+    finally:
+        flooding.cancel()
+        for writer in silent:
+            writer.transport.abort()
+    broken = [f"an upload: {one!r}" for one in answers if one != b"HTTP/1.1 200"]
+    return Outcome(5, f"{len(answers) - len(broken)} of 5 uploads answered", broken)
+
+
 @attack("connection", "50 heads and 50 bodies sent a byte a second", "no deadline")
 async def slow_senders(bench: Bench) -> Outcome:
     async def drip(data: bytes, whole: bytes) -> float | None:

@@ -45,4 +45,4 @@ class Contract:
         return self.id
 
 
-__all__ = ["ENGINE_VERSION", "Contract"]
+__all__ = ["ABSENT", "ENGINE_VERSION", "Contract"]

@@ -5,14 +5,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from audit_cases import AUDITING, audit_all, forge, set_token
+from huggingface_hub import errors
 
 from samewise import LLM, SamplingParams
-from samewise.errors import BadParameter
+from samewise.contract import Contract
+from samewise.errors import BadParameter, GuaranteeLost, MachineError, SamewiseError
 from samewise.jobs import audit
 from samewise.jobs.audit import Auditor, Case, Status, audit_files, read_prompts
 from samewise.receipts import Receipt, SigningKey, loads, new_key, store
+from samewise.receipts.store import Entry
 from samewise.testing import tiny_engine
 from samewise.text.grammar import Pace
 from samewise.types import Grammar
@@ -210,6 +214,93 @@ def test_missing_model_is_unreadable(receipt_folder: Path, tmp_path: Path) -> No
     findings = list(audit_files(list(store.read([receipt_folder])), model=str(tmp_path / "gone")))
     assert {finding.status for finding in findings} == {Status.UNREADABLE}
     assert "gone" in findings[0].details[0]
+
+
+@pytest.mark.parametrize("error", [MachineError, GuaranteeLost, BadParameter])
+def test_receipt_whose_engine_cannot_be_built_ends_no_other_audit(
+    receipt_folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[SamewiseError]
+) -> None:
+    entries = list(store.read([receipt_folder]))
+    build = audit.build
+
+    def without_long_contexts(config: Any, **options: Any) -> Any:
+        if config.max_model_len == 64:
+            raise error("no such device")
+        return build(config, **options)
+
+    monkeypatch.setattr(audit, "build", without_long_contexts)
+    findings = list(audit_files(entries, kv_memory="4MiB"))
+    assert sorted(finding.status for finding in findings) == [Status.SAME] * 4 + [Status.UNREADABLE] * 4
+    assert any("no such device" in finding.details[0] for finding in findings if finding.details)
+
+
+def test_error_in_the_middle_of_a_replay_ends_no_other_audit(
+    receipt_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = list(store.read([receipt_folder]))
+    step, calls = Auditor._step, 0
+
+    def failing(self: Auditor, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise MachineError("out of memory")
+        return step(self, *given)
+
+    monkeypatch.setattr(Auditor, "_step", failing)
+    findings = list(audit_files(entries, kv_memory="4MiB"))
+    assert sorted(finding.status for finding in findings) == [Status.SAME] * 4 + [Status.UNREADABLE] * 4
+    assert {finding.where for finding in findings} == {entry.where for entry in entries}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "detail"),
+    [
+        ("compile", True, "compile: off in the receipt, on here"),
+        ("max_model_len", 4096, "context: 64 in the receipt, 4096 here"),
+        ("dtype", "float16", "dtype: float32 in the receipt, float16 here"),
+    ],
+)
+def test_settings_that_are_not_those_of_the_contract_build_no_engine(
+    receipts: list[Receipt], monkeypatch: pytest.MonkeyPatch, setting: str, value: Any, detail: str
+) -> None:
+    def change(body: dict[str, Any]) -> None:
+        facts = body["contract"]["facts"] | {"compile": "off", "context": "64", "dtype": "float32"}
+        own = {"compile": False, "max_model_len": 64, "dtype": "float32", "device": "cpu"}
+        contract = Contract.of(facts)
+        body["contract"] = {"id": contract.id, "facts": dict(contract.facts)}
+        body["settings"] = body["settings"] | own | {setting: value}
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise BadParameter("built", param="model")
+
+    monkeypatch.setattr(audit, "build", refuse)
+    entries = [Entry("bad", forge(receipts[0], change))]
+    (finding,) = audit_files(entries)
+    assert (finding.status, finding.details) == (Status.OTHER_CONTRACT, (detail,))
+    for options in ({"force": True}, {setting: value}):
+        (finding,) = audit_files(entries, model="smollm2", **options)
+        assert "built" in str(finding.details)
+
+
+def test_model_that_only_a_receipt_names_is_not_downloaded(
+    receipts: list[Receipt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def download(name: str, *, local_files_only: bool, **_: Any) -> str:
+        asked.append(local_files_only)
+        raise errors.LocalEntryNotFoundError(name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    entry = Entry("bad", forge(receipts[0], lambda body: body.update(model="org/any")))
+    (finding,) = audit_files([entry])
+    assert finding.status is Status.UNREADABLE
+    assert "is not downloaded" in finding.details[0]
+    assert asked == [True]
+    list(audit_files([entry], model="org/any"))
+    assert asked[1:] == [False]
 
 
 def test_no_engine_is_loaded_without_a_replay(receipt_folder: Path) -> None:

@@ -40,6 +40,13 @@ def test_a_missing_seed_is_derived_from_the_engines_seed_and_the_prompt(intake: 
     assert intake.check("ab", greedy(seed=0)).seed == 0
 
 
+def test_choices_of_a_request_share_its_prompts_tokens(intake: Intake) -> None:
+    checked = intake.check("abc", greedy(n=3, temperature=1))
+    requests = [checked.request(i, i, salt=b"", leader=None) for i in range(3)]
+    assert requests[0].prompt == tuple(encode("abc"))
+    assert all(request.prompt is requests[0].prompt for request in requests)
+
+
 def test_a_prompt_is_truncated_to_its_last_tokens(intake: Intake) -> None:
     checked = intake.check("a" * 500 + "bc", greedy(truncate_prompt_tokens=3))
     assert checked.token_ids == encode("abc")

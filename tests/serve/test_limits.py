@@ -22,7 +22,7 @@ from samewise.openai.replies import encode_slices
 from samewise.openai.stream import StreamWriter
 from samewise.serve import answers
 from samewise.serve.connections import RateLimitedWarning
-from samewise.serve.http import EventStream, refuse_crowded
+from samewise.serve.http import EventStream, is_crowded, refuse_crowded
 from samewise.serve.limits import ServeLimits
 from samewise.serve.settings import Keys, ServeSettings
 from samewise.serve.threads import FairThreads
@@ -121,14 +121,16 @@ def test_connections_are_accepted_again_once_there_are_files(caplog: pytest.LogC
     assert not any(one.exc_info for one in caplog.records)
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"GET /health HTTP/1.1\r\nX-Slow: ", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET"]
-)
-def test_a_connection_is_closed_at_the_deadline_of_a_head(sent: bytes) -> None:
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX-Slow: "])
+def test_a_connection_is_closed_at_the_deadline_of_a_head(sent: bytes, answered: bool) -> None:
     async def work() -> None:
         limits = ServeLimits(head_timeout=0.3, idle_timeout=60)
         async with served_app(ServeSettings(limits=limits), on_port=True) as served:
             reader, writer = await connect(served)
+            if answered:
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                await reader.readuntil(b"}")
             writer.write(sent)
             await is_closed(reader)
             writer.close()
@@ -420,6 +422,43 @@ def test_keys_do_not_share_compiled_grammars() -> None:
     run(work())
 
 
+def test_grammars_of_one_key_do_not_delay_those_of_another() -> None:
+    """One key's compiling stands still until the other one's answers are there."""
+
+    async def work() -> None:
+        settings = ServeSettings(keys=Keys.of(["greedy", "modest"]))
+        greedy, _ = settings.keys.digests
+        async with served_app(settings, eos=True) as served:
+            start, gate, begun = served.llm.intake.start_compiling, threading.Event(), threading.Event()
+
+            def held(grammar: Any, *, owner: bytes | None = None) -> Any:
+                if owner == greedy:
+                    begun.set()
+                    gate.wait(240)
+                return start(grammar, owner=owner)
+
+            async def ask(key: str, regex: str) -> int:
+                body = SHORT | {"structured_outputs": {"regex": regex}}
+                headers = {"Authorization": f"Bearer {key}"}
+                return (await served.client.post(COMPLETIONS, json=body, headers=headers)).status_code
+
+            assert await ask("modest", "[ab]{2}") == 200
+            served.llm.intake.start_compiling = held  # type: ignore[method-assign]
+            asking = [asyncio.create_task(ask("greedy", f"[ab]{{{i + 1}}}")) for i in range(40)]
+            try:
+                await wait_until(begun.is_set)
+                async with asyncio.timeout(120):
+                    assert await ask("modest", "[ab]{2}") == 200  # compiled before
+                    assert await ask("modest", "[ab]{3}") == 200
+            finally:
+                gate.set()
+            assert set(await asyncio.gather(*asking)) <= {200, 429}
+            served.llm.intake.start_compiling = None  # type: ignore[method-assign,assignment]
+            assert await ask("modest", "[ab]{3}") == 200  # in no thread
+
+    run(work())
+
+
 # ---- bodies
 
 
@@ -508,6 +547,51 @@ def test_a_body_of_too_many_values_is_refused() -> None:
     refuse_crowded(b'{"prompt": "' + b"a" * 5000 + b'"}', 1000)
     with pytest.raises(Exception, match="more than 1000 values"):
         refuse_crowded(b"[" + b"1," * 2000 + b"1]", 1000)
+
+
+@pytest.mark.parametrize(
+    ("value", "crowded"),
+    [
+        ([1] * 1000, False),
+        ([1] * 1100, True),
+        ({str(i): i for i in range(200)}, False),
+        ({str(i): i for i in range(210)}, True),
+        ([[]] * 300, True),
+        ([{}] * 300, True),
+        ({"prompt": ",:[{" * 5000}, False),
+        ({"prompt": json.dumps([json.dumps({"\\": "\\"})] * 500)}, False),  # quotes within quotes
+        ({'"' * 5 + "\\": ",:[{" * 500, "then": [1] * 1100}, True),
+    ],
+)
+def test_keys_and_lists_count_more_than_numbers_and_texts_do_not_count(value: Any, crowded: bool) -> None:
+    assert is_crowded(json.dumps(value).encode(), 1024) == crowded
+
+
+def test_texts_of_other_encodings_count() -> None:
+    text = json.dumps(['"', [1] * 2000, ",:[{" * 10])
+    assert is_crowded(text.encode("utf-16"), 1024)
+    assert not is_crowded(json.dumps(["a" * 2000]).encode("utf-16"), 1024)
+
+
+def test_values_of_what_is_not_json_are_counted_in_linear_time() -> None:
+    for raw in (b'"a\\' * 100_000, b'""' * 200_000, b'"' + b",:" * 200_000, b'{"a' + b'\\"' * 300_001):
+        is_crowded(b"[" * 300 + raw, 1024)
+
+
+@pytest.mark.parametrize("digits", [64, 65])
+def test_integers_of_many_digits_are_refused(digits: int) -> None:
+    async def work() -> None:
+        async with served_app() as served:
+            raw = json.dumps(SHORT | {"unknown": [-int("9" * (digits - 1))]})
+            response = await served.client.post(
+                COMPLETIONS, content=raw, headers={"Content-Type": "application/json"}
+            )
+            if digits == 64:
+                assert response.status_code == 200
+            else:
+                assert "65 digits" in error_of(response)["message"]
+
+    run(work())
 
 
 def test_limits_that_are_no_numbers_above_0_are_refused() -> None:

@@ -16,18 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from samewise.config import EngineConfig
-from samewise.contract import Contract
+from samewise.contract import ABSENT, ENGINE_VERSION, Contract
 from samewise.engine import Engine, build
-from samewise.errors import BadParameter, CallerError
+from samewise.errors import BadParameter, CallerError, GuaranteeLost, MachineError, UnknownModel
 from samewise.jobs.compare import Comparison, Difference
 from samewise.jobs.finding import Case, Finding, Status
 from samewise.jobs.replay import RecordedTokens, make_recorded_tokens
 from samewise.llm.answer import Answer
 from samewise.llm.intake import Prompt
 from samewise.llm.step_loop import StepLoop
+from samewise.model.resolve import local_name
 from samewise.params import SamplingParams
-from samewise.receipts import prompt_digest
+from samewise.receipts import Receipt, prompt_digest
 from samewise.receipts.store import Entry
+from samewise.text import grammar
 from samewise.text.grammar import Pace
 
 PACE = Pace(first=1.0, per_token=0.01)
@@ -188,7 +190,8 @@ def audit_files(
 ) -> Iterator[Finding]:
     """Audit what `store.read` returned: one engine after another, each for the receipts that describe it.
 
-    `model` and `settings` take precedence over those that receipts record.
+    `model` and `settings` take precedence over those that receipts record. A model that only a receipt names
+    is not fetched from a hub. What the receipts of one engine lead to ends no other one's audit.
     """
     groups: dict[str, list[Case]] = {}
     for entry in entries:
@@ -198,16 +201,48 @@ def audit_files(
         case = Case(entry.where, entry.receipt)
         if (finding := case.check_unreplayed(signed_by)) is not None:
             yield finding
+        elif (differences := _known_differences(case.receipt, settings)) and not force:
+            yield case.finding(Status.OTHER_CONTRACT, *map(_describe_fact, differences))
         else:
             engine = [model or case.receipt.model, {**case.receipt.settings, **settings}]
             groups.setdefault(json.dumps(engine, sort_keys=True), []).append(case)
     for key, cases in groups.items():
+        left = list(cases)
         try:
-            auditor = Auditor.load(*json.loads(key))
-        except CallerError as error:
-            yield from (case.finding(Status.UNREADABLE, f"it cannot be replayed: {error}") for case in cases)
-        else:
-            yield from auditor.audit(cases, force=force, prompts=prompts)
+            named, options = json.loads(key)
+            auditor = Auditor.load(model or _local(named, options.get("revision")), options)
+            for finding in auditor.audit(cases, force=force, prompts=prompts):
+                left.remove(next(case for case in left if case.where == finding.where))
+                yield finding
+        except (CallerError, MachineError, GuaranteeLost) as error:
+            yield from (case.finding(Status.UNREADABLE, f"it cannot be replayed: {error}") for case in left)
+
+
+def _local(model: str, revision: str | None) -> str:
+    """Where a receipt's model is on this machine. A receipt must not make an auditor download."""
+    try:
+        return local_name(model, revision=revision)
+    except UnknownModel as error:
+        raise UnknownModel(
+            f"{error}, and a model that only a receipt names is not downloaded; name it with --model",
+            param="model",
+        ) from None
+
+
+def _known_differences(receipt: Receipt, settings: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(fact, in the receipt, here) of facts that differ whatever the engine is; found before one is built.
+
+    `settings` are the caller's, which take precedence over the receipt's.
+    """
+    facts, own = dict(receipt.contract.facts), receipt.settings
+    here = {"engine": ENGINE_VERSION, "grammar": grammar.version()}
+    for name, fact in (("dtype", "dtype"), ("max_model_len", "context"), ("frame_rows", "frame rows")):
+        if name not in settings and fact in facts:
+            here[fact] = str(own.get(name))
+    if "compile" not in settings and own.get("compile") and facts.get("compile", "off") == "off":
+        here["compile"] = "on"
+    recorded = {fact: facts.get(fact, ABSENT) for fact in here}
+    return [(fact, recorded[fact], here[fact]) for fact in sorted(here) if recorded[fact] != here[fact]]
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:

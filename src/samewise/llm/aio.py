@@ -16,8 +16,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,8 @@ from samewise.text.grammar import CompiledGrammar
 from samewise.verify.probe import ProbeReport
 
 T = TypeVar("T")
+RunsCompiling = Callable[[Callable[[], Future[CompiledGrammar]]], Awaitable[Future[CompiledGrammar]]]
+"""Runs a function in a thread."""
 
 log = logging.getLogger("samewise")
 
@@ -293,9 +295,11 @@ class AsyncLLM:
             return await asyncio.to_thread(self.intake.chat_prompt, messages, **template)
 
     async def compile_grammar(
-        self, params: SamplingParams, *, owner: bytes | None = None
+        self, params: SamplingParams, *, owner: bytes | None = None, run: RunsCompiling = asyncio.to_thread
     ) -> CompiledGrammar | None:
         """Compile a request's grammar; no thread is blocked while it waits. None: it has none.
+
+        `run` runs a function in a thread, where the grammar was not compiled before.
 
         Hold on to the result until the request was checked: the check finds it then, whatever else was
         compiled meanwhile, for the same `owner`, whose grammars take no more than a share of the queue.
@@ -303,7 +307,9 @@ class AsyncLLM:
         grammar = params.grammar
         if grammar is None:
             return None
-        compiling = await asyncio.to_thread(self.intake.start_compiling, grammar, owner=owner)
+        compiling = self.intake.find_compiled(grammar, owner=owner)
+        if compiling is None:
+            compiling = await run(partial(self.intake.start_compiling, grammar, owner=owner))
         return await asyncio.wrap_future(compiling)
 
     @contextmanager

@@ -54,6 +54,11 @@ class CheckedRequest:
     # Of the output; at most as long as the context.
     prediction: Prediction = field(default=NO_PREDICTION, compare=False)
     grammar: CompiledGrammar | None = field(default=None, compare=False)  # kept in memory by the request
+    # The same ids for the engine: one tuple for all choices, which may be hundreds of a long prompt.
+    _prompt: tuple[int, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_prompt", tuple(self.token_ids))
 
     @property
     def seed(self) -> int:
@@ -67,7 +72,7 @@ class CheckedRequest:
         params = self.params
         return Request(
             request_id,
-            tuple(self.token_ids),
+            self._prompt,
             self.sampling if index == 0 else replace(self.sampling, index=index),
             self.max_tokens,
             verify=params.verify,
@@ -174,6 +179,12 @@ class Intake:
         same `owner`. Grammars of one owner take no more than a share of the queue and of memory.
         """
         return self._grammars.start(grammar, owner=owner)
+
+    def find_compiled(
+        self, grammar: Grammar, *, owner: bytes | None = None
+    ) -> Future[CompiledGrammar] | None:
+        """What `start_compiling` returns, for a grammar that needs no work. Else None, at once."""
+        return self._grammars.find(grammar, owner=owner)
 
     def prepare_grammars(self) -> None:
         """Do now what the first grammar would wait for, if this model can follow grammars at all."""

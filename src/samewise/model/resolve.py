@@ -53,6 +53,16 @@ def resolve(name: str, *, revision: str | None = None, trust_remote_code: bool =
     raise UnknownModel(_not_found(name, "it is not of the form 'organisation/model'"), param="model")
 
 
+def local_name(name: str, *, revision: str | None = None) -> str:
+    """A name by which `resolve` asks no hub: a hub id becomes its folder in the hub's cache.
+
+    Raises UnknownModel where that has none.
+    """
+    if name in EMBEDDED or Path(name).expanduser().exists() or not _is_hub_id(name):
+        return name
+    return str(_snapshot(name, revision, HUB_FILES, local_only=True))
+
+
 def read_ahead(name: str) -> None:
     """Let the system read the weights of a model that lies on this machine while other work is done.
 
@@ -85,7 +95,7 @@ def _resolve_hub(name: str, revision: str | None, *, trust_remote_code: bool) ->
     return Source(name, "hub", path, revision=path.name)
 
 
-def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+def _snapshot(name: str, revision: str | None, patterns: list[str], *, local_only: bool = False) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     model = f"{name!r}" + (f" at revision {revision!r}" if revision else "")
@@ -95,7 +105,7 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
             revision=revision,
             allow_patterns=patterns,
             ignore_patterns=HUB_IGNORED,
-            local_files_only=constants.HF_HUB_OFFLINE,
+            local_files_only=constants.HF_HUB_OFFLINE or local_only,
         )
         return Path(path)
     except errors.GatedRepoError as error:
@@ -110,6 +120,8 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
         reason = "the hub has no such model, or it is private: `hf auth login`"
         raise UnknownModel(_not_found(name, reason), param="model") from error
     except errors.LocalEntryNotFoundError as error:
+        if local_only:
+            raise UnknownModel(f"the hub's cache has no {model}", param="model") from error
         reason = f"the hub cannot be reached (or HF_HUB_OFFLINE is set) and its cache has no {model}"
         raise UnknownModel(_not_found(name, reason), param="model") from error
     except Exception as error:  # a broken connection: its type differs between versions of the hub library
@@ -164,4 +176,4 @@ def _convert(path: Path, folder: Path, name: str) -> None:
         raise MachineError(f"could not convert {path}: {error}; try again, or check the disk") from error
 
 
-__all__ = ["EMBEDDED_CONVERSION", "read_ahead", "resolve", "resolve_embedded"]
+__all__ = ["EMBEDDED_CONVERSION", "local_name", "read_ahead", "resolve", "resolve_embedded"]

@@ -17,8 +17,12 @@ from samewise.scale.channel import ReplicaServer
 from samewise.scale.engine_host import EngineHost
 from samewise.scale.records import Job, Listening, Progress, Refusal
 from samewise.scale.wire import LIMITS, ChannelLimits
+from samewise.serve.threads import FairThreads
 from samewise.text.grammar import Pace
 from samewise.types import Guide
+
+GRAMMAR_THREADS = 4
+"""Grammars that are looked at in this process at once. Set by hand, as a server's `INTAKE_THREADS`."""
 
 
 class JobServer:
@@ -38,6 +42,7 @@ class JobServer:
         self.name, self._contract_id = name, engine.contract.id
         self._intake = Intake(engine.loaded, engine.limits, seed=engine.config.seed, date=engine.config.date)
         self._intake.bound_grammars(Pace())
+        self._threads = FairThreads(GRAMMAR_THREADS)
         self._server = ReplicaServer(limits)
         self._engine, self._on_failure = engine, on_failure
 
@@ -90,7 +95,10 @@ class JobServer:
         if grammar is None:
             return None
         owner = job.request.owner or None
-        compiling = await asyncio.to_thread(self._intake.start_compiling, grammar, owner=owner)
+        compiling = self._intake.find_compiled(grammar, owner=owner)
+        if compiling is None:
+            start = partial(self._intake.start_compiling, grammar, owner=owner)
+            compiling = await self._threads.run(start, owner=owner)
         compiled = await asyncio.wrap_future(compiling)
         return compiled.guide(job.request.sampling.stop_ids)
 

@@ -156,7 +156,8 @@ class Answers:
     async def _compile(self, parsed: ParsedRequest, owner: bytes | None) -> object:
         """The request's compiled grammar, to be held until the request was checked."""
         try:
-            return await self._worker.llm.compile_grammar(parsed.params, owner=owner)
+            run = partial(self._requests.run, owner=owner)
+            return await self._worker.llm.compile_grammar(parsed.params, owner=owner, run=run)
         except CallerError as error:
             raise parsed.named(ApiError.of(error)) from error
         except MachineError as error:

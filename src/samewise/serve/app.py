@@ -45,6 +45,7 @@ from samewise.openai.bodies import (
 )
 from samewise.openai.errors import ApiError, unsupported
 from samewise.openai.exchange import OpenAIExchange
+from samewise.openai.replies import encode_json
 from samewise.openai.responses.bodies import RESPONSES, DeletedReply, ResponseReply, ResponsesBody
 from samewise.openai.responses.exchange import Records, ResponsesExchange
 from samewise.serve.answers import Answers
@@ -238,9 +239,13 @@ def make_app(
         )
     )  # fmt: skip
     places = SharedBudget(settings.limits.answered_connections())
+    public_places = SharedBudget(settings.limits.public_requests())
     middleware.append(
-        Middleware(PlaceMiddleware, places=places, public_paths=public_paths, shared=settings.several_owners)
-    )
+        Middleware(
+            PlaceMiddleware, places=places, public_places=public_places, public_paths=public_paths,
+            shared=settings.several_owners,
+        )
+    )  # fmt: skip
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
     app.state.service = service
     return app
@@ -271,12 +276,16 @@ def _document_routes(service: Service) -> list[Route]:
         service.endpoints, title="Samewise", version=service.version, description=DESCRIPTION
     )
 
+    rendered, page = encode_json(document), docs_page(document).encode()  # once: these paths are public
+
     async def openapi(request: Request) -> Response:
         mounted_at = request.scope.get("root_path", "")
-        return JsonResponse(document | ({"servers": [{"url": mounted_at}]} if mounted_at else {}))
+        servers = encode_json({"servers": [{"url": mounted_at}]})[1:]
+        body = rendered[:-1] + b"," + servers if mounted_at else rendered
+        return Response(body, media_type=JsonResponse.media_type)
 
     async def docs(_: Request) -> Response:
-        return Response(docs_page(document), headers=PAGE_HEADERS, media_type="text/html")
+        return Response(page, headers=PAGE_HEADERS, media_type="text/html")
 
     return [Route("/openapi.json", openapi), Route("/docs", docs)]
 

@@ -3,7 +3,11 @@
 uvicorn's protocols have a timeout between requests and no other one. `guarded` derives a protocol that also
 has a deadline for a request's head, one for the client to read, and a place among a limited number: a new
 connection that finds no place takes that of the connection that has waited longest for its client. So silent
-connections cannot keep others out, however many there are.
+connections cannot keep others out, however many there are, nor end uploads.
+
+A connection has one request at a time: one that is sent before the answer of the one before (HTTP pipelining)
+is refused. uvicorn would queue all that a read holds, which are thousands, and know only the last of them
+when the client leaves.
 """
 
 from __future__ import annotations
@@ -31,9 +35,10 @@ ACCEPT_RETRY_SECONDS = 0.1
 
 
 class Phase(Enum):
-    """What a connection is waiting for."""
+    """What a connection is waiting for, in the order in which connections are closed for new ones."""
 
-    CLIENT = "client"  # the rest of a request, or the next one
+    CLIENT = "client"  # the head of a request; or the rest of one that was refused
+    BODY = "body"  # the rest of a request that was let in
     READER = "reader"  # the client to read its answer
     SERVER = "server"  # its answer; such a connection is not closed for another one
 
@@ -68,8 +73,11 @@ class Connections:
         return any(phase.pop(connection, self) is None for phase in self._open.values())
 
     def close_one(self) -> bool:
-        """Close the connection that has waited longest for its client. False: all wait for the server."""
-        for phase in (Phase.CLIENT, Phase.READER):
+        """Close the connection that has waited longest for its client. False: all wait for the server.
+
+        Those that have sent no complete head go first, so that silent connections do not end an upload.
+        """
+        for phase in (Phase.CLIENT, Phase.BODY, Phase.READER):
             for connection in self._open[phase]:
                 self._warned("there are %d connections, the most allowed; the idlest is closed", len(self))
                 self.remove(connection)
@@ -172,11 +180,28 @@ class GuardedProtocol(asyncio.Protocol):
             self._expect_progress()
         self._follow()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the client sent. A request that is being answered ends, as if its client had left."""
+        wire = cast("asyncio.Transport", self._wire)
+        if wire.is_closing():
+            return
+        if self.is_answering():
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:  # a second head would be read as a part of the first answer
+                wire.close()
+                return
+        super().send_400_response(msg)  # type: ignore[misc]
+
     # ---- inside
+
+    def is_answering(self) -> bool:
+        """Whether there is a request whose answer is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _follow(self) -> None:
         """Set phase and deadlines by what the connection is waiting for."""
-        between = self.cycle is None or self.cycle.response_complete
+        between = not self.is_answering()
         if not between:
             self._stop_head_timer()
         elif self._head_timer is None:  # from here on, whatever the client sends
@@ -184,7 +209,8 @@ class GuardedProtocol(asyncio.Protocol):
         if self._write_timer is not None:
             self.registry.move(self, Phase.READER)
         else:
-            self.registry.move(self, Phase.CLIENT if between or self.cycle.more_body else Phase.SERVER)
+            phase = Phase.BODY if not between and self.cycle.more_body else Phase.SERVER
+            self.registry.move(self, Phase.CLIENT if between else phase)
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self.registry.limits.head_timeout, self._no_head)
@@ -226,14 +252,20 @@ class GuardedProtocol(asyncio.Protocol):
             self._write_timer = None
 
 
-class HeadLimit(asyncio.Protocol):
-    """A mixin that bounds the bytes of a request that are not its body: httptools itself has no bound."""
+PIPELINED = "A request was sent before the answer of the one before; send one at a time."
 
-    registry: Connections
+
+class PipelinedRequestError(Exception):
+    """A request begins while the one before is unanswered. Ends httptools' parsing of what was received."""
+
+
+class HttptoolsLimits(GuardedProtocol):
+    """GuardedProtocol for httptools, which bounds neither a request's head nor the number of requests."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._head_bytes = 0
+        self._head_bytes = 0  # received that are not a body's
+        self._pipelined = False
 
     def data_received(self, data: bytes) -> None:
         """Count what the client sends; `on_body` and the end of a request start the count again."""
@@ -241,7 +273,18 @@ class HeadLimit(asyncio.Protocol):
         super().data_received(data)
         if self._head_bytes > self.registry.limits.max_head:
             self._head_bytes = 0
-            self.send_400_response("The head of the request is too large.")  # type: ignore[attr-defined]
+            self.send_400_response("The head of the request is too large.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for every error of the parser."""
+        super().send_400_response(PIPELINED if self._pipelined else msg)
+
+    def on_message_begin(self) -> None:
+        """Called by httptools."""
+        if self.is_answering():
+            self._pipelined = True
+            raise PipelinedRequestError
+        super().on_message_begin()  # type: ignore[misc]
 
     def on_body(self, body: bytes) -> None:
         """Called by httptools."""
@@ -254,10 +297,22 @@ class HeadLimit(asyncio.Protocol):
         super().on_message_complete()  # type: ignore[misc]
 
 
+class H11Limits(GuardedProtocol):
+    """GuardedProtocol for h11, which keeps what follows a request and stops reading until it is answered."""
+
+    conn: Any
+
+    def handle_events(self) -> None:
+        """Called by uvicorn after it has received something, and after an answer."""
+        super().handle_events()  # type: ignore[misc]
+        if self.is_answering() and not self.cycle.more_body and self.conn.trailing_data[0].strip():
+            self.send_400_response(PIPELINED)
+
+
 def guarded(base: type[Any], registry: Connections) -> type[GuardedProtocol]:
     """A protocol like `base`, one of uvicorn's, whose connections are registered and have deadlines."""
-    mixins = (GuardedProtocol, HeadLimit) if hasattr(base, "on_body") else (GuardedProtocol,)
-    return type("Guarded" + base.__name__, (*mixins, base), {"registry": registry})
+    limits = HttptoolsLimits if hasattr(base, "on_body") else H11Limits
+    return type("Guarded" + base.__name__, (limits, base), {"registry": registry})
 
 
 class GuardedServer(uvicorn.Server):
@@ -338,8 +393,10 @@ __all__ = [
     "Connections",
     "GuardedProtocol",
     "GuardedServer",
-    "HeadLimit",
+    "H11Limits",
+    "HttptoolsLimits",
     "Phase",
+    "PipelinedRequestError",
     "RateLimitedWarning",
     "guarded",
 ]

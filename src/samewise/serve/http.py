@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -30,6 +31,11 @@ DISCARD_SECONDS = 2.0
 SMALL_KEPT = 256 * 2**10
 """Bytes of a request that may stay in memory until its answer ends without being counted. Set by hand: 1,000
 requests keep 256 MiB at most; ordinary ones keep a few kilobytes, those of agents with their tools 100."""
+
+
+KEY_WEIGHT = 4
+"""How many numbers of a list a key, a list or an object counts as. Measured: a million numbers are read in 45
+ms, between which other threads run, 200,000 keys in 45 ms, between which none does."""
 
 
 class JsonResponse(Response):
@@ -217,8 +223,28 @@ def refuse_crowded(raw: bytes, max_values: int) -> None:
 
 
 def is_crowded(raw: bytes, max_values: int) -> bool:
-    """Whether JSON has too many values. Separators inside of texts count too, so that counting is fast."""
-    return len(raw) > max_values and sum(map(raw.count, (b",", b":", b"[", b"{"))) > max_values
+    """Whether JSON has too many values: a comma counts as 1, a key, a list or an object as KEY_WEIGHT."""
+    if len(raw) * KEY_WEIGHT <= max_values or _count_values(raw, 0, len(raw)) <= max_values:
+        return False  # also if characters of texts are counted, which is fast
+    if json.detect_encoding(raw) not in ("utf-8", "utf-8-sig"):
+        return True  # which bytes are texts is not known
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # where each quote begins or ends a text
+    values = at = 0
+    while values <= max_values:
+        begin = plain.find(b'"', at)
+        end = plain.find(b'"', begin + 1) if begin >= 0 else -1
+        if end < 0:
+            return values + _count_values(plain, at, len(plain)) > max_values
+        between = _count_values(plain, at, begin)
+        if not between and at:
+            return False  # two texts side by side: not JSON, and read no further than here
+        values, at = values + between, end + 1
+    return True
+
+
+def _count_values(raw: bytes, start: int, end: int) -> int:
+    keys_and_lists = sum(raw.count(one, start, end) for one in (b":", b"[", b"{"))
+    return raw.count(b",", start, end) + KEY_WEIGHT * keys_and_lists
 
 
 async def _discard(stream: AsyncGenerator[bytes], most: int) -> None:

@@ -36,7 +36,7 @@ class ServeLimits:
     max_bodies: int = 64 * 2**20  # bytes of all bodies that are being received or read
     max_unread: int = 256 * 2**20  # bytes of memory of answers that their clients do not read
     max_stored: int = 64 * 2**20  # bytes of memory of stored responses
-    max_values: int = 2**20  # commas, colons and brackets of a body: reading more JSON delays other clients
+    max_values: int = 2**20  # of a body, see is_crowded: reading more JSON delays other clients
     max_listeners: int = 64  # of the live feed, which does not end by itself
 
     def __post_init__(self) -> None:
@@ -54,6 +54,10 @@ class ServeLimits:
         """The most connections whose requests are being answered, but for those of public paths."""
         most = self.connections()
         return max(1, most - max(1, most // KEPT_SHARE))
+
+    def public_requests(self) -> int:
+        """The most requests for public paths that are being answered, `/health` and its like apart."""
+        return max(1, self.connections() // (2 * KEPT_SHARE))
 
 
 def _file_limit() -> int:

@@ -20,6 +20,7 @@ from samewise.errors import SamewiseError
 from samewise.openai.request import ParsedRequest
 from samewise.outputs import RequestOutput
 from samewise.serve.settings import ServeSettings
+from samewise.serve.shared_result import SharedResult
 from samewise.serve.worker import State, Worker
 from samewise.verify.probe import ProbeReport
 
@@ -86,6 +87,7 @@ class Metrics:
     def __init__(self, worker: Worker, settings: ServeSettings) -> None:
         self._worker, self._settings = worker, settings
         self._stats: dict[str, Any] = {}
+        self._text = SharedResult(self._make_text)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_EngineCollector(self))
         self._first_token = self._histogram(
@@ -133,7 +135,11 @@ class Metrics:
         return self._worker.llm.config.model if self._worker.state is State.READY else ""
 
     async def text(self) -> bytes:
-        """The exposition. While the engine is busy with a long step, its last known statistics are used."""
+        """The exposition. Requests that come while one is being made share the next one."""
+        return await self._text.get()
+
+    async def _make_text(self) -> bytes:
+        """While the engine is busy with a long step, its last known statistics are used."""
         with suppress(SamewiseError, TimeoutError):  # loading, stopped or busy
             self._stats = await asyncio.wait_for(self._worker.llm.stats(), STATS_TIMEOUT)
         return generate_latest(self._registry)

@@ -29,6 +29,9 @@ PUBLIC_PREFIX = "/samewise/page/"
 POLLED_PATHS = ("/health", "/ready", "/live", "/load", "/metrics")
 """Paths that monitoring requests every few seconds; logged at debug level."""
 
+STATE_PATHS = ("/health", "/ready", "/live")
+"""Paths that supervisors ask. They are answered at once and need no place."""
+
 PORT = re.compile(r":\d*\Z")
 """The port at the end of a Host header."""
 
@@ -162,31 +165,41 @@ class PlaceMiddleware:
     """Bounds the requests that are being answered, each of which holds a connection, and shares them by key.
 
     A connection whose request is being answered is not closed for another client, so without a bound one key
-    could hold all of them. Requests for public paths, which end at once, need no place.
+    could hold all of them. Requests for public paths have places of their own, but for STATE_PATHS.
     """
 
     def __init__(
-        self, app: ASGIApp, places: SharedBudget, public_paths: frozenset[str], *, shared: bool
+        self,
+        app: ASGIApp,
+        places: SharedBudget,
+        public_places: SharedBudget,
+        public_paths: frozenset[str],
+        *,
+        shared: bool,
     ) -> None:
         # shared: whether keys are owners; else each request is an owner of its own, and there is no share.
-        self._app, self._places, self._public_paths, self._shared = app, places, public_paths, shared
+        self._app, self._places, self._public_places = app, places, public_places
+        self._public_paths, self._shared = public_paths, shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["type"] != "http" or _is_public(scope, self._public_paths):
+        if scope["type"] != "http" or _path(scope) in STATE_PATHS:
             await self._app(scope, receive, send)
             return
-        owner: object = scope["state"]["key_digest"] if self._shared else id(scope)
-        if not self._places.take(owner):
-            await error_response(self._refusal(), scope)(scope, receive, send)
+        is_public = _is_public(scope, self._public_paths)
+        places = self._public_places if is_public else self._places
+        owner: object = scope["state"]["key_digest"] if self._shared and not is_public else id(scope)
+        if not places.take(owner):
+            await error_response(self._refusal(places), scope)(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)
         finally:
-            self._places.give_back(owner)
+            places.give_back(owner)
 
-    def _refusal(self) -> ApiError:
-        full = self._places.used >= self._places.limit
+    @staticmethod
+    def _refusal(places: SharedBudget) -> ApiError:
+        full = places.used >= places.limit
         message = (
             "the server has as many requests under way as it has connections for"
             if full
@@ -200,9 +213,15 @@ class PlaceMiddleware:
 
 
 def _is_public(scope: Scope, public_paths: frozenset[str]) -> bool:
-    """Whether a path needs no key. A prefix at which the application is mounted is ignored."""
-    path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
+    """Whether a path needs no key."""
+    path = _path(scope)
     return path in public_paths or path.startswith(PUBLIC_PREFIX)
+
+
+def _path(scope: Scope) -> str:
+    """The path without the prefix at which the application is mounted."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
+    return path
 
 
 def _key(headers: Headers, *, basic: bool) -> str:

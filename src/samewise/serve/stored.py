@@ -23,7 +23,7 @@ class ResponseStore:
 
     def __init__(self, limit: int, max_values: int = 2**20) -> None:
         self.limit = limit  # bytes of all responses
-        self.max_values = max_values  # commas, colons and brackets of one
+        self.max_values = max_values  # of one, see is_crowded
         self._used = 0
         self._records: dict[bytes, OrderedDict[str, ResponseRecord]] = {}  # by key, oldest first
         self._bytes: dict[bytes, int] = {}  # by key

@@ -206,17 +206,20 @@ class Grammars:
         Raises, or the future fails with, BadParameter for a grammar that cannot be followed or needs too
         much, and QueueFull where too many wait, or heavy ones fill the memory (those of one `owner`, or all).
         """
-        with self._lock:
-            compiled = self._find((owner, grammar))
-            if compiled is not None:
-                return _done(compiled)
-            if (owner, grammar) in self._compiling:
-                return self._compiling[owner, grammar]
+        found = self.find(grammar, owner=owner)
+        if found is not None:
+            return found
         _refuse_long(grammar)
         self._make_trie()
         if is_plain(grammar) or not hasattr(os, "fork"):  # Windows has neither forks nor limits for them
             return _done(self._make(grammar, PLAIN, owner))
         return self._submit(grammar, owner)
+
+    def find(self, grammar: Grammar, *, owner: bytes | None = None) -> Future[CompiledGrammar] | None:
+        """The same where it was compiled before, or is being compiled. Takes no time; None: it was not."""
+        with self._lock:
+            compiled = self._find((owner, grammar))
+            return self._compiling.get((owner, grammar)) if compiled is None else _done(compiled)
 
     def prepare(self) -> None:
         """Convert the tokenizer now, which stops other threads for about a second. Raises BadParameter."""
