@@ -97,6 +97,8 @@ def test_llama_cpp_answers_all_prompts_at_once_in_another_process(common):
         assert (measured.tokens, measured.first_token) == (4, torch.get_num_threads())
         assert measured.per_token == pytest.approx(1e-3 * 3 * 512)  # 300 tokens a slot, in whole steps of 256
         assert "xllamacpp" not in sys.modules
+        environment = Path(f"/proc/{server._process.pid}/environ")
+        assert not environment.exists() or b"OMP_WAIT_POLICY" not in environment.read_bytes()
     finally:
         server.close()
     assert server._process.returncode == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -166,8 +167,10 @@ class LlamaServer(Peer):
 
     def __init__(self, common: Common) -> None:
         self._log, self._ignore_eos = tempfile.TemporaryFile(), common.ignore_eos  # noqa: SIM115 - closed by close()
+        # Its threads wait as they would without an engine beside them: passively it is a third as fast.
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", LLAMA_SERVER],
+            [sys.executable, "-m", LLAMA_SERVER], env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",
         )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
