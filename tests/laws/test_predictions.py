@@ -54,7 +54,7 @@ def test_output_is_the_same_with_any_prediction(proposer):
 
 @pytest.mark.parametrize("make", [make_tree_drafter, TreeDrafter])
 def test_tokens_that_the_model_does_not_have_never_reach_a_frame(make):
-    """A drafter cuts a prediction there, whoever passed it on."""
+    """A drafter cuts a prediction there, on every way it comes."""
     drafter, prices = make(100), RowPrices.free(1, 64)
     for predicted in ([5, 6, 100, 7, 8], [5, 6, -1, 7, 8], [5, 6, 2**31 - 1, 7], [99, 100], [100]):
         drafter.begin(0, [1, 2, 3], None, predicted)
