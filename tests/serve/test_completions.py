@@ -147,6 +147,9 @@ def test_usage_counts_cached_tokens_and_those_of_a_prediction() -> None:
             for option in ("include_usage", "continuous_usage_stats"):
                 events = await served.events(COMPLETIONS, streamed | {"stream_options": {option: True}})
                 assert prediction_tokens(events[-1]) == counts
+            neither = {"include_usage": False, "continuous_usage_stats": True}
+            events = await served.events(COMPLETIONS, streamed | {"stream_options": neither})
+            assert not any(event.get("usage") for event in events)
 
     run(work())
 

@@ -289,7 +289,11 @@ def _common(body: Body, options: ParseOptions) -> dict[str, Any]:
         "model": body.model,
         "stream": bool(body.stream),
         "include_usage": bool(stream_options and stream_options.include_usage),
-        "continuous_usage": bool(stream_options and stream_options.continuous_usage_stats),
+        "continuous_usage": bool(
+            stream_options
+            and stream_options.continuous_usage_stats
+            and stream_options.include_usage is not False
+        ),
         "prompt_logprobs": body.prompt_logprobs,
         "return_token_ids": bool(body.return_token_ids),
         "tokens_as_ids": bool(body.return_tokens_as_token_ids),
