@@ -349,6 +349,8 @@ def test_ranks_and_the_likeliest_ids_are_those_of_numpy_whatever_a_row_holds(nat
     rows = RowScale(at, stats.top[at], stats.log_sum[at])
     ranks = native.ranks(logits, rows, tokens)
     assert ranks.tolist() == TorchRows().ranks(logits, rows, tokens).tolist()
+    strided = np.stack([tokens, tokens + 1], axis=1)[:, 0]
+    assert native.ranks(logits, rows, strided).tolist() == ranks.tolist()
     for num in (1, 20, 64, 65, 9001):
         found = native.top(logits, rows, num)
         for (ids, values), (other_ids, other_values) in zip(

@@ -196,7 +196,7 @@ class NativeRows:
 
     def ranks(self, logits: Tensor, rows: RowScale, tokens: Ints) -> Ints:
         """See RowMath."""
-        logits = _checked(logits)
+        logits, tokens = _checked(logits), np.ascontiguousarray(tokens)  # C++ reads one after the other
         ranks = np.empty(len(rows.at), np.int64)
         status = self._ranks(
             logits.data_ptr(), rows.at.ctypes.data, len(ranks), logits.stride(0), logits.shape[1],
