@@ -63,6 +63,8 @@ class TritonConstants:
     # Bits do not depend on these.
     wide_from: int = 129
     """Rows of a pass from which on long runs are read in wide tiles: one more than a default frame has."""
+    wide_stages: int = 2
+    """Pairs of blocks in flight in wide tiles: with more, only one program would fit on a processor."""
     busy_rows: int = 64
     """Rows of a pass from which on programs of narrow tiles have half as many warps, so that twice as many
     run at a time. A pass of fewer rows has too few programs for that."""
@@ -193,8 +195,9 @@ def attend_stored(
             BLOCK=CONSTANTS.block,
             HEADER_LEN=HEADER_LEN,
             SEARCH_TILES=CONSTANTS.search_tiles,
-            STAGES=_num_stages(tile, head_bytes, q.device),
-            FOLD_STAGES=1 if wide else CONSTANTS.fold_stages,
+            STAGES=CONSTANTS.wide_stages if wide else _num_stages(tile, head_bytes, q.device),
+            FOLD_STAGES=CONSTANTS.fold_stages,
+            WIDE=wide,
             EXPLICIT_SUM=INTERPRETED,
             num_warps=warps if head_bytes <= 256 else 2 * warps,
             maxnreg=CONSTANTS.small_head_registers if capped else None,

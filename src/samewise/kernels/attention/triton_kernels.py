@@ -355,6 +355,7 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
     SEARCH_TILES: tl.constexpr,
     STAGES: tl.constexpr,
     FOLD_STAGES: tl.constexpr,
+    WIDE: tl.constexpr,  # every tile is uncut and one chain: two blocks are walked at a time
     DEPENDENT: tl.constexpr,  # launched while the kernel before it may still run
     EXPLICIT_SUM: tl.constexpr,
 ) -> None:
@@ -366,6 +367,7 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     RESULT: tl.constexpr = HEADS * (DIM + 2)
+    STEP: tl.constexpr = 2 * BLOCK if WIDE else BLOCK
     lane = tl.arange(0, TILE)
     tile_row = lane // GROUP
     dim = tl.arange(0, DIM_PAD)
@@ -378,13 +380,12 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
     if DEPENDENT:
         gdc_launch_dependents()
     for item in tl.range(tl.program_id(0), num_pieces * KV_HEADS, tl.num_programs(0)):
-        piece = (
-            num_pieces - 1 - item // KV_HEADS
-        )  # the last rows of a prompt see the most keys: they go first
+        # The last rows of a prompt see the most keys: they go first.
+        piece = item // KV_HEADS if WIDE else num_pieces - 1 - item // KV_HEADS
         kv_head = item % KV_HEADS
         # After the last cut tile, each tile is one piece.
-        tile = piece - cut_pieces + cut_tiles
-        if piece < cut_pieces:
+        tile = piece if WIDE else piece - cut_pieces + cut_tiles
+        if not WIDE and piece < cut_pieces:
             tile = _find_tile(piece, columns + 11 * num_rows, cut_tiles, SEARCH_TILES)
         row = tl.load(columns + tile)
         count = tl.load(columns + num_rows + tile)
@@ -396,7 +397,7 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
         tail_start = tl.load(columns + 7 * num_rows + tile)
         page_start = tl.load(columns + 8 * num_rows + tile)
         first_split = tl.load(columns + 9 * num_rows + tile)
-        slot = tl.load(columns + 10 * num_rows + tile)
+        slot = -1 if WIDE else tl.load(columns + 10 * num_rows + tile)
         chains = tl.load(columns + 12 * num_rows + tile)
         tail = tl.load(columns + 13 * num_rows + tile)
         row_pages = pages + page_start
@@ -420,7 +421,7 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
         common_end = tl.maximum(begin, tl.minimum(shared // BLOCK * BLOCK, high))
         full_begin = begin
         if WINDOW > 0:
-            full_begin = tl.maximum(begin, (tl.maximum(longest - WINDOW, 0) + BLOCK - 1) // BLOCK * BLOCK)
+            full_begin = tl.maximum(begin, (tl.maximum(longest - WINDOW, 0) + STEP - 1) // STEP * STEP)
             full_begin = tl.minimum(full_begin, common_end)
 
         head = kv_head * GROUP + lane % GROUP
@@ -447,11 +448,41 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
                     q_tile, k_cache, v_cache, key_slots, kv_head, block, tile_row, first, length, low, high,
                     0, count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, EXPLICIT_SUM,
                 )  # fmt: skip
-        # Page numbers are read one block ahead, so that loads of K and V can start STAGES blocks early.
-        page = _page_numbers(row_pages, full_begin + offset, full_begin, common_end, PAGE)
+        # Page numbers are read one step ahead, so that loads of K and V can start STAGES steps early.
+        pairs_end = full_begin
+        if WIDE:  # a block's weights are computed while the matrix unit works on the other
+            pairs_end += (common_end - full_begin) // STEP * STEP
+            page = _page_numbers(row_pages, full_begin + offset, full_begin, pairs_end, PAGE)
+            next_page = _page_numbers(row_pages, full_begin + BLOCK + offset, full_begin, pairs_end, PAGE)
+            for block in tl.range(full_begin, pairs_end, STEP, num_stages=STAGES):
+                top, weight, total, all_top, all_weight, all_total = _start_split(
+                    block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
+                )
+                key = block + offset
+                k_tile, v_tile = _load_kv(
+                    k_cache, v_cache, page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
+                )
+                next_k, next_v = _load_kv(
+                    k_cache, v_cache, next_page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
+                )
+                page = _page_numbers(row_pages, key + STEP, full_begin, pairs_end, PAGE)
+                next_page = _page_numbers(row_pages, key + STEP + BLOCK, full_begin, pairs_end, PAGE)
+                score = _scores(q_tile, k_tile, scale, EXPLICIT_SUM)
+                next_score = _scores(q_tile, next_k, scale, EXPLICIT_SUM)
+                new_top = tl.maximum(top, tl.max(score, axis=1))
+                next_top = tl.maximum(new_top, tl.max(next_score, axis=1))
+                shrink = tl.exp2(top - new_top)
+                next_shrink = tl.exp2(new_top - next_top)
+                p = tl.exp2(score - new_top[:, None])
+                next_p = tl.exp2(next_score - next_top[:, None])
+                weight = (weight * shrink + _sum_weights(p)) * next_shrink + _sum_weights(next_p)
+                total = _add_values(p, v_tile, total * shrink[:, None], EXPLICIT_SUM)
+                total = _add_values(next_p, next_v, total * next_shrink[:, None], EXPLICIT_SUM)
+                top = next_top
+        page = _page_numbers(row_pages, pairs_end + offset, pairs_end, common_end, PAGE)
         chain_high = tl.minimum(high, chain_length + chain_count - 1)
         key_slots = _slots(pages, common_end + offset, low, chain_high, page_start, tail_start, tail, PAGE)
-        for block in tl.range(full_begin, common_end, BLOCK, num_stages=STAGES):
+        for block in tl.range(pairs_end, common_end, BLOCK, num_stages=1 if WIDE else STAGES):
             top, weight, total, all_top, all_weight, all_total = _start_split(
                 block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
             )
@@ -459,7 +490,7 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
             k_tile, v_tile = _load_kv(
                 k_cache, v_cache, page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
             )
-            page = _page_numbers(row_pages, key + BLOCK, full_begin, common_end, PAGE)
+            page = _page_numbers(row_pages, key + BLOCK, pairs_end, common_end, PAGE)
             score = _scores(q_tile, k_tile, scale, EXPLICIT_SUM)
             new_top = tl.maximum(top, tl.max(score, axis=1))
             shrink = tl.exp2(top - new_top)
