@@ -1,6 +1,6 @@
 """Canonical paged attention: one interface, three implementations.
 
-Holds: base (the interface), cpu and native (CPU), triton and triton_kernels (CUDA), tiles and, in C++,
+Holds: base (the interface), cpu and native (CPU), triton and its triton_… (CUDA), tiles and, in C++,
 tiles.cpp with native_tiles (which rows share work).
 State: none; KV tensors belong to kv.store.
 Imports: kernels.native and the base modules.

@@ -1,4 +1,4 @@
-"""Canonical attention on CUDA: launches the functions of `triton_kernels.py`.
+"""Canonical attention on CUDA: launches the functions of `triton_kernels.py` and `triton_wide.py`.
 
 What is computed for a row: its keys are split at absolute multiples of `split`; each split is walked in
 absolute blocks of `block` keys, in order, with an online softmax of its own; the splits are folded one after
@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,6 +34,7 @@ from samewise.errors import InvariantBroken
 from samewise.kernels.attention.base import PAGE, AttentionKernel, Heads, LayerKV, Rows
 from samewise.kernels.attention.tiles import COLUMNS, HEADER_LEN, TilePlan
 from samewise.kernels.attention.triton_kernels import move_pairs, paged_attend, paged_store
+from samewise.kernels.attention.triton_wide import attend_wide
 from samewise.kernels.dependent import launch_options
 
 
@@ -167,42 +168,49 @@ def attend_stored(
         raise InvariantBroken(f"work lists of {len(read.work_list)} for {num_rows} rows")
     if len(read.workspace) < num_rows * num_kv_heads:
         raise InvariantBroken(f"a workspace of {len(read.workspace)} for {num_rows} rows")
-    tiles = _tile_size(group, CONSTANTS.tile), _tile_size(group, CONSTANTS.wide_tile)
-    for tile, tile_list, wide in zip(tiles, lists, (False, True), strict=False):
-        halved = num_rows >= CONSTANTS.busy_rows and tile < CONSTANTS.wide_tile and not wide
-        warps = CONSTANTS.warps // 2 if halved else CONSTANTS.warps
-        capped = head_bytes <= 128 and warps == 4 and not wide
-        paged_attend[(num_programs,)](
+    constants: dict[str, Any] = {
+        "KV_HEADS": num_kv_heads, "GROUP": group, "DIM": head_dim, "DIM_PAD": dim_pad, "WINDOW": window,
+        "PAGE": PAGE, "SPLIT": CONSTANTS.split, "BLOCK": CONSTANTS.block, "HEADER_LEN": HEADER_LEN,
+        "EXPLICIT_SUM": INTERPRETED, "enable_fp_fusion": CONSTANTS.fp_fusion,
+    } | launch_options(q.device)  # fmt: skip
+    warps = CONSTANTS.warps if head_bytes <= 256 else 2 * CONSTANTS.warps
+    tile = _tile_size(group, CONSTANTS.tile)
+    halved = num_rows >= CONSTANTS.busy_rows and tile < CONSTANTS.wide_tile
+    score_scale = scale * math.log2(math.e)
+    paged_attend[(num_programs,)](
+        q,
+        *kv,
+        read.lengths,
+        read.pages,
+        lists[0],
+        read.workspace,
+        out,
+        *q.stride()[:2],
+        score_scale,
+        num_rows,
+        len(read.workspace),
+        TILE=tile,
+        SEARCH_TILES=CONSTANTS.search_tiles,
+        STAGES=_num_stages(tile, head_bytes, q.device),
+        FOLD_STAGES=CONSTANTS.fold_stages,
+        num_warps=warps // 2 if halved else warps,
+        maxnreg=CONSTANTS.small_head_registers if head_bytes <= 128 and not halved else None,
+        **constants,
+    )
+    for tile_list in lists[1:]:
+        attend_wide[(num_programs,)](
             q,
             *kv,
-            read.lengths,
             read.pages,
             tile_list,
-            read.workspace,
             out,
             *q.stride()[:2],
-            scale * math.log2(math.e),
+            score_scale,
             num_rows,
-            len(read.workspace),
-            KV_HEADS=num_kv_heads,
-            GROUP=group,
-            TILE=tile,
-            DIM=head_dim,
-            DIM_PAD=dim_pad,
-            WINDOW=window,
-            PAGE=PAGE,
-            SPLIT=CONSTANTS.split,
-            BLOCK=CONSTANTS.block,
-            HEADER_LEN=HEADER_LEN,
-            SEARCH_TILES=CONSTANTS.search_tiles,
-            STAGES=CONSTANTS.wide_stages if wide else _num_stages(tile, head_bytes, q.device),
-            FOLD_STAGES=CONSTANTS.fold_stages,
-            WIDE=wide,
-            EXPLICIT_SUM=INTERPRETED,
-            num_warps=warps if head_bytes <= 256 else 2 * warps,
-            maxnreg=CONSTANTS.small_head_registers if capped else None,
-            enable_fp_fusion=CONSTANTS.fp_fusion,
-            **launch_options(q.device),
+            TILE=_tile_size(group, CONSTANTS.wide_tile),
+            STAGES=CONSTANTS.wide_stages,
+            num_warps=warps,
+            **constants,
         )
     return out
 

@@ -1,9 +1,5 @@
 """The Triton functions of canonical attention on CUDA. `triton.py` launches them and states the arithmetic.
 
-State of an online softmax, per query row: `top` is the largest score, `weight` the sum of the weights
-exp2(score - top), `total` the sum of weighted values, all of the current split. `all_top`, `all_weight` and
-`all_total` are the same over the splits folded so far.
-
 A *chain* is a run of a tile's rows, each one key longer than the one before, that find every key in the same
 slot: all rows of a tile without tails, or nodes of a draft tree of which each is the next one's parent.
 
@@ -18,6 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from samewise.kernels.attention.triton_steps import (
+    add_values,
+    fold,
+    load_kv,
+    masked_block,
+    normalize,
+    page_numbers,
+    scores,
+    start_split,
+    sum_weights,
+)
 
 
 @triton.jit
@@ -120,130 +128,6 @@ def _find_tile(
 
 
 @triton.jit
-def _fold(
-    all_top: tl.tensor,  # [M], of the splits folded so far
-    all_weight: tl.tensor,
-    all_total: tl.tensor,  # [M, DIM_PAD]
-    top: tl.tensor,  # of the next split
-    weight: tl.tensor,
-    total: tl.tensor,
-    seen: tl.tensor,  # [M] whether the row sees a key of the next split; if not, its state is kept
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the next split into the ones before it: the only way splits are added, in registers or memory."""
-    new_top = tl.where(seen, tl.maximum(all_top, top), tl.maximum(all_top, 0.0))
-    shrink = tl.exp2(all_top - new_top)
-    share = tl.exp2(tl.where(seen, top - new_top, 0.0))
-    new_weight = all_weight * shrink + weight * share
-    new_total = all_total * shrink[:, None] + total * share[:, None]
-    return (
-        tl.where(seen, new_top, all_top),
-        tl.where(seen, new_weight, all_weight),
-        tl.where(seen[:, None], new_total, all_total),
-    )
-
-
-@triton.jit
-def _normalize(total: tl.tensor, weight: tl.tensor, length: tl.tensor) -> tl.tensor:
-    """The row's result, total / weight. A row without keys becomes zeros; a NaN stays a NaN.
-
-    A zero sum becomes +0: its sign may come from masked values.
-    """
-    total = tl.where(total == 0.0, 0.0, total)
-    inverse = tl.div_rn(tl.full(weight.shape, 1.0, tl.float32), tl.where(length > 0, weight, 1.0))
-    return total * inverse[:, None]
-
-
-@triton.jit
-def _load_kv(
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    page: tl.tensor,  # [BLOCK]
-    kv_head: tl.tensor,
-    slot: tl.tensor,  # [BLOCK], modulo PAGE
-    visible: tl.tensor,  # [BLOCK], read only if MASKED
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """K and V of a block. Masked keys are not read, as they may be NaN; they become zeros."""
-    dim = tl.arange(0, DIM_PAD)
-    offset = page.to(tl.int64) * (KV_HEADS * PAGE * DIM) + (kv_head * (PAGE * DIM) + slot % PAGE * DIM)
-    offsets = offset[:, None] + dim[None, :]
-    if MASKED:
-        mask = visible[:, None] & (dim < DIM)[None, :]
-        k_tile = tl.load(k_cache + offsets, mask=mask, other=0.0)
-        v_tile = tl.load(v_cache + offsets, mask=mask, other=0.0)
-    elif DIM < DIM_PAD:
-        mask = tl.broadcast_to((dim < DIM)[None, :], offsets.shape)
-        k_tile = tl.load(k_cache + offsets, mask=mask, other=0.0)
-        v_tile = tl.load(v_cache + offsets, mask=mask, other=0.0)
-    else:
-        k_tile = tl.load(k_cache + offsets)
-        v_tile = tl.load(v_cache + offsets)
-    return k_tile, v_tile
-
-
-@triton.jit
-def _scores(q_tile: tl.tensor, k_tile: tl.tensor, scale: tl.tensor, EXPLICIT_SUM: tl.constexpr) -> tl.tensor:
-    """q . k * scale for a tile and a block."""
-    if EXPLICIT_SUM:
-        return tl.sum(q_tile.to(tl.float32)[:, None, :] * k_tile.to(tl.float32)[None, :, :], axis=2) * scale
-    return tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-
-
-@triton.jit
-def _add_values(p: tl.tensor, v_tile: tl.tensor, total: tl.tensor, EXPLICIT_SUM: tl.constexpr) -> tl.tensor:
-    """Total + p . v for a tile and a block."""
-    p_tile = p.to(v_tile.dtype)
-    if EXPLICIT_SUM:
-        return total + tl.sum(p_tile.to(tl.float32)[:, :, None] * v_tile.to(tl.float32)[None, :, :], axis=1)
-    return tl.dot(p_tile, v_tile, total, input_precision="ieee")
-
-
-@triton.jit
-def _sum_weights(p: tl.tensor) -> tl.tensor:
-    """The sum of every row's weights, none above 1, as integers: exact, so the order of summation is free."""
-    # The bit pattern of 1 + p minus that of 1 is p in units of 2**-23: cheaper than a conversion.
-    counts = (p + 1.0).to(tl.int32, bitcast=True) - 0x3F800000
-    return tl.sum(counts, axis=1).to(tl.float32) * 1.1920928955078125e-07
-
-
-@triton.jit
-def _start_split(
-    block: tl.tensor,
-    begin: tl.tensor,  # the program's first block
-    first: tl.tensor,  # [TILE]
-    length: tl.tensor,  # [TILE]
-    top: tl.tensor,
-    weight: tl.tensor,
-    total: tl.tensor,
-    all_top: tl.tensor,
-    all_weight: tl.tensor,
-    all_total: tl.tensor,
-    SPLIT: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Where a block begins a new split: fold the split before it and reset the state, in rows that go on."""
-    if (block % SPLIT == 0) & (block > begin):
-        goes_on = length > block
-        seen = (first < block) & goes_on
-        all_top, all_weight, all_total = _fold(all_top, all_weight, all_total, top, weight, total, seen)
-        top = tl.where(goes_on, float("-inf"), top)
-        weight = tl.where(goes_on, 0.0, weight)
-        total = tl.where(goes_on[:, None], 0.0, total)
-    return top, weight, total, all_top, all_weight, all_total
-
-
-@triton.jit
-def _page_numbers(
-    pages: tl.tensor, key: tl.tensor, low: tl.tensor, high: tl.tensor, PAGE: tl.constexpr
-) -> tl.tensor:
-    """The page numbers of a block's keys that lie in [low, high); 0 for the others."""
-    return tl.load(pages + key // PAGE, mask=(key >= low) & (key < high), other=0)
-
-
-@triton.jit
 def _slots(
     pages: tl.tensor,
     key: tl.tensor,  # [BLOCK]
@@ -259,69 +143,6 @@ def _slots(
     index = tl.where(in_pages, page_start + key // PAGE, tail + (key - tail_start))
     number = tl.load(pages + index, mask=(key >= low) & (key < high), other=0)
     return tl.where(in_pages, number * PAGE + key % PAGE, number)
-
-
-@triton.jit
-def _masked_block(  # noqa: PLR0917 - Triton functions take plain values only
-    q_tile: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    slot: tl.tensor,  # [BLOCK]
-    kv_head: tl.tensor,
-    block: tl.tensor,
-    tile_row: tl.tensor,  # [TILE] index of the row within the tile
-    first: tl.tensor,  # [TILE] the row sees the keys [first, length)
-    length: tl.tensor,  # [TILE] 0: the row's state is kept
-    low: tl.tensor,  # the keys [low, high) are seen by some row of these
-    high: tl.tensor,
-    begin_row: tl.tensor,  # rows with another length than 0: the tile's [begin_row, end_row)
-    end_row: tl.tensor,
-    top: tl.tensor,
-    weight: tl.tensor,
-    total: tl.tensor,
-    scale: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EXPLICIT_SUM: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the online softmax over a block of which some row sees only a part.
-
-    A row that sees all of it goes through the same operations as in an unmasked block.
-    """
-    key = block + tl.arange(0, BLOCK)
-    in_range = (key >= low) & (key < high)
-    k_tile, v_tile = _load_kv(
-        k_cache, v_cache, slot // PAGE, kv_head, slot, in_range, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=True
-    )
-    sees_block = (first < block + BLOCK) & (length > block)
-    visible = (key[None, :] >= first[:, None]) & (key[None, :] < length[:, None])
-    score = tl.where(visible, _scores(q_tile, k_tile, scale, EXPLICIT_SUM), float("-inf"))
-    # A row that sees nothing of the block gets a finite maximum, so that its unused results are not NaN.
-    new_top = tl.where(sees_block, tl.maximum(top, tl.max(score, axis=1)), tl.maximum(top, 0.0))
-    shrink = tl.exp2(top - new_top)
-    p = tl.exp2(score - new_top[:, None])
-    new_weight = weight * shrink + _sum_weights(p)
-    scaled_total = total * shrink[:, None]
-    # 0 * inf is NaN: where a value that only some rows see is not finite, each row gets its own values.
-    all_finite = end_row - begin_row == 1
-    if end_row - begin_row > 1:
-        finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
-        all_finite = tl.min(tl.min(finite.to(tl.int32), axis=1), axis=0) == 1
-    if all_finite:
-        total = tl.where(sees_block[:, None], _add_values(p, v_tile, scaled_total, EXPLICIT_SUM), total)
-    else:
-        for row in tl.range(begin_row, end_row, disable_licm=True):
-            is_row = tile_row == row
-            begin = tl.max(tl.where(is_row, first, 0), axis=0)
-            end = tl.max(tl.where(is_row, length, 0), axis=0)
-            row_values = tl.where(((key >= begin) & (key < end))[:, None], v_tile, 0.0)
-            total = tl.where(
-                (is_row & sees_block)[:, None], _add_values(p, row_values, scaled_total, EXPLICIT_SUM), total
-            )
-    return tl.where(sees_block, new_top, top), tl.where(sees_block, new_weight, weight), total
 
 
 @triton.jit(
@@ -355,7 +176,6 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
     SEARCH_TILES: tl.constexpr,
     STAGES: tl.constexpr,
     FOLD_STAGES: tl.constexpr,
-    WIDE: tl.constexpr,  # every tile is uncut and one chain: two blocks are walked at a time
     DEPENDENT: tl.constexpr,  # launched while the kernel before it may still run
     EXPLICIT_SUM: tl.constexpr,
 ) -> None:
@@ -367,7 +187,6 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     RESULT: tl.constexpr = HEADS * (DIM + 2)
-    STEP: tl.constexpr = 2 * BLOCK if WIDE else BLOCK
     lane = tl.arange(0, TILE)
     tile_row = lane // GROUP
     dim = tl.arange(0, DIM_PAD)
@@ -380,12 +199,13 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
     if DEPENDENT:
         gdc_launch_dependents()
     for item in tl.range(tl.program_id(0), num_pieces * KV_HEADS, tl.num_programs(0)):
-        # The last rows of a prompt see the most keys: they go first.
-        piece = item // KV_HEADS if WIDE else num_pieces - 1 - item // KV_HEADS
+        piece = (
+            num_pieces - 1 - item // KV_HEADS
+        )  # the last rows of a prompt see the most keys: they go first
         kv_head = item % KV_HEADS
         # After the last cut tile, each tile is one piece.
-        tile = piece if WIDE else piece - cut_pieces + cut_tiles
-        if not WIDE and piece < cut_pieces:
+        tile = piece - cut_pieces + cut_tiles
+        if piece < cut_pieces:
             tile = _find_tile(piece, columns + 11 * num_rows, cut_tiles, SEARCH_TILES)
         row = tl.load(columns + tile)
         count = tl.load(columns + num_rows + tile)
@@ -397,7 +217,7 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
         tail_start = tl.load(columns + 7 * num_rows + tile)
         page_start = tl.load(columns + 8 * num_rows + tile)
         first_split = tl.load(columns + 9 * num_rows + tile)
-        slot = -1 if WIDE else tl.load(columns + 10 * num_rows + tile)
+        slot = tl.load(columns + 10 * num_rows + tile)
         chains = tl.load(columns + 12 * num_rows + tile)
         tail = tl.load(columns + 13 * num_rows + tile)
         row_pages = pages + page_start
@@ -421,7 +241,7 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
         common_end = tl.maximum(begin, tl.minimum(shared // BLOCK * BLOCK, high))
         full_begin = begin
         if WINDOW > 0:
-            full_begin = tl.maximum(begin, (tl.maximum(longest - WINDOW, 0) + STEP - 1) // STEP * STEP)
+            full_begin = tl.maximum(begin, (tl.maximum(longest - WINDOW, 0) + BLOCK - 1) // BLOCK * BLOCK)
             full_begin = tl.minimum(full_begin, common_end)
 
         head = kv_head * GROUP + lane % GROUP
@@ -439,64 +259,34 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
 
         if WINDOW > 0:
             for block in tl.range(begin, full_begin, BLOCK, num_stages=1):
-                top, weight, total, all_top, all_weight, all_total = _start_split(
+                top, weight, total, all_top, all_weight, all_total = start_split(
                     block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
                 )
                 key = block + offset
-                key_slots = _page_numbers(row_pages, key, low, high, PAGE) * PAGE + key % PAGE
-                top, weight, total = _masked_block(
+                key_slots = page_numbers(row_pages, key, low, high, PAGE) * PAGE + key % PAGE
+                top, weight, total = masked_block(
                     q_tile, k_cache, v_cache, key_slots, kv_head, block, tile_row, first, length, low, high,
                     0, count, top, weight, total, scale, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK, EXPLICIT_SUM,
                 )  # fmt: skip
-        # Page numbers are read one step ahead, so that loads of K and V can start STAGES steps early.
-        pairs_end = full_begin
-        if WIDE:  # a block's weights are computed while the matrix unit works on the other
-            pairs_end += (common_end - full_begin) // STEP * STEP
-            page = _page_numbers(row_pages, full_begin + offset, full_begin, pairs_end, PAGE)
-            next_page = _page_numbers(row_pages, full_begin + BLOCK + offset, full_begin, pairs_end, PAGE)
-            for block in tl.range(full_begin, pairs_end, STEP, num_stages=STAGES):
-                top, weight, total, all_top, all_weight, all_total = _start_split(
-                    block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
-                )
-                key = block + offset
-                k_tile, v_tile = _load_kv(
-                    k_cache, v_cache, page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
-                )
-                next_k, next_v = _load_kv(
-                    k_cache, v_cache, next_page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
-                )
-                page = _page_numbers(row_pages, key + STEP, full_begin, pairs_end, PAGE)
-                next_page = _page_numbers(row_pages, key + STEP + BLOCK, full_begin, pairs_end, PAGE)
-                score = _scores(q_tile, k_tile, scale, EXPLICIT_SUM)
-                next_score = _scores(q_tile, next_k, scale, EXPLICIT_SUM)
-                new_top = tl.maximum(top, tl.max(score, axis=1))
-                next_top = tl.maximum(new_top, tl.max(next_score, axis=1))
-                shrink = tl.exp2(top - new_top)
-                next_shrink = tl.exp2(new_top - next_top)
-                p = tl.exp2(score - new_top[:, None])
-                next_p = tl.exp2(next_score - next_top[:, None])
-                weight = (weight * shrink + _sum_weights(p)) * next_shrink + _sum_weights(next_p)
-                total = _add_values(p, v_tile, total * shrink[:, None], EXPLICIT_SUM)
-                total = _add_values(next_p, next_v, total * next_shrink[:, None], EXPLICIT_SUM)
-                top = next_top
-        page = _page_numbers(row_pages, pairs_end + offset, pairs_end, common_end, PAGE)
+        # Page numbers are read one block ahead, so that loads of K and V can start STAGES blocks early.
+        page = page_numbers(row_pages, full_begin + offset, full_begin, common_end, PAGE)
         chain_high = tl.minimum(high, chain_length + chain_count - 1)
         key_slots = _slots(pages, common_end + offset, low, chain_high, page_start, tail_start, tail, PAGE)
-        for block in tl.range(pairs_end, common_end, BLOCK, num_stages=1 if WIDE else STAGES):
-            top, weight, total, all_top, all_weight, all_total = _start_split(
+        for block in tl.range(full_begin, common_end, BLOCK, num_stages=STAGES):
+            top, weight, total, all_top, all_weight, all_total = start_split(
                 block, begin, first, length, top, weight, total, all_top, all_weight, all_total, SPLIT
             )
             key = block + offset
-            k_tile, v_tile = _load_kv(
+            k_tile, v_tile = load_kv(
                 k_cache, v_cache, page, kv_head, key, key, KV_HEADS, DIM, DIM_PAD, PAGE, MASKED=False
             )
-            page = _page_numbers(row_pages, key + BLOCK, pairs_end, common_end, PAGE)
-            score = _scores(q_tile, k_tile, scale, EXPLICIT_SUM)
+            page = page_numbers(row_pages, key + BLOCK, full_begin, common_end, PAGE)
+            score = scores(q_tile, k_tile, scale, EXPLICIT_SUM)
             new_top = tl.maximum(top, tl.max(score, axis=1))
             shrink = tl.exp2(top - new_top)
             p = tl.exp2(score - new_top[:, None])
-            weight = weight * shrink + _sum_weights(p)
-            total = _add_values(p, v_tile, total * shrink[:, None], EXPLICIT_SUM)
+            weight = weight * shrink + sum_weights(p)
+            total = add_values(p, v_tile, total * shrink[:, None], EXPLICIT_SUM)
             top = new_top
         # The rest of the keys is walked chain by chain; the other rows' states are kept meanwhile. Nothing is
         # moved out of these loops: it would take registers from the one above.
@@ -515,11 +305,11 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
             if WINDOW > 0:
                 chain_low = tl.maximum(chain_length - WINDOW, 0)
             for block in tl.range(common_end, chain_high, BLOCK, num_stages=1, disable_licm=True):
-                top, weight, total, all_top, all_weight, all_total = _start_split(
+                top, weight, total, all_top, all_weight, all_total = start_split(
                     block, begin, first, row_length, top, weight, total, all_top, all_weight, all_total,
                     SPLIT,
                 )  # fmt: skip
-                top, weight, total = _masked_block(
+                top, weight, total = masked_block(
                     q_tile, k_cache, v_cache, key_slots, kv_head, block, tile_row, first, row_length,
                     chain_low, chain_high, chain_row, chain_end, top, weight, total, scale, KV_HEADS, DIM,
                     DIM_PAD, PAGE, BLOCK, EXPLICIT_SUM,
@@ -535,7 +325,7 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
 
         complete = slot < 0
         if slot < 0:
-            all_top, all_weight, all_total = _fold(
+            all_top, all_weight, all_total = fold(
                 all_top, all_weight, all_total, top, weight, total, length > 0
             )
         else:
@@ -563,11 +353,11 @@ def paged_attend(  # noqa: C901, PLR0912, PLR0915, PLR0917 - long but straight; 
                     top = tl.load(source + HEADS * DIM + head, mask=used, other=0.0)
                     weight = tl.load(source + HEADS * (DIM + 1) + head, mask=used, other=0.0)
                     seen = (first < (split + 1) * SPLIT) & (length > split * SPLIT)
-                    all_top, all_weight, all_total = _fold(
+                    all_top, all_weight, all_total = fold(
                         all_top, all_weight, all_total, top, weight, total, seen
                     )
         if complete:
-            result = _normalize(all_total, all_weight, length).to(out.dtype.element_ty)
+            result = normalize(all_total, all_weight, length).to(out.dtype.element_ty)
             row_start = (row + tile_row).to(tl.int64) * (HEADS * DIM)
             tl.store(out + row_start[:, None] + head[:, None] * DIM + dim[None, :], result, mask=in_tile)
     if DEPENDENT:  # programs without an item wait too: when this kernel has ended, so have those before it
