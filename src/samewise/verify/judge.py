@@ -64,14 +64,18 @@ def _path(guesses: tuple[int, ...], parents: tuple[int, ...], answers: tuple[int
 
     `answers[0]` is the target model's token after the root, `answers[i + 1]` the one after guess i.
     """
-    children: dict[tuple[int, int], int] = {}
-    for i, edge in enumerate(zip(parents, guesses, strict=True)):
-        children.setdefault(edge, i)
     path: list[int] = []
-    node = children.get((ROOT, answers[0]))
-    while node is not None:
-        path.append(node)
-        node = children.get((node, answers[node + 1]))
+    node, i = ROOT, 0
+    answer, left = answers[0], guesses.count(answers[0])
+    while left:  # guesses of this token that stand after the node: its child is the first whose parent it is
+        i = guesses.index(answer, i)
+        if parents[i] == node:
+            path.append(i)
+            node, answer = i, answers[i + 1]
+            left = guesses[i + 1 :].count(answer)
+        else:
+            left -= 1
+        i += 1
     return tuple(path)
 
 
