@@ -33,11 +33,14 @@ def judge(span: Span, truth: Truth) -> Verdict:
     guesses = span.inputs[span.given :]
     if span.parents:
         path = _path(guesses, span.parents, truth.tokens)
-        rows, num = (0, *[node + 1 for node in path]), len(path)
+        num = len(path)
+    else:
+        path, num = (), _num_matches(guesses, truth.tokens)
+    if path:
+        rows = (0, *[node + 1 for node in path])
         tokens, logprobs, tops = _at(truth.tokens, rows), _at(truth.logprobs, rows), _at(truth.tops, rows)
         ranks = _at(truth.ranks, rows)
     else:
-        path, num = (), _num_matches(guesses, truth.tokens)
         tokens, logprobs, tops = truth.tokens[: num + 1], truth.logprobs[: num + 1], truth.tops[: num + 1]
         ranks = truth.ranks[: num + 1]
     return Verdict(
