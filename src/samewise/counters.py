@@ -22,10 +22,10 @@ class DrafterCounters:
         self.drafts += 1
         self.guessed += nodes
         self.accepted += depth
-        depth = min(depth, MAX_TREE_DEPTH)
-        if depth >= len(self.depths):
-            self.depths.extend([0] * (depth + 1 - len(self.depths)))
-        self.depths[depth] += 1
+        depth, depths = min(depth, MAX_TREE_DEPTH), self.depths
+        if depth >= len(depths):
+            depths.extend([0] * (depth + 1 - len(depths)))
+        depths[depth] += 1
 
 
 @dataclass(slots=True)

@@ -304,8 +304,10 @@ class Sequence:
     @property
     def committed(self) -> Received:
         """Output tokens and scores so far."""
+        if self.score_next is None:
+            return Received(len(self.tokens) - self.prompt_len)
         first = self.request.first_scored
-        scores = 0 if self.score_next is None or first is None else self.score_next - first
+        scores = 0 if first is None else self.score_next - first
         return Received(len(self.tokens) - self.prompt_len, scores)
 
     @property

@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samewise.types import Proposal, Sampling, Span, Truth, Verdict
+from samewise.types import ROOT, Proposal, Sampling, Span, Truth, Verdict
 from samewise.verify.judge import judge, trust
 
 TOKENS = st.integers(0, 3)  # few ids, so that drafts are often right
@@ -63,6 +63,32 @@ def verified_spans(draw: st.DrawFn) -> tuple[Span, Truth]:
 @given(verified_spans())
 def test_judge_agrees_with_the_reference(verified: tuple[Span, Truth]) -> None:
     assert judge(*verified) == judge_by_rows(*verified)
+
+
+@st.composite
+def verified_trees(draw: st.DrawFn) -> tuple[Span, Truth]:
+    """Siblings may be equal; a parent stands before its children."""
+    num = draw(st.integers(1, 12))
+    tokens = tuple(draw(st.lists(TOKENS, min_size=num + 1, max_size=num + 1)))
+    parents = tuple(draw(st.integers(ROOT, node - 1)) for node in range(num))
+    truth = make_truth(tuple(draw(st.lists(TOKENS, min_size=num + 1, max_size=num + 1))))
+    return make_span(5, tokens, 1)._replace(parents=parents), truth
+
+
+@settings(deadline=None)
+@given(verified_trees())
+def test_a_tree_is_walked_from_the_root_to_the_first_child_that_is_right(
+    verified: tuple[Span, Truth],
+) -> None:
+    span, truth = verified
+    path: list[int] = []
+    tokens = [truth.tokens[0]]
+    for node, (guess, parent) in enumerate(zip(span.inputs[1:], span.parents, strict=True)):
+        if parent == (path[-1] if path else ROOT) and guess == tokens[-1]:
+            path.append(node)
+            tokens.append(truth.tokens[node + 1])
+    verdict = judge(span, truth)
+    assert (verdict.path, verdict.tokens) == (tuple(path), tuple(tokens))
 
 
 @settings(deadline=None)

@@ -159,19 +159,19 @@ class TreeProposer(Proposer):
     def observe(self, verdicts: list[Verdict]) -> None:
         """Append the committed tokens to the texts, keep their rows' candidates, and learn."""
         frame = []
+        all_known, followed, name = self._known, self.followed is not None, self.name
         for verdict in verdicts:
-            if not verdict.tokens:
-                continue
             seq_id, tokens = verdict.seq_id, verdict.tokens
-            known = self._known.get(seq_id)
+            known = all_known.get(seq_id) if tokens else None
             if known is None:
                 continue
-            if known.length + len(tokens) != verdict.kv_len + 1:
+            length = known.length + len(tokens)
+            if length != verdict.kv_len + 1:
                 continue  # some tokens were missed; the next ask has them
-            if self.followed is None:
+            if not followed:
                 frame.append(_committed(verdict, known.last))
-            self._known[seq_id] = _Known(known.length + len(tokens), tokens[-1])
-            if verdict.guessed and verdict.drafter == self.name:
+            all_known[seq_id] = _Known(length, tokens[-1])
+            if verdict.guessed and verdict.drafter == name:
                 self._num_accepted += verdict.accepted
         if frame:
             self._drafter.commit(frame)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from itertools import chain
 
 from samewise.follow_up import FollowedSequence, FrameToFollow
 from samewise.schedule.drafts import max_tree_nodes
@@ -14,6 +15,13 @@ from samewise.types import Sequence, Span
 
 DRAFT_SHARE = 4
 """A fourth of a frame's rows is kept from prompts, for drafts. Set by hand."""
+
+NUM_ROWS, START, NEXT_GIVEN, NEXT_ROWS, NUM_PAGES, NUM_STOP_IDS = map(
+    FollowedSequence._fields.index,
+    ("num_rows", "start", "next_given", "next_rows", "num_pages", "num_stop_ids"),
+)
+"""Places of fields of a FollowedSequence. Every frame has one of each sequence, so they are made as lists: a
+record takes several times as long."""
 
 
 def frame_to_follow(
@@ -54,23 +62,31 @@ class _FrameMaker:
     def __init__(self, paging: Paging, limits: Limits, num_running: int, max_rows: int) -> None:
         self._paging, self._limits, self._max_rows = paging, limits, max_rows
         self._max_nodes = max_tree_nodes(limits, num_running)
-        self._members: list[tuple[Sequence, FollowedSequence]] = []
+        self._seqs: list[Sequence] = []
+        self._fields: list[list[int]] = []  # of each, those of a FollowedSequence
         self._inputs, self._parents = array("i"), array("i")
         self.num_judged = 0
 
     def add(self, seq: Sequence, span: Span) -> None:
         """A sequence of the frame in flight."""
-        num_rows, given, num_tokens = len(span.inputs), span.given, len(seq.tokens)
+        inputs, given, parents, tokens = span.inputs, span.given, span.parents, seq.tokens
+        num_rows, num_tokens, next_given = len(inputs), len(tokens), 0
         if num_rows < given:
-            self._inputs.extend(span.inputs)
+            self._inputs.extend(inputs)
+            next_given = given - num_rows
         else:
             self.num_judged += 1
-            self._inputs.extend(seq.tokens[span.start :])  # the span's own may still be on the device
-            self._inputs.extend(span.inputs[given:])
-            num_new = num_rows - given + 1
-            self._paging.reserve(seq, min(num_tokens + num_new, seq.max_len) + self._max_nodes)
-        self._parents.extend(span.parents)
-        self._append(seq, num_rows, given, len(span.parents), span.start, max(0, given - num_rows))
+            if given == 1:
+                self._inputs.append(tokens[-1])  # the span's own may still be on the device
+            else:
+                self._inputs.extend(tokens[span.start :])
+            if num_rows > given:
+                self._inputs.extend(inputs[given:])
+            end = num_tokens + num_rows - given + 1
+            self._paging.reserve(seq, min(end, seq.max_len) + self._max_nodes)
+        if parents:
+            self._parents.extend(parents)
+        self._append(seq, num_rows, given, len(parents), span.start, next_given)
 
     def add_new(self, seq: Sequence) -> None:
         """A sequence that has no rows in the frame in flight."""
@@ -79,11 +95,12 @@ class _FrameMaker:
     def _append(
         self, seq: Sequence, num_rows: int, given: int, num_parents: int, start: int, next_given: int
     ) -> None:
-        stop_ids = seq.request.sampling.stop_ids
-        member = FollowedSequence(
-            seq.request.id, num_rows, given, num_parents, start, next_given, 0, seq.max_len, 0, len(stop_ids)
+        request = seq.request
+        num_stop_ids = len(request.sampling.stop_ids)
+        self._seqs.append(seq)
+        self._fields.append(
+            [request.id, num_rows, given, num_parents, start, next_given, 0, seq.max_len, 0, num_stop_ids]
         )
-        self._members.append((seq, member))
 
     def give_rows(self) -> bool:
         """Rows for the sequences that read known tokens: by priority, then those that waited longest first.
@@ -93,31 +110,39 @@ class _FrameMaker:
         left = self._max_rows - self.num_judged
         if left < 0:
             return False
+        if self.num_judged == len(self._seqs):
+            return True
         left -= min(left // DRAFT_SHARE, self.num_judged * self._max_nodes)
-        places = {seq.request.id: i for i, (seq, member) in enumerate(self._members) if member.next_given}
-        reading = sorted((self._members[i][0] for i in places.values()), key=lambda seq: seq.last_served)
+        places = {
+            seq.request.id: fields
+            for seq, fields in zip(self._seqs, self._fields, strict=True)
+            if fields[NEXT_GIVEN]
+        }
+        reading = [seq for seq in self._seqs if seq.request.id in places]
+        reading.sort(key=lambda seq: seq.last_served)
         for seq in prompts_by_priority(reading):
-            i = places[seq.request.id]
-            member = self._members[i][1]
-            num = min(left, member.next_given)
-            if not self._paging.grow(seq, member.start + member.num_rows + num):
+            fields = places[seq.request.id]
+            num = min(left, fields[NEXT_GIVEN])
+            if not self._paging.grow(seq, fields[START] + fields[NUM_ROWS] + num):
                 return False
-            self._members[i] = seq, member._replace(next_rows=num)
+            fields[NEXT_ROWS] = num
             left -= num
         return True
 
     def frame(self) -> FrameToFollow:
         """What was collected."""
-        limits, sequences, stop_ids = self._limits, array("q"), array("i")
-        next_inputs = array("i")
-        for seq, member in self._members:
-            sequences.extend(member._replace(num_pages=len(seq.pages)))
-            stop_ids.extend(seq.request.sampling.stop_ids)
-            start = member.start + member.num_rows
-            next_inputs.extend(seq.tokens[start : start + member.next_rows])
+        limits, seqs = self._limits, self._seqs
+        stop_ids, next_inputs = array("i"), array("i")
+        for seq, fields in zip(seqs, self._fields, strict=True):
+            fields[NUM_PAGES] = len(seq.pages)
+            if fields[NUM_STOP_IDS]:
+                stop_ids.extend(seq.request.sampling.stop_ids)
+            if fields[NEXT_ROWS]:
+                start = fields[START] + fields[NUM_ROWS]
+                next_inputs.extend(seq.tokens[start : start + fields[NEXT_ROWS]])
         return FrameToFollow(
-            [member.seq_id for _, member in self._members], self.num_judged, sequences, self._inputs,
-            self._parents, next_inputs, b"".join([seq.pages for seq, _ in self._members]), stop_ids,
+            [seq.request.id for seq in seqs], self.num_judged, array("q", chain.from_iterable(self._fields)),
+            self._inputs, self._parents, next_inputs, b"".join([seq.pages for seq in seqs]), stop_ids,
             limits.page, self._max_nodes, min(limits.max_depth, limits.max_draft, limits.max_rows - 1),
             self._max_rows,
         )  # fmt: skip

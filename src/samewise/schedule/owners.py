@@ -37,7 +37,9 @@ class Owners:
 
     def crowded(self, running: Collection[Sequence], step: int) -> bool:
         """Whether an owner has many more sequences than another one has, or had lately."""
-        counts = Counter(seq.request.owner for seq in running)
+        counts = Counter([seq.request.owner for seq in running])
+        if len(counts) < 2 and not self._left:
+            return False
         recent = [1 for owner, last in self._left.items() if owner not in counts and last >= step - RECENT]
         return max(counts.values(), default=0) > CROWD * min([*counts.values(), *recent], default=1)
 

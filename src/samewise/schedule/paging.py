@@ -79,6 +79,8 @@ class Paging:
 
     def reserve(self, seq: Sequence, num_tokens: int) -> None:
         """Add pages for this many tokens, as far as a draft may take free ones."""
+        if len(seq.pages) * self._page >= num_tokens:
+            return
         self.grow(seq, min(num_tokens, len(seq.tokens) + len(seq.draft) + self.draft_room(seq, 0)))
 
     def room(self, seq: Sequence) -> int:

@@ -33,9 +33,9 @@ def span_of(seq: Sequence, rows: int, given: int) -> Span:
         inputs: tuple[int, ...] = (tokens[start],)
     else:
         num = max(0, rows - given)
-        inputs = tuple(tokens[start : start + rows]) + tuple(seq.draft[:num])
-        if num <= MAX_TREE_NODES and seq.parents[:num] != _CHAIN[:num]:
-            parents = tuple(seq.parents[:num])
+        inputs = (*tokens[start : start + rows], *seq.draft[:num])
+        if num <= MAX_TREE_NODES and (nodes := seq.parents[:num]) != _CHAIN[:num]:
+            parents = tuple(nodes)
     span = Span(
         request.id, start, inputs, given, seq.pages, request.sampling, tokens, seq.prompt_len,
         drafter=seq.drafter, guide=seq.guide, parents=parents,

@@ -277,13 +277,15 @@ class Scheduler:
         """The frame after the one that was described, now that its tokens and the next drafts are known."""
         self._step += 1
         spans: list[Span] = []
+        running, step = self._running, self._step
         columns = frame.column("next_given"), frame.column("next_rows")
         for seq_id, reading, next_rows in zip(frame.seq_ids, *columns, strict=True):
-            seq = self._running.get(seq_id)
+            seq = running.get(seq_id)
             if seq is not None and (next_rows or not reading):  # else it has ended, or there was no row
-                spans.append(span_of(seq, next_rows or 1 + len(seq.draft), seq.given))
-                seq.last_served = self._step
-        self._count_frame(sum(len(span.inputs) for span in spans))
+                given = len(seq.tokens) - seq.kv_len
+                spans.append(span_of(seq, next_rows or 1 + len(seq.draft), given))
+                seq.last_served = step
+        self._count_frame(sum([len(span.inputs) for span in spans]))
         self.counters.follow_ups += 1
         return spans
 

@@ -33,11 +33,14 @@ def judge(span: Span, truth: Truth) -> Verdict:
     guesses = span.inputs[span.given :]
     if span.parents:
         path = _path(guesses, span.parents, truth.tokens)
-        rows, num = (0, *[node + 1 for node in path]), len(path)
+        num = len(path)
+    else:
+        path, num = (), _num_matches(guesses, truth.tokens)
+    if path:
+        rows = (0, *[node + 1 for node in path])
         tokens, logprobs, tops = _at(truth.tokens, rows), _at(truth.logprobs, rows), _at(truth.tops, rows)
         ranks = _at(truth.ranks, rows)
     else:
-        path, num = (), _num_matches(guesses, truth.tokens)
         tokens, logprobs, tops = truth.tokens[: num + 1], truth.logprobs[: num + 1], truth.tops[: num + 1]
         ranks = truth.ranks[: num + 1]
     return Verdict(
@@ -64,14 +67,18 @@ def _path(guesses: tuple[int, ...], parents: tuple[int, ...], answers: tuple[int
 
     `answers[0]` is the target model's token after the root, `answers[i + 1]` the one after guess i.
     """
-    children: dict[tuple[int, int], int] = {}
-    for i, edge in enumerate(zip(parents, guesses, strict=True)):
-        children.setdefault(edge, i)
     path: list[int] = []
-    node = children.get((ROOT, answers[0]))
-    while node is not None:
-        path.append(node)
-        node = children.get((node, answers[node + 1]))
+    node, i = ROOT, 0
+    answer, left = answers[0], guesses.count(answers[0])
+    while left:  # guesses of this token that stand after the node: its child is the first whose parent it is
+        i = guesses.index(answer, i)
+        if parents[i] == node:
+            path.append(i)
+            node, answer = i, answers[i + 1]
+            left = guesses[i + 1 :].count(answer)
+        else:
+            left -= 1
+        i += 1
     return tuple(path)
 
 

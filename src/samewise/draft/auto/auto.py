@@ -179,7 +179,7 @@ class Auto(Proposer):
         price = 0.0 if self._idle is None else self._idle.price(live)
         num_nodes, ratio = sum([len(tree.tokens) for tree in trees]), self._ratio.value
         seconds = (self._frames.cost(live + known + num_nodes) + price) / plain
-        logs = sum([log1p(ratio * sum(tree.probs)) for tree in trees])
+        logs = sum([log1p(ratio * sum(tree.probs)) for tree in trees if tree.probs])
         return Brought(1.0 + expected * ratio / live, seconds, exp(logs / live))
 
     def _propose_trees(self, seq_ids: list[int], trees: list[DraftTree]) -> list[Proposal]:
@@ -235,9 +235,10 @@ class Auto(Proposer):
     def observe(self, verdicts: list[Verdict]) -> None:
         """Learn acceptance and costs, and follow the text; in a pause, see whether trees would pay."""
         self._unverified.difference_update([verdict.seq_id for verdict in verdicts])
+        name, ratio, expected = self._trees.name, self._ratio, self._expected
         for verdict in verdicts:
-            if verdict.guessed and verdict.drafter == self._trees.name:
-                self._ratio.observe(self._expected.pop(verdict.seq_id, 0.0), verdict.accepted)
+            if verdict.guessed and verdict.drafter == name:
+                ratio.observe(expected.pop(verdict.seq_id, 0.0), verdict.accepted)
         self._drafters.observe(verdicts)
         idle = self._idle
         if idle is None or not idle.pausing or len(verdicts) <= self._tuning.max_followed:

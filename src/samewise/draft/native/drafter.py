@@ -115,6 +115,9 @@ def _address(numbers: array[int] | array[float]) -> int:
     return numbers.buffer_info()[0]
 
 
+NO_TREE = DraftTree()
+
+
 class _Trees:
     """Memory for the trees of one call: at most `size` nodes of `num` sequences."""
 
@@ -142,6 +145,8 @@ class _Trees:
             start, end = end, end + count
             trees.append(
                 DraftTree(tuple(tokens[start:end]), tuple(parents[start:end]), tuple(probs[start:end]))
+                if count
+                else NO_TREE
             )
         return trees, float(self.brought[0])
 
