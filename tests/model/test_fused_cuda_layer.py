@@ -130,15 +130,15 @@ def test_a_layer_that_is_another_runs_as_its_modules(change: Any, reason: str | 
     assert found == reason if reason is None else reason in str(found)
 
 
-def without_window(self: Any, x: Any, angles: Any, rows: Any) -> Any:
+def without_window(self: Any, x: Any, angles: Any, rows: Any, keep: Any) -> Any:
     """Attention over all keys."""
     self._facts = replace(self._facts, window=None)
-    return ATTEND(self, x, angles, rows)
+    return ATTEND(self, x, angles, rows, keep)
 
 
-def without_weight(self: Any, x: Any, angles: Any, rows: Any) -> Any:
+def without_weight(self: Any, x: Any, angles: Any, rows: Any, keep: Any) -> Any:
     """Attention that adds a little too much."""
-    return x + 1.05 * (ATTEND(self, x, angles, rows) - x)
+    return x + 1.05 * (ATTEND(self, x, angles, rows, keep) - x)
 
 
 ATTEND = fused_cuda_layer.FusedForward._attend

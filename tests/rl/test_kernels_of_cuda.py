@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_cases import TEMPERATURE, sampled, trained_model
+from rl_cases import TEMPERATURE, gradients, largest_error, sampled, trained_model
 
 from samewise.engine import assemble
 from samewise.execute.runner import Runner
@@ -52,7 +52,7 @@ def test_values_over_cudas_kernels_are_those_of_generation() -> None:
     sizes: dict[str, Any] = {"frame_rows": 16, "frame_sizes": (16, 32), "max_model_len": 64}
     llm = llm_over(model, kv_memory=2**20, proposer="none", max_num_seqs=4, **sizes)
     assert llm.engine.runner.fused
-    forward = TrainingForward(model, like=llm, kv_tokens=64, frame_sizes=(16, 32))
+    forward = TrainingForward(model, like=llm, kv_tokens=64, frame_sizes=(16, 32), kept_bytes=2**30)
     answers = sampled(llm, 4, max_tokens=3)
     got = forward.logprobs(
         answers.input_ids, attention_mask=answers.attention_mask, temperature=TEMPERATURE,
@@ -61,6 +61,10 @@ def test_values_over_cudas_kernels_are_those_of_generation() -> None:
     assert torch.equal(got.detach(), answers.logprobs)
     got.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+    kept = gradients(model, forward.logprobs(answers.input_ids, attention_mask=answers.attention_mask))
+    without = TrainingForward(model, like=llm, kv_tokens=64, frame_sizes=(16, 32), kept_bytes=0)
+    again = without.logprobs(answers.input_ids, attention_mask=answers.attention_mask)
+    assert largest_error(kept, gradients(model, again)) < 0.05  # of bfloat16
     with torch.no_grad():  # stacked weights are copies, which have to follow
         model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
         again = forward.logprobs(answers.input_ids[:, -5:], temperature=TEMPERATURE)

@@ -131,18 +131,30 @@ def test_the_digest_does_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(num_threads)
 
 
-@pytest.mark.parametrize("num", [1, 99, state.BLOCK, 2 * state.BLOCK, 2 * state.BLOCK + 5])
-def test_the_sums_of_cuda_are_those_of_dot_products(num: int) -> None:
-    words = torch.randint(-(2**62), 2**62, (num,), generator=GENERATOR.manual_seed(0))
-    multipliers = state._multipliers(words.device)[0]
-    blocks = words.split(state.BLOCK)
-    expected = [int(block.dot(multipliers[: len(block)])) for block in blocks]
-    assert [int(one) for one in state._sums_without_dot(words.clone(), multipliers)] == expected
+def test_cudas_kernel_has_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors of no, one and several blocks, of blocks of blocks, at any address and in any layout."""
+    monkeypatch.setattr(state, "BLOCK", 40)
+    state._multipliers.cache_clear()
+    try:
+        sizes = (0, 1, 3, 40, 160, 161, 163, 4 * 40 * 40, 4 * 40 * 40 + 9)
+        store = torch.randn(2 * sum(sizes), generator=GENERATOR.manual_seed(0)).bfloat16()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        tensors = [store[i : i + size] for i, size in enumerate(sizes)]
+        tensors += [
+            store[:600].view(30, 20).t(),
+            store[1:601].view(30, 20).t(),
+            store[:64].view(8, 8)[:, ::2],
+        ]
+        expected = [int(state._digest(tensor)) for tensor in tensors]
+        assert state._cuda_digests([tensor.to(device) for tensor in tensors]) == expected
+        assert state._cuda_digests([tensors[0].to(device)]) == [0]
+    finally:
+        state._multipliers.cache_clear()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_has_the_same_digest(dtype: torch.dtype) -> None:
-    for shape in ((3,), (300, 260), (5000, 1025)):
-        x = torch.randn(shape, generator=GENERATOR.manual_seed(0)).to(dtype)
-        assert int(state._digest(x.cuda())) == int(state._digest(x))
+    shapes = ((3,), (300, 260), (5000, 1025))
+    tensors = [torch.randn(shape, generator=GENERATOR.manual_seed(0)).to(dtype) for shape in shapes]
+    assert state._cuda_digests([x.cuda() for x in tensors]) == [int(state._digest(x)) for x in tensors]

@@ -170,6 +170,11 @@ class Runner:
         return self._fusing.NAME if self.fused else "modules"
 
     @property
+    def kept_products(self) -> tuple[tuple[str, ...], ...]:
+        """The products that layers can hand out while they run, by the paths of their linears."""
+        return getattr(self._fusing, "KEPT_PRODUCTS", ()) if self.fused else ()
+
+    @property
     def kv_bytes(self) -> float:
         """Bytes of one token's KV in an average layer."""
         return kv_page_bytes(self.arch, self.dtype) / PAGE / len(self.arch.layers)
@@ -282,17 +287,24 @@ class Runner:
             raise
 
     @torch.inference_mode()
-    def traced(self, inputs: PassInputs, record: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
+    def traced(
+        self,
+        inputs: PassInputs,
+        record: Callable[[int, torch.Tensor], None],
+        keep: Callable[[int], Callable[[tuple[str, ...], torch.Tensor], None] | None] = lambda _: None,
+    ) -> torch.Tensor:
         """The same logits without a graph; `record` is given each layer's number and its input [R, H],
-        and after the last layer its output.
+        and after the last layer its output. `keep(layer)`: what is given its products (`kept_products`).
 
         Captured or launched one by one, and layer by layer or stacked, kernels give the same bits.
         """
         self.store.flush_moves()
 
-        def recorder(layer: int) -> Callable[..., None]:
-            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def recorder(layer: int) -> Callable[..., Any]:
+            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 record(layer, (args[0] if args else kwargs["hidden_states"])[0])
+                keep_product = keep(layer)
+                return None if keep_product is None else (args, kwargs | {"keep": keep_product})
 
             return before
 

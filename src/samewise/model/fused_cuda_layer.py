@@ -10,6 +10,7 @@ compared with its modules' before the fused kernels are used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,11 @@ from samewise.model.views import without_attention, without_mlp
 
 MAX_HEAD_DIM = 256
 """Elements of a head that a program of the rotating kernel holds, several heads at a time."""
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+OUTPUT = ("self_attn.o_proj",)
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+KEPT_PRODUCTS = (QKV, OUTPUT, GATE_UP)
+"""Products that a layer can hand out, by the paths of their linears in it."""
 CHECK_ROWS = PAGE  # rows a layer is compared on with its modules: a whole KV page
 CHECK_CONTEXT = 8192
 """Tokens before them, at most: a window up to this is reached. Set by hand; it takes memory for one page."""
@@ -42,6 +48,10 @@ CHECK_TOLERANCE = {
 """Of what a sublayer adds, the largest element: above the rounding between two orders of summation. Right
 layers of tiny models came to 1e-6 in float32 and 1e-4 in float16, a tenth of its precision. bfloat16 has an
 eighth of that precision; Triton's interpreter truncates it, where a device rounds, and came to 4e-2."""
+
+
+Keep = Callable[[tuple[str, ...], torch.Tensor], None]
+"""Given the paths of linears and their product [R, N], which is valid until it returns."""
 
 
 class Product(NamedTuple):
@@ -92,24 +102,38 @@ class FusedForward:
         *_: Any,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         rows: Rows,
+        keep: Keep | None = None,
         **__: Any,
     ) -> torch.Tensor:
-        """The layer's output for R rows."""
+        """The layer's output for R rows. `keep` is given each of KEPT_PRODUCTS; no bit depends on that."""
         x = hidden_states[0].contiguous()
         if self._has_attention:
             cos, sin = (table[0].contiguous() for table in position_embeddings)
-            x = self._attend(x, (cos, sin), rows)
+            x = self._attend(x, (cos, sin), rows, keep)
         if self._has_mlp:
-            x = self._down(self._gate_up(rms_norm(x, self._second), gated=True), residual=x)
+            y = rms_norm(x, self._second)
+            x = self._down(self._gate_up(y, gated=True) if keep is None else self._gated(y, keep), residual=x)
         return x.unsqueeze(0)
 
-    def _attend(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], rows: Rows) -> torch.Tensor:
+    def _gated(self, x: torch.Tensor, keep: Keep) -> torch.Tensor:
+        gate_up = self._gate_up(x)
+        keep(GATE_UP, gate_up)
+        return gate(gate_up)
+
+    def _attend(
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], rows: Rows, keep: Keep | None
+    ) -> torch.Tensor:
         facts, kv = self._facts, self._kv
         qkv = self._qkv(rms_norm(x, self._first))
+        if keep is not None:
+            keep(QKV, qkv)  # to be copied: it is changed in place
         q = rotate_and_keep(qkv, angles, self._head_norms, kv, rows.slots, facts.num_heads)
         reading = Reading(rows.lengths, rows.pages, rows.work_list, rows.workspace)
         out = attend_stored(q, kv, reading, self._scale, facts.window or 0, self._programs)
-        return self._o(out.flatten(1), residual=x)
+        y = self._o(out.flatten(1), residual=x)
+        if keep is not None:
+            keep(OUTPUT, y - x)  # the product, up to a rounding of the stream
+        return y
 
 
 class FusedNorm:
@@ -219,6 +243,7 @@ def _rows_behind_a_context(kernel: TritonKernel, facts: AttentionFacts, weight: 
 
 
 __all__ = [
+    "KEPT_PRODUCTS",
     "NAME",
     "FusedForward",
     "FusedNorm",

@@ -111,7 +111,7 @@ class TokenBatch:
         """The token ids of a block, filled up with token 0."""
         sequences = [self.runs[number].tokens for number in block.runs]
         rows = [[*tokens, *[0] * (block.width - len(tokens))] for tokens in sequences]
-        return torch.tensor(rows, device=device)
+        return torch.tensor(rows).to(device, non_blocking=True)  # the host need not wait for the device
 
 
 def _check_shape(input_ids: torch.Tensor, other: torch.Tensor | None, name: str) -> None:

@@ -8,10 +8,11 @@ made again whenever the weights have changed.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -21,6 +22,7 @@ from samewise.draft.tuning import Tuning
 from samewise.engine.assemble import Assembly, assemble
 from samewise.errors import BadParameter, GuaranteeLost, PromptTooLong
 from samewise.execute.load import Loaded
+from samewise.execute.logit_edits import send
 from samewise.execute.runner import kv_page_bytes
 from samewise.execute.sampling import divided
 from samewise.kernels.attention.base import PAGE
@@ -29,7 +31,7 @@ from samewise.model.linear import pack_linears
 from samewise.params import GREEDY_BELOW, SamplingParams
 from samewise.rl.alias import alias_model, architecture, refuse_other_models, weights_of
 from samewise.rl.batch import Block, Run, TokenBatch
-from samewise.rl.gradients import HEAD_ROWS, GradientModel
+from samewise.rl.gradients import GradientModel, Products
 from samewise.rl.state import TensorState, state_of
 from samewise.types import Sampling, Span
 from samewise.values import is_integer
@@ -40,6 +42,17 @@ if TYPE_CHECKING:
 
 KV_TOKENS = 16_384
 """Tokens of KV that a TrainingForward keeps by default, or the longest context if that is shorter."""
+
+KEPT_SHARE = 1 / 16
+"""Of a card's memory, for products that the backward pass need not compute again. Set by hand: 8.8 GB of an
+H200's hold those of 3,400 tokens of an 8B model, and of three times as many of a 1.5B model."""
+
+FILLED = 0.75
+"""Share of a frame that tokens have to fill, or they are read in smaller ones. Set by hand: padding costs as
+much as tokens do, and each frame reads the weights once."""
+
+ENTROPY_ROWS = 512
+"""Rows whose entropy is computed at once: 100 MB in float32 at 50,000 tokens."""
 
 CUDA_SIZES = (128, 512, 2048)
 """Rows of frames on CUDA. Each is tried again when the weights have changed, so they are few."""
@@ -66,8 +79,9 @@ class TrainingForward:
     """Log-probabilities of one model in training.
 
     `like`: the engine whose bits are wanted; its settings are taken over. Without it they are the default
-    ones, changed by `settings` (keywords of EngineConfig). `kv_tokens` limits the length of a sequence. One
-    thread uses it at a time.
+    ones, changed by `settings` (keywords of EngineConfig). `kv_tokens` limits the length of a sequence.
+    `kept_bytes`: memory for products of the forward pass that the backward pass then need not compute again;
+    by default on CUDA a sixteenth of the card's. One thread uses it at a time.
     """
 
     def __init__(
@@ -76,6 +90,7 @@ class TrainingForward:
         *,
         like: LLM | None = None,
         kv_tokens: int | None = None,
+        kept_bytes: int | None = None,
         **settings: Any,
     ) -> None:
         machine.pin_environment()
@@ -84,6 +99,7 @@ class TrainingForward:
         self._model = ref(model)
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
+        self.kept_bytes = _kept_bytes(self.device, kept_bytes)
         arch = architecture(model)
         taken = {} if like is None else {name: getattr(like.engine.config, name) for name in SHARED_SETTINGS}
         if like is not None:
@@ -93,7 +109,12 @@ class TrainingForward:
         # Tensors made in inference mode could not be written by a refresh.
         with torch.inference_mode(mode=False), torch.no_grad():
             self._parts: Assembly = assemble(loaded, config, Tuning(), ahead=False)
-            self._gradients = GradientModel(model, arch, self._parts.limits.max_model_len)
+            self._gradients = GradientModel(
+                model,
+                arch,
+                self._parts.limits.max_model_len,
+                few_operators=bool(self._parts.runner.kept_products),
+            )
         self._tensors = dict(weights_of(self._parts.runner.model))
         self._state: list[TensorState] = []
         self._num_layers, self._width = len(arch.layers), model.get_input_embeddings().weight.shape[1]
@@ -182,7 +203,7 @@ class TrainingForward:
         if graph:
             values = self._with_gradients(batch, inside, read, temperature)
         at = tuple(
-            torch.tensor(axis, device=self.device)
+            send(np.array(axis), self.device)
             for axis in zip(*((row, column - first) for row, column in places), strict=True)
         )
         entropies = None if read.entropy is None else zeros.index_put(at, read.entropy)
@@ -196,11 +217,16 @@ class TrainingForward:
         blocks = batch.blocks()
         for block in blocks:
             ids = batch.padded(block, self.device)
-            activations = [x[block.first : block.end].view(*ids.shape, self._width) for x in read.activations]
-            hidden.append(self._gradients.hidden(ids, activations).flatten(0, 1))
+
+            def of_block(x: torch.Tensor, block: Block = block, ids: torch.Tensor = ids) -> torch.Tensor:
+                return x[block.first : block.end].view(*ids.shape, x.shape[1])
+
+            activations = [of_block(x) for x in read.activations]
+            products = [{paths: of_block(x) for paths, x in kept.items()} for kept in read.products]
+            hidden.append(self._gradients.hidden(ids, activations, products).flatten(0, 1))
             tokens.append(ids.flatten())
         begins = _begins(blocks)
-        at = torch.tensor([begins[number] + index for number, index in inside], device=self.device)
+        at = send(np.array([begins[number] + index for number, index in inside]), self.device)
         rows, targets = _joined(hidden)[at - 1], _joined(tokens)[at]
         return self._gradients.logprobs(read.logprobs, rows, targets, temperature)
 
@@ -233,13 +259,9 @@ class TrainingForward:
         entropy: bool,
         keep: bool,
     ) -> _Read:
-        """Read every sequence in frames; `keep`: also the inputs of layers, for the backward pass."""
+        """Read every sequence in frames; `keep`: also what the backward pass starts from."""
         runs, blocks = batch.runs, batch.blocks()
-        size = (blocks[-1].end, self._width)
-        activations = [
-            torch.zeros(size, dtype=self.dtype, device=self.device)
-            for _ in range(self._num_layers + 1 if keep else 0)
-        ]
+        trace = self._new_trace(blocks[-1].end) if keep else None
         first_target = [len(run.tokens) for run in runs]
         for number, index in inside:
             first_target[number] = min(first_target[number], index)
@@ -247,43 +269,83 @@ class TrainingForward:
         entropies: list[torch.Tensor] = []
         with self._parts.process.pinned():
             for frame in self._frames(runs, first_target, _begins(blocks)):
-                found = self._run(frame, activations, temperature, entropy=entropy)
+                found = self._run(frame, trace, temperature, entropy=entropy)
                 logprobs.append(found[0])
                 entropies.append(found[1])
         order = torch.empty(0) if not entropy else torch.cat(entropies)
-        return _Read(torch.cat(logprobs), order if entropy else None, activations)
+        trace = trace or _Trace([], [])
+        return _Read(torch.cat(logprobs), order if entropy else None, *trace)
+
+    def _new_trace(self, num_rows: int) -> _Trace:
+        """Of zeros: padding has to be finite numbers."""
+        first = self._num_layers - self._num_kept_layers(num_rows)
+        paths = self._parts.runner.kept_products
+
+        def zeros(width: int) -> torch.Tensor:
+            return torch.zeros(num_rows, width, dtype=self.dtype, device=self.device)
+
+        return _Trace(
+            [zeros(self._width) for _ in range(self._num_layers + 1)],
+            [
+                {linears: zeros(self._gradients.width_of(linears)) for linears in paths if layer >= first}
+                for layer in range(self._num_layers)
+            ],
+        )
+
+    def _num_kept_layers(self, num_rows: int) -> int:
+        """How many layers' products are kept: of the last ones, of which the backward pass is done first."""
+        widths = sum(self._gradients.width_of(linears) for linears in self._parts.runner.kept_products)
+        if not widths:
+            return 0
+        return min(self._num_layers, self.kept_bytes // (num_rows * widths * int(self.dtype.itemsize)))
 
     def _frames(
         self, runs: tuple[Run, ...], first_target: list[int], begins: dict[int, int]
     ) -> Iterator[_Frame]:
-        """All sequences in frames as wide as there are; sequences of one frame never share a page."""
-        limits, widest = self._parts.limits, self._parts.runner.widest
-        spans: list[Span] = []
-        places: list[int] = []
+        """All sequences in frames; sequences of one frame never share a page."""
+        limits = self._parts.limits
+        group: list[
+            tuple[int, array[int]]
+        ] = []  # sequences that the KV cache holds together, and their pages
         page = 1
         for number, run in enumerate(runs):
             num_pages = -(-len(run.tokens) // PAGE)
             if page + num_pages > limits.num_pages:
-                if spans:
-                    yield _Frame(spans, places)
-                spans, places, page = [], [], 1
-            pages = array("i", range(page, page + num_pages))
+                yield from self._frames_of(group, runs, first_target, begins)
+                group, page = [], 1
+            group.append((number, array("i", range(page, page + num_pages))))
             page += num_pages
-            start = 0
-            while start < len(run.tokens):
-                rows = min(len(run.tokens) - start, widest - len(places))
-                spans.append(_span(number, run.tokens, pages, start, rows, first_target[number]))
+        yield from self._frames_of(group, runs, first_target, begins)
+
+    def _frames_of(
+        self,
+        group: list[tuple[int, array[int]]],
+        runs: tuple[Run, ...],
+        first_target: list[int],
+        begins: dict[int, int],
+    ) -> Iterator[_Frame]:
+        """Sequences with pages of their own, in frames as wide as they fill."""
+        left = sum(len(runs[number].tokens) for number, _ in group)
+        sizes = self._parts.runner.sizes
+        room = rows_of_next_frame(left, sizes)
+        spans: list[Span] = []
+        places: list[int] = []
+        for number, pages in group:
+            tokens, start = runs[number].tokens, 0
+            while start < len(tokens):
+                rows = min(len(tokens) - start, room - len(places))
+                spans.append(_span(number, tokens, pages, start, rows, first_target[number]))
                 places += range(begins[number] + start, begins[number] + start + rows)
                 start += rows
-                if len(places) == widest:
+                if len(places) == room:
                     yield _Frame(spans, places)
                     spans, places = [], []
-        if spans:
-            yield _Frame(spans, places)
+                    left -= room
+                    room = rows_of_next_frame(left, sizes)
 
     @torch.inference_mode()
     def _run(
-        self, frame: _Frame, activations: list[torch.Tensor], temperature: float, *, entropy: bool
+        self, frame: _Frame, trace: _Trace | None, temperature: float, *, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of the frame's targets and, if wanted, entropies, in the order of spans."""
         runner, sampler = self._parts.runner, self._parts.sampler
@@ -296,12 +358,16 @@ class TrainingForward:
             targets += span.targets
             first += len(span.inputs)
         inputs, keep = runner.stage_frame(frame.spans, rows if runner.elastic else None)
-        at = torch.tensor(frame.places, device=self.device)
+        if trace is None:
+            logits = runner.frame(inputs)
+        else:
+            put = _writer(frame.places, self.device)
 
-        def record(layer: int, x: torch.Tensor) -> None:
-            activations[layer].index_copy_(0, at, x[: len(frame.places)])
+            def keep_of(layer: int) -> Callable[[tuple[str, ...], torch.Tensor], None] | None:
+                kept = trace.products[layer]
+                return (lambda linears, y: put(kept[linears], y)) if kept else None
 
-        logits = runner.traced(inputs, record if activations else lambda *_: None)
+            logits = runner.traced(inputs, lambda layer, x: put(trace.activations[layer], x), keep_of)
         if not rows:
             empty = torch.empty(0, dtype=torch.float32, device=self.device)
             return empty, empty
@@ -317,8 +383,36 @@ class _Read(NamedTuple):
 
     logprobs: torch.Tensor  # [M], of all targets in order
     entropy: torch.Tensor | None  # [M]
-    activations: list[torch.Tensor]
-    """Of each layer the input, then the last one's output: [rows of blocks, H]."""
+    activations: list[torch.Tensor]  # see _Trace
+    products: list[Products]
+
+
+class _Trace(NamedTuple):
+    """What a pass leaves for the backward pass, by row of all blocks."""
+
+    activations: list[torch.Tensor]  # of each layer the input, then the last one's output: [rows, H]
+    products: list[Products]  # of each layer; nothing where they are computed again
+
+
+def rows_of_next_frame(num: int, sizes: tuple[int, ...]) -> int:
+    """How many of so many rows the next frame takes, of the sizes there are, smallest first."""
+    larger = min((size for size in sizes if size >= num), default=sizes[-1])
+    smaller = max((size for size in sizes if size <= num), default=0)
+    return min(num, larger) if num >= FILLED * larger or not smaller else smaller
+
+
+def _writer(places: list[int], device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Writes the first rows of a frame's tensor to their places in another."""
+    num, first = len(places), places[0]
+    if places == list(range(first, first + num)):
+        at: Any = slice(first, first + num)
+    else:
+        at = send(np.array(places), device)
+
+    def write(to: torch.Tensor, x: torch.Tensor) -> None:
+        to[at] = x[:num]
+
+    return write
 
 
 def _begins(blocks: list[Block]) -> dict[int, int]:
@@ -347,11 +441,23 @@ def _span(
 def _entropy(logits: torch.Tensor, rows: list[int], temperature: float) -> torch.Tensor:
     """Of each row, in nats."""
     parts = []
-    for start in range(0, len(rows), HEAD_ROWS):
-        part = rows[start : start + HEAD_ROWS]
+    for start in range(0, len(rows), ENTROPY_ROWS):
+        part = rows[start : start + ENTROPY_ROWS]
         logprobs = divided(logits[part], [temperature] * len(part)).log_softmax(-1)
         parts.append(-(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1))
     return torch.cat(parts)
+
+
+def _kept_bytes(device: torch.device, given: int | None) -> int:
+    """The setting, or its default. Not what is free: gradients would have other bits in another run."""
+    if given is None:
+        on_cuda = device.type == "cuda"
+        return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE) if on_cuda else 0
+    if not is_integer(given) or given < 0:
+        raise BadParameter(
+            f"kept_bytes={given!r}: give a number of bytes, 0 to keep nothing", param="kept_bytes"
+        )
+    return given
 
 
 def _config(
@@ -397,4 +503,4 @@ def logprobs(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) ->
     return forward.logprobs(input_ids, **options)
 
 
-__all__ = ["KV_TOKENS", "SHARED_SETTINGS", "Scores", "TrainingForward", "logprobs"]
+__all__ = ["KV_TOKENS", "SHARED_SETTINGS", "Scores", "TrainingForward", "logprobs", "rows_of_next_frame"]
