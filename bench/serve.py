@@ -88,7 +88,8 @@ def serve(args: argparse.Namespace) -> None:
                 )
                 await server.serve(sockets=[listener])
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
+        runner.run(main())
 
 
 # ---- clients: plain sockets, so that their own cost is small
