@@ -2,21 +2,22 @@
 
     OMP_NUM_THREADS=2 python bench/serve.py --clients 8
 
-One server process, one engine. In turns, on the same prompts: the engine alone (`add`, then `step` until
-idle, on its own thread, no text), and as many clients as requests, streaming completions from another
-process. The ceiling is 1. Beside it: the same ratio of the process's CPU time, which depends less on other
-load of the machine and counts the server's work even where it overlaps with the engine; and the CPU time of
-the event loop's thread. Nothing is shared between runs: prefixes are separated by salt, drafts by
-`share: false`.
+One server process, one engine, the event loop of `samewise serve`: uvloop where it is installed. In turns, on
+the same prompts: the engine alone (`add`, then `step` until idle, on its own thread, no text), and as many
+clients as requests, streaming completions from another process. The ceiling is 1. Beside it: the same ratio
+of the process's CPU time, which depends less on other load of the machine and counts the server's work even
+where it overlaps with the engine; and the CPU time of the event loop's thread. Nothing is shared between
+runs: prefixes are separated by salt, drafts by `share: false`.
 
 With `--model tiny` the model costs almost nothing, and the result is the server's own cost: microseconds of
-CPU per streamed token, over all threads.
+CPU per streamed token, over all threads, and of the event loop's thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import platform
@@ -59,6 +60,8 @@ def serve(args: argparse.Namespace) -> None:
         async with load() as llm:
             app = make_app(llm)
             intake, engine = llm.intake, llm._engine
+            gc.collect()
+            gc.freeze()  # as `samewise serve`: otherwise collections of the model's objects are measured
             params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, share=False)
 
             def run_engine(number: int) -> dict:
@@ -88,7 +91,8 @@ def serve(args: argparse.Namespace) -> None:
                 )
                 await server.serve(sockets=[listener])
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
+        runner.run(main())
 
 
 # ---- clients: plain sockets, so that their own cost is small
@@ -144,6 +148,7 @@ async def measure(port: int, args: argparse.Namespace) -> list[dict]:
             ratios = {
                 "ratio": row["http"] / row["own"],
                 "cpu_ratio": row["own_cpu"] / row["http_cpu"],
+                "loop_us": 1e6 * row["http_loop"] / (args.tokens * args.clients),
                 "token_us": 1e6 * (row["http_cpu"] - row["own_cpu"]) / (args.tokens * args.clients),
             }
             rows.append(row | ratios)
@@ -190,7 +195,7 @@ def main() -> None:
           f"ratio {median['ratio']:.3f}; "
           f"of CPU time {median['cpu_ratio']:.3f}, of which the event loop took "
           f"{median['http_loop'] / median['http_cpu']:.1%}; beside the engine, a token took "
-          f"{median['token_us']:.0f} µs of CPU")  # fmt: skip
+          f"{median['token_us']:.0f} µs of CPU, the event loop's thread {median['loop_us']:.0f}")  # fmt: skip
     options = {name: getattr(args, name) for name in ("model", "proposer", "clients", "tokens")}
     result = {"median": median, "repeats": rows, "load": os.getloadavg()[0]}
     print(json.dumps(options | result | {"contract": started["contract"]}))

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from samewise.llm.mailbox import LoopWaker, Mailbox, call_in_loop
+from samewise.llm.mailbox import MAX_TAKEN, LoopWaker, Mailbox, UnreadBudget, call_in_loop, chunk_size
 from samewise.outputs import Chunk
 
 CHUNK = Chunk(0, "a", [1], [-0.5], None, None, None, 0, 0, 0)
@@ -101,3 +101,38 @@ def test_a_call_in_a_closed_loop_does_nothing() -> None:
     loop.close()
     call_in_loop(loop, mailbox.put, CHUNK)
     assert not mailbox._items
+
+
+def test_a_pause_begins_anew_with_every_call() -> None:
+    """One timer serves them all: it outlives items, and wakes only a call that has waited its whole pause."""
+
+    async def work() -> None:
+        mailbox, loop = Mailbox(), asyncio.get_running_loop()
+        for _ in range(4):  # the first timer expires in the middle of a later call
+            loop.call_later(0.03, mailbox.put, CHUNK)
+            assert await mailbox.take(0.08) == [CHUNK]
+        began = loop.time()
+        assert await mailbox.take(0.08) == []
+        assert loop.time() - began >= 0.07  # the clock's resolution is left out
+        assert await mailbox.take(0.01) == []  # a shorter pause replaces the timer
+
+    asyncio.run(work())
+
+
+def test_unread_bytes_are_those_of_the_items_there() -> None:
+    async def work() -> None:
+        budget, mailbox = UnreadBudget(10**9), Mailbox()
+        mailbox.put(CHUNK)  # before there is an account
+        mailbox.limit(budget, lambda: None)
+        for _ in range(2 * MAX_TAKEN):
+            mailbox.put(CHUNK)
+        left = 2 * MAX_TAKEN + 1
+        while left:
+            assert budget.used == left * chunk_size(CHUNK)
+            left -= len(await mailbox.take())
+        assert budget.used == 0
+        mailbox.put(CHUNK)
+        mailbox.close()
+        assert budget.used == 0
+
+    asyncio.run(work())

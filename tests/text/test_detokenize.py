@@ -1,7 +1,8 @@
 """Streamed text is final, complete, and ends at its stop string."""
 
-from itertools import pairwise
-from typing import Any
+import codecs
+from itertools import pairwise, permutations
+from typing import Any, cast
 
 import pytest
 from hypothesis import assume, given, settings
@@ -312,3 +313,31 @@ def test_stop_strings_are_active_after_min_tokens() -> None:
         ("b", None),
         ("", "a"),
     ]
+
+
+def test_byte_stream_cuts_text_as_the_standard_decoder_does() -> None:
+    """Characters of several tokens, broken ones, and bytes that are no text."""
+    pieces = [
+        b"a",
+        b"\xc3",
+        b"\xa9",
+        b"",
+        b"\xf0\x9f",
+        b"\x98\x80!",
+        b"\xe2\x82",
+        b"\xff",
+        b"\xed\xa0\x80",
+        b"\xf0",
+    ]
+
+    class Bytes:
+        def bytes_of(self, token: int) -> bytes:
+            return pieces[token]
+
+        text_bytes_of = bytes_of
+
+    for order in permutations(range(len(pieces)), 4):
+        stream = ByteStream(cast("TokenBytes", Bytes()))
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        assert [stream.push(token) for token in order] == [decoder.decode(pieces[token]) for token in order]
+        assert stream.flush() == decoder.decode(b"", final=True)

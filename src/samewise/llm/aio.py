@@ -108,6 +108,8 @@ class ResponseReader:
         items = [] if self._failure else await self._mailbox.take(pause)
         if not items and not self._failure and pause is not None:
             return None
+        if len(items) == 1 and isinstance(items[0], Chunk):
+            return [items[0]]
         for item in items:
             if isinstance(item, Chunk):
                 chunks.append(item)

@@ -115,7 +115,7 @@ class Answer:
     @property
     def finished(self) -> bool:
         """Whether every choice has ended."""
-        return all(choice.finish is not None for choice in self.choices)
+        return None not in [choice.finish for choice in self.choices]  # at every delta: cheaper than all()
 
     @property
     def failed(self) -> bool:
@@ -156,7 +156,7 @@ class Answer:
             self._first_token = self._clock()
         accepted = choice.prediction.accepted
         self._extend(choice, delta, read)
-        if self.finished:
+        if read.finish is not None and self.finished:
             self._finished = self._clock()
         changed = bool(read.num_tokens or read.text or read.finish)
         if changed and self.streamed:

@@ -218,8 +218,10 @@ class StepLoop(Generic[EngineT]):
         the next step, or `recover`, also returns the answers that got a delta in this one.
         """
         self._begin()
-        for delta in self.engine.step():
-            self._dispatch(delta)
+        deltas = self.engine.step()
+        weights = self._weights()
+        for delta in deltas:
+            self._dispatch(delta, weights)
         self._admit_shared()
         self._unfinished = False
         return self._take_changed()
@@ -228,7 +230,7 @@ class StepLoop(Generic[EngineT]):
         changed, self._changed = self._changed, {}
         return list(changed)
 
-    def _dispatch(self, delta: Delta) -> None:
+    def _dispatch(self, delta: Delta, weights: tuple[str, int]) -> None:
         """Give a delta to its score or answer."""
         score = self._scores.get(delta.request_id)
         if score is not None:
@@ -240,7 +242,7 @@ class StepLoop(Generic[EngineT]):
             return
         answer, choice = self._open[delta.request_id]
         self._changed[answer] = None
-        if answer.add(choice, delta, self._weights()).stop:
+        if answer.add(choice, delta, weights).stop:
             self.engine.end(choice.engine_id)
         if choice.finish is not None:
             self._shared.forget(delta.request_id)

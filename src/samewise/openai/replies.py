@@ -46,6 +46,11 @@ def encode_line(body: Any) -> bytes:
     return one_line(encode_json(body))
 
 
+def encode_text(text: str) -> bytes:
+    """`encode_line` of a text."""
+    return _ENCODE(text).encode() if text.isascii() else encode_line(text)
+
+
 def one_line(encoded: bytes) -> bytes:
     """JSON in UTF-8 with LINE_ENDS escaped."""
     for char, escape in _ESCAPES:  # in UTF-8 no other character contains these bytes
@@ -442,6 +447,7 @@ __all__ = [
     "encode_json",
     "encode_line",
     "encode_slices",
+    "encode_text",
     "finish_reason",
     "finite",
     "one_line",

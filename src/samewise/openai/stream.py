@@ -14,6 +14,7 @@ from samewise.openai.replies import (
     echo,
     encode_line,
     encode_slices,
+    encode_text,
     finish_reason,
     one_line,
     reasoning_tokens,
@@ -112,7 +113,7 @@ class StreamWriter:
             (event,) = self._events(prompt_index, replace(chunk, text=TEXT_PLACEHOLDER), output)
             before, _, after = encode_event(event).rpartition(encode_line(TEXT_PLACEHOLDER))
             around = self._around_text[index, chunk.contract] = (before, after)
-        return around[0] + encode_line(chunk.text) + around[1]
+        return b"%b%b%b" % (around[0], encode_text(chunk.text), around[1])
 
     def events(
         self, prompt_index: int, chunk: Chunk, output: Callable[[], RequestOutput]

@@ -195,11 +195,19 @@ class Answers:
             if first := await self._first(exchange, active, writer):
                 yield first
             keep_alive, sent = self._settings.keep_alive, time.monotonic()
+            in_thread = _repeats_much(parsed, active)
             async with aclosing(active.chunks(keep_alive)) as batches:
                 async for batch in batches:
-                    async for data in self._rendered(_encoded(batch, active, writer), parsed, active):
-                        yield data
-                        sent = time.monotonic()
+                    if len(batch) == 1 and not in_thread:  # a reader that keeps up: at every token
+                        if data := _encode(batch[0], active, writer):
+                            yield data
+                            sent = time.monotonic()
+                            continue
+                    else:
+                        pieces = _encoded(batch, active, writer)
+                        async for data in self._rendered(pieces, active, in_thread=in_thread):
+                            yield data
+                            sent = time.monotonic()
                     if not batch or time.monotonic() - sent >= keep_alive:  # chunks may be held back
                         yield writer.keep_alive()
                         sent = time.monotonic()
@@ -210,10 +218,10 @@ class Answers:
             yield writer.failed(ApiError.of(error))
 
     async def _rendered(
-        self, pieces: Iterator[bytes], parsed: ParsedRequest, active: ActiveRequest
+        self, pieces: Iterator[bytes], active: ActiveRequest, *, in_thread: bool
     ) -> AsyncGenerator[bytes]:
         """Pieces of events, others served between them; made in a thread where they repeat a long prompt."""
-        if not _repeats_much(parsed, active):
+        if not in_thread:
             for number, data in enumerate(pieces):
                 if number:  # a late reader has many
                     await asyncio.sleep(0)
@@ -285,14 +293,19 @@ def _encoded(batch: list[tuple[int, Chunk]], active: ActiveRequest, writer: Even
     """The events of some chunks, as many together as are sent at once."""
     events: list[bytes] = []
     size = 0
-    for prompt_index, chunk in batch if len(batch) == 1 else _joined(batch):
-        events.append(writer.encode(prompt_index, chunk, active.readers[prompt_index].prompt_output))
+    for one in batch if len(batch) == 1 else _joined(batch):
+        events.append(_encode(one, active, writer))
         size += len(events[-1])
         if size >= SLICE_BYTES:
             yield b"".join(events)
             events, size = [], 0
     if size:
         yield b"".join(events)
+
+
+def _encode(one: tuple[int, Chunk], active: ActiveRequest, writer: EventWriter) -> bytes:
+    prompt_index, chunk = one
+    return writer.encode(prompt_index, chunk, active.readers[prompt_index].prompt_output)
 
 
 def _joined(batch: list[tuple[int, Chunk]]) -> Iterator[tuple[int, Chunk]]:

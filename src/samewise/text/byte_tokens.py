@@ -14,8 +14,6 @@ NUM_CHECKED = 256
 """Tokens, spread evenly over the vocabulary, whose bytes are compared with the tokenizer's own decoding
 before the tokenizer is accepted as byte-level. Set by hand."""
 
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
-
 
 class TokenBytes:
     """Bytes of the tokens of one tokenizer, cached on first use. Safe to call from any thread."""
@@ -79,15 +77,20 @@ class ByteStream:
 
     def __init__(self, token_bytes: TokenBytes, *, skip_special_tokens: bool = True) -> None:
         self._bytes_of = token_bytes.text_bytes_of if skip_special_tokens else token_bytes.bytes_of
-        self._decoder = _Utf8Decoder("replace")
+        self._rest = b""  # the beginning of a character
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that became final."""
-        return self._decoder.decode(self._bytes_of(token))
+        data = self._rest + self._bytes_of(token)
+        # At every token: what the standard library's incremental decoder, which is Python, does in C.
+        text, num_read = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[num_read:]
+        return text
 
     def flush(self) -> str:
         """Returns the text held back, when no more tokens follow."""
-        return self._decoder.decode(b"", final=True)
+        data, self._rest = self._rest, b""
+        return codecs.utf_8_decode(data, "replace", True)[0]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -219,7 +219,7 @@ class TextStream:
                 skip_special_tokens=skip_special_tokens,
                 spaces_between_special_tokens=spaces_between_special_tokens,
             )
-        self._stops = StopStrings(stops, include_stop)
+        self._stops = StopStrings(stops, include_stop) if stops else None
         self._min_tokens = min_tokens
         self._num_tokens = 0
 
@@ -231,9 +231,11 @@ class TextStream:
     def flush(self) -> str:
         """Returns the text held back, when generation ended without a stop string."""
         piece, stop = self._match(self._detokenizer.flush())
-        return piece + (self._stops.flush() if stop is None else "")
+        return piece + (self._stops.flush() if self._stops is not None and stop is None else "")
 
     def _match(self, text: str) -> tuple[str, str | None]:
+        if self._stops is None:
+            return text, None
         return self._stops.push(text, active=self._num_tokens > self._min_tokens)
 
 
