@@ -20,7 +20,9 @@ from samewise.execute.pack import pack_frame
 from samewise.execute.runner import Runner
 from samewise.kernels.linear import triton as linears
 from samewise.model import fused_cuda_layer
+from samewise.model.fp8 import Fp8Linear
 from samewise.model.linear import order_linears, stack_siblings
+from samewise.model.surgery import copy_modules, replace_child
 from samewise.testing import tiny
 from samewise.types import LayerSet, Sampling, Span
 
@@ -97,6 +99,25 @@ def test_bits_do_not_depend_on_the_number_of_rows(family: str, dtype: torch.dtyp
     for pieces in ([1] * 4 + [18], [3, 4, 1, 14], [20, 2]):
         got = read_in_pieces(runner, text, pieces, rng.randrange(1, 20))
         assert torch.equal(as_bits(got), as_bits(expected)), pieces
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("some", [("q_proj", "up_proj"), ("q_proj", "k_proj", "v_proj", "down_proj")])
+def test_drafts_with_float8_linears_run_fused_too(some: tuple[str, ...], device: str) -> None:
+    """Which linears are float8 is decided by their shapes' times: any of them may be."""
+    runner = make_runner("qwen2", device, torch.bfloat16)
+    model = copy_modules(runner.model)
+    for path, module in list(model.named_modules()):
+        if path.rpartition(".")[2] in some:
+            parent, _, name = path.rpartition(".")
+            replace_child(model.get_submodule(parent), name, Fp8Linear(module))
+    path = runner.fast_path(model)
+    text = [7 * i % 250 for i in range(16)]
+    exact = read_in_pieces(runner, text, [16], 1)
+    inputs = runner.staging(16)
+    rounded = runner.fast_eager(pack_frame([span(text, 0, 1)], inputs), path)[:16].cpu()
+    assert not torch.equal(rounded, exact)
+    assert float((rounded - exact).abs().max()) < 0.5 * float(exact.abs().max())
 
 
 @pytest.mark.parametrize("device", DEVICES)

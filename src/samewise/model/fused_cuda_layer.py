@@ -26,6 +26,7 @@ from samewise.kernels.linear.triton import INTERPRETED, gate, linear
 from samewise.model.activation import FrameActivation
 from samewise.model.arch import AttentionFacts
 from samewise.model.attention_binding import AttentionBinding
+from samewise.model.fp8 import Fp8Linear
 from samewise.model.fused_layer import FAMILIES, SILU, changed_modules
 from samewise.model.layer_parts import attention_of, mlp_of
 from samewise.model.linear import FrameLinear
@@ -57,15 +58,19 @@ Keep = Callable[[tuple[str, ...], torch.Tensor], None]
 class Product(NamedTuple):
     """Linears given the same input, as one product."""
 
-    linears: list[FrameLinear]
+    linears: list[FrameLinear | Fp8Linear]  # float8 in drafts only
 
     def __call__(
         self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: bool = False
     ) -> torch.Tensor:
         """x W' + b, then the residual added; or silu(gate) * up."""
         first = self.linears[0]
+        if any(isinstance(one, Fp8Linear) for one in self.linears):
+            y = torch.cat([one(x) for one in self.linears], -1)
+            return gate(y) if gated else y if residual is None else residual + y
         if any(type(one) is not FrameLinear or not one.ordered for one in self.linears):
             raise GuaranteeLost(f"a fused layer had its {first} replaced; build a new engine")
+        assert isinstance(first, FrameLinear)
         weight, bias = (first.weight, first.bias) if first.stacked is None else first.stacked[:2]
         if x.shape[0] not in first.library_rows:
             return linear(x, weight, bias, residual=residual, gated=gated)
