@@ -328,12 +328,13 @@ def test_draft_length_and_deadline_change_nothing(basic, basic_references, propo
     assert run_cases(engine, CASES[::2]) == basic_references[::2]
 
 
-def test_repeating_text_is_accepted_in_long_drafts(basic):
-    """With one allowed token the text repeats, and suffix matches find it. Rows cost nothing here."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_repeating_text_is_accepted_in_long_drafts(basic, ahead):
+    """With one allowed token the text repeats, and suffix matches find it. Time stands still: rows cost nothing."""
     case = Case("loop", random_prompt(9), Sampling(allowed_token_ids=(5,)), max_tokens=60)
     expected = run_reference(basic, case)
     for proposer in ("ngram", "auto"):
-        engine = basic.engine(PROPOSERS[proposer], clock=lambda: 0.0)
+        engine = basic.engine(proposer=proposer, clock=lambda: 0.0, ahead=ahead)
         assert run_one(engine, case) == expected
         assert engine.scheduler.counters.frames < 30
 
