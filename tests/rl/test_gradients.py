@@ -118,9 +118,10 @@ def test_frames_are_filled_by_three_quarters() -> None:
             num -= parts[-1]
         return parts
 
-    assert rows(5000) == [2048, 2048, 512, 392]
+    assert rows(5000) == [2048, 2048, 904]
+    assert rows(700) == [512, 128, 60]
     assert rows(2048 + 1536) == [2048, 1536]
-    assert rows(1024) == [512, 512]
+    assert rows(1024) == [1024]
     assert rows(200) == [128, 72]
     assert rows(1) == [1]
     assert all(rows_of_next_frame(num, tuple(range(1, 65))) == min(num, 64) for num in range(1, 200))

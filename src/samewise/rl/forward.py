@@ -54,7 +54,7 @@ much as tokens do, and each frame reads the weights once."""
 ENTROPY_ROWS = 512
 """Rows whose entropy is computed at once: 100 MB in float32 at 50,000 tokens."""
 
-CUDA_SIZES = (128, 512, 2048)
+CUDA_SIZES = (128, 512, 1024, 2048)
 """Rows of frames on CUDA. Each is tried again when the weights have changed, so they are few."""
 
 SHARED_SETTINGS = ("attention", "linear", "compile", "frame_rows", "max_model_len")
