@@ -330,7 +330,7 @@ def test_draft_length_and_deadline_change_nothing(basic, basic_references, propo
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_repeating_text_is_accepted_in_long_drafts(basic, ahead):
-    """With one allowed token the text repeats; suffix matches find it. Time stands still: rows cost nothing."""
+    """With one allowed token the text repeats, and suffix matches find it. Rows cost no time here."""
     case = Case("loop", random_prompt(9), Sampling(allowed_token_ids=(5,)), max_tokens=60)
     expected = run_reference(basic, case)
     for proposer in ("ngram", "auto"):
