@@ -376,4 +376,4 @@ def _known_layer(layer: nn.Module, value: torch.Tensor, products: Products) -> C
     return forward
 
 
-__all__ = ["HEAD_ROWS", "GradientModel"]
+__all__ = ["HEAD_ROWS", "GradientModel", "Products"]
