@@ -63,6 +63,7 @@ from samewise.serve.requests import Requests
 from samewise.serve.settings import ServeSettings
 from samewise.serve.stored import ResponseStore
 from samewise.serve.training import TrainingRoutes
+from samewise.serve.turns import TurnMiddleware, Turns
 from samewise.serve.web_page import PAGE_HEADERS, page_routes
 from samewise.serve.worker import State, Worker
 from samewise.shares import SharedBudget
@@ -246,6 +247,7 @@ def make_app(
             shared=settings.several_owners,
         )
     )  # fmt: skip
+    middleware.append(Middleware(TurnMiddleware, turns=Turns()))
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
     app.state.service = service
     return app
