@@ -90,7 +90,8 @@ class Service:
         self.stored = ResponseStore(settings.limits.max_stored, settings.limits.max_values)
         self._bodies = SharedBudget(settings.limits.max_bodies)
         self._requests = Requests(worker, settings, self._bodies)
-        self.answers = Answers(worker, settings, self._requests, self.metrics, self.unread)
+        prompts = SharedBudget(settings.limits.max_prompts)
+        self.answers = Answers(worker, settings, self._requests, self.metrics, self.unread, prompts)
         self._model = ModelRoutes(worker, settings, self._requests, self.unread)
 
     @property
