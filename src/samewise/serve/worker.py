@@ -79,21 +79,21 @@ class ActiveRequest:
         self._worker.reserve(self, num_choices)
 
     def hold_prompts(self, budget: SharedBudget, num_tokens: int) -> None:
-        """Count the tokens of its prompts until it is closed. 429 where they, or its owner's, are too many."""
+        """Count the tokens of its prompts until it is closed. Raises 429 where there are too many."""
         owner: object = self if self.owner is None else self.owner
         if num_tokens > budget.limit:
             raise ApiError(
-                f"the prompts of this request have {num_tokens} tokens, and this server holds {budget.limit} "
-                "of all requests (--max-prompt-tokens); send less at once",
+                f"the prompts of this request have {num_tokens} tokens, and this server holds "
+                f"{budget.limit} of all requests (--max-prompt-tokens); send less at once",
                 code="context_length_exceeded",
             )
         if not budget.take(owner, num_tokens):
             full = budget.used + num_tokens > budget.limit
             whose = "all requests" if full else "this key's requests"
             raise ApiError(
-                f"the prompts of {whose} under way leave no room for {num_tokens} tokens more: the server "
-                f"holds {budget.limit} of all (--max-prompt-tokens), of which each key has a share; try again "
-                "later",
+                f"the prompts of {whose} under way leave no room for {num_tokens} tokens more: the "
+                f"server holds {budget.limit} of all (--max-prompt-tokens), of which each key has a share; "
+                "try again later",
                 status=429, kind="rate_limit_error", code="prompts_full" if full else "share_used",
                 retry_after=RETRY_AFTER,
             )  # fmt: skip
