@@ -104,14 +104,18 @@ AMBIGUOUS = (
 
 
 @attack(
-    "grammar", "32 answers under grammars that can be read in many ways", "0.1 to 0.3 s of the engine a token"
+    "grammar",
+    "32 answers under grammars that can be read in many ways",
+    "0.1 to 0.3 s of the engine a token",
+    seconds=200,
 )
 async def slow_masks(bench: Bench) -> Outcome:
     bodies = [
         {"prompt": "x", "max_tokens": 600, "n": 8, "structured_outputs": {"grammar": AMBIGUOUS[i % 2]}}
         for i in range(4)
     ]
-    replies = await asyncio.gather(*(send(bench.server, "POST", COMPLETIONS, body) for body in bodies))
+    asking = (send(bench.server, "POST", COMPLETIONS, body, timeout=190) for body in bodies)
+    replies = await asyncio.gather(*asking)
     codes = sorted({reply.code or str(reply.status) for reply in replies})
     broken = [f"answered with {code}" for code in codes if code not in ("200", *ENDS)]
     slowest = max(reply.seconds for reply in replies)

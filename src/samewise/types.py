@@ -99,6 +99,11 @@ class Guide(Protocol):
     tokens before a position, so asking about guesses leaves no state behind.
     """
 
+    @property
+    def pace(self) -> float:
+        """Processor time of its latest tokens, in seconds each. Plans may depend on it, masks may not."""
+        ...
+
     def fits(self, draft: list[int], guesses: tuple[int, ...]) -> int:
         """How many of `guesses` the grammar allows after the committed tokens and `draft`."""
         ...

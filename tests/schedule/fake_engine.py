@@ -182,9 +182,9 @@ class FakeEngine:
         self.drafting = False
 
     def add(self, prompt: list[int], max_tokens: int, **fields: Any) -> int:
-        sampling = fields.pop("sampling", Sampling())
+        sampling, guide = fields.pop("sampling", Sampling()), fields.pop("guide", None)
         request = Request(self.num_requests, tuple(prompt), sampling, max_tokens, **fields)
-        self.scheduler.add(request)
+        self.scheduler.add(request, guide)
         self.outputs[request.id] = Output(request)
         if not request.verify:
             self.model.unverified.add(request.id)

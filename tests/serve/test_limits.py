@@ -20,6 +20,7 @@ from samewise.errors import BadParameter
 from samewise.llm.mailbox import UnreadBudget
 from samewise.openai.replies import encode_slices
 from samewise.openai.stream import StreamWriter
+from samewise.schedule import owners, scheduler
 from samewise.serve import answers
 from samewise.serve.connections import RateLimitedWarning
 from samewise.serve.http import EventStream, is_crowded, refuse_crowded
@@ -721,3 +722,37 @@ def test_sequences_of_many_owners_give_the_same_bits() -> None:
 
 def test_tiny_engines_have_places_for_several_owners() -> None:
     assert tiny_engine().limits.max_rows // 4 > 1
+
+
+def test_answers_whose_grammars_wait_for_each_other_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        pattern = {"structured_outputs": {"regex": "[a-f]{3,40}"}}
+        body = SHORT | pattern | {"prompt": "the same", "max_tokens": 30, "n": 3, "temperature": 1, "seed": 3}
+        async with served_app() as served:
+            alone = [choice["text"] for choice in (await served.complete(**body))["choices"]]
+        monkeypatch.setattr(owners, "SLOW", -1.0)
+        monkeypatch.setattr(owners, "SLOW_SECONDS", 0.0)  # one of them in a frame
+        stood_back = []
+        without = scheduler.without_slow_grammars
+
+        def noted(running: list[Any]) -> list[Any]:
+            left = without(running)
+            stood_back.append(len(running) - len(left))
+            return left
+
+        monkeypatch.setattr(scheduler, "without_slow_grammars", noted)
+        async with served_app(ServeSettings(keys=Keys.of(["a", "b"])), max_num_seqs=8) as served:
+
+            async def ask(key: str) -> list[str]:
+                headers = {"Authorization": f"Bearer {key}"}
+                response = await served.client.post(COMPLETIONS, json=body, headers=headers)
+                return [choice["text"] for choice in response.json()["choices"]]
+
+            answers = await asyncio.gather(*(ask(key) for key in "abab"))
+            assert max(stood_back) > 0
+            assert all(answer == alone for answer in answers)
+            await served.check_idle()
+
+    run(work())

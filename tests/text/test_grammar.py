@@ -464,3 +464,28 @@ def test_grammar_that_needs_letters_the_tokenizer_lacks_is_aborted():
     assert [guide.take(token) for token in (0, 1)] == [None, None]
     assert guide.mask(()) is None
     assert guide.take(2) is Finish.ABORT
+
+
+def test_a_guide_tells_what_its_latest_tokens_took(monkeypatch):
+    class Clock:
+        now, each = 0.0, 1.0
+
+        def thread_time(self):
+            self.now += self.each
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr("samewise.text.grammar.time", clock)
+    guide = guide_after(Grammar.regex("[a-z]{200}"))
+    assert guide.pace == 0
+    paces = []
+    for token in ids("a" * 40):
+        guide.masks(())
+        guide.take(token)
+        paces.append(guide.pace)
+    assert paces == sorted(paces)
+    assert paces[-1] == pytest.approx(2.0, rel=0.01)  # a mask and a token
+    clock.each = 0.0
+    for token in ids("a" * 40):
+        guide.take(token)
+    assert guide.pace < 0.01

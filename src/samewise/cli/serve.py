@@ -110,6 +110,10 @@ def serve(
         int,
         _limit(help="Memory of stored responses; the oldest of the key that holds most is forgotten first."),
     ] = DEFAULT_LIMITS.max_stored,
+    max_prompt_tokens: Annotated[
+        int,
+        _limit(help="Of the prompts and predictions of all requests, waiting or running, together."),
+    ] = DEFAULT_LIMITS.max_prompts,
     max_connections: Annotated[
         Optional[int],
         _limit(help="Open connections; by default as many as the limit on files allows."),
@@ -163,7 +167,7 @@ def serve(
     limits = ServeLimits(
         max_connections=max_connections, head_timeout=head_timeout, body_timeout=body_timeout,
         write_timeout=write_timeout, max_bodies=max_bodies_bytes, max_unread=max_unread_bytes,
-        max_stored=max_stored_bytes,
+        max_stored=max_stored_bytes, max_prompts=max_prompt_tokens,
     )  # fmt: skip
     listen = Listen(host=host, port=port, unix_socket=unix_socket, certificate=ssl_certfile, key=ssl_keyfile)
     keys = gather_keys(api_key or (), api_key_file)

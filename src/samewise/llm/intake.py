@@ -65,6 +65,11 @@ class CheckedRequest:
         """The request's seed: given, or derived from the prompt."""
         return self.sampling.seed
 
+    @property
+    def num_held(self) -> int:
+        """Tokens that lie in memory until the answer ends: of the prompt, and of the prediction."""
+        return len(self.token_ids) + len(self.prediction)
+
     def request(
         self, request_id: int, index: int, *, salt: bytes, leader: int | None, owner: bytes = b""
     ) -> Request:

@@ -19,6 +19,13 @@ SHORT = 4.0
 hand: on a CPU a newcomer's first token takes twice the time of a quiet server, and a crowd keeps 9/10 of its
 pace; with 3, 1.5 times and 4/5."""
 
+SLOW = 0.001
+"""Seconds a token above which a grammar is slow. Ordinary ones take 0.0002."""
+
+SLOW_SECONDS = 0.01
+"""Seconds that the masks of slow grammars take in one frame, about, where owners share the engine; one of
+them has its row in any case. Set by hand: about a frame of a small model on a CPU."""
+
 LEAST_ROWS = 4
 """Rows of a short frame, at least."""
 
@@ -35,12 +42,19 @@ class Owners:
         if owner:
             self._left[owner] = step
 
+    def shared(self, running: Collection[Sequence], step: int) -> bool:
+        """Whether there are sequences of several owners, or were lately."""
+        return len({*self._recent(step), *(seq.request.owner for seq in running)}) > 1
+
+    def _recent(self, step: int) -> list[bytes]:
+        return [owner for owner, last in self._left.items() if last >= step - RECENT]
+
     def crowded(self, running: Collection[Sequence], step: int) -> bool:
         """Whether an owner has many more sequences than another one has, or had lately."""
         counts = Counter([seq.request.owner for seq in running])
         if len(counts) < 2 and not self._left:
             return False
-        recent = [1 for owner, last in self._left.items() if owner not in counts and last >= step - RECENT]
+        recent = [1 for owner in self._recent(step) if owner not in counts]
         return max(counts.values(), default=0) > CROWD * min([*counts.values(), *recent], default=1)
 
 
@@ -62,6 +76,24 @@ def without_crowds(running: list[Sequence], step: int) -> list[Sequence]:
     return [seq for seq in running if counts[seq.request.owner] <= most]
 
 
+def without_slow_grammars(running: list[Sequence]) -> list[Sequence]:
+    """The sequences without those whose masks would make the frame late for other owners.
+
+    The thread that serves all sequences computes masks. Where a text can be read in many ways one takes
+    milliseconds; only so many are computed for a frame, for the sequences that waited longest.
+    """
+    slow = [seq for seq in running if seq.guide is not None and seq.guide.pace > SLOW]
+    if len(slow) < 2:
+        return running
+    left, standing_back = SLOW_SECONDS, set[int]()
+    for number, seq in enumerate(sorted(slow, key=lambda seq: (seq.last_served, seq.place))):
+        assert seq.guide is not None
+        left -= seq.guide.pace
+        if number and left < 0:
+            standing_back.add(seq.request.id)
+    return [seq for seq in running if seq.request.id not in standing_back]
+
+
 def short_frame(max_rows: int, seconds: Callable[[int], float]) -> int:
     """Rows of the widest short frame. `seconds`: of a frame of so many rows; 0.0 where that is not known."""
     most = SHORT * seconds(1)
@@ -71,4 +103,13 @@ def short_frame(max_rows: int, seconds: Callable[[int], float]) -> int:
     return rows
 
 
-__all__ = ["CROWD", "LEAST_ROWS", "RECENT", "SHORT", "Owners", "short_frame", "without_crowds"]
+__all__ = [
+    "CROWD",
+    "LEAST_ROWS",
+    "RECENT",
+    "SHORT",
+    "Owners",
+    "short_frame",
+    "without_crowds",
+    "without_slow_grammars",
+]

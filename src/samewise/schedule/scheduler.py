@@ -31,7 +31,7 @@ from samewise.schedule.drafts import (
 from samewise.schedule.followed import frame_to_follow
 from samewise.schedule.limits import Limits
 from samewise.schedule.order import frame_due, serving_order, share_places, widest_frame
-from samewise.schedule.owners import Owners, short_frame, without_crowds
+from samewise.schedule.owners import Owners, short_frame, without_crowds, without_slow_grammars
 from samewise.schedule.paging import Paging
 from samewise.schedule.plan import ask_of, continued, must_land, span_of
 from samewise.schedule.registry import Registry
@@ -259,8 +259,7 @@ class Scheduler:
         if self._suspects or self._num_unverified:
             return None
         self._admit_waiting()
-        running = list(self._running.values())
-        if len(without_crowds(running, self._step)) < len(running):
+        if len(self._in_turn()) < len(self._running):
             return None
         return frame_to_follow(in_flight, self._running, self._paging, self.limits, self._widest())
 
@@ -477,7 +476,15 @@ class Scheduler:
     def _order(self, max_rows: int) -> list[Sequence]:
         """Running sequences in the order they are served."""
         self._preempted = False
-        return serving_order(list(self._running.values()), self._step, max_rows)
+        return serving_order(self._in_turn(), self._step, max_rows)
+
+    def _in_turn(self) -> list[Sequence]:
+        """Running sequences that may have rows in the next frame."""
+        running = list(self._running.values())
+        if not self._owners.shared(running, self._step):
+            return running
+        # A crowd is counted whole: of those whose masks take long, only some are left then.
+        return without_slow_grammars(without_crowds(running, self._step))
 
     def _serve(self, seq: Sequence) -> None:
         """Note that a sequence has rows in the next frame."""

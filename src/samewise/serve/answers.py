@@ -31,6 +31,7 @@ from samewise.serve.requests import Requests
 from samewise.serve.settings import ServeSettings
 from samewise.serve.threads import FairThreads
 from samewise.serve.worker import UNNAMED, ActiveRequest, Names, State, Worker, salt_of
+from samewise.shares import SharedBudget
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ MAX_JOINED = 512
 class Answers:
     """Answers the requests of one server, at every endpoint that answers.
 
-    `before` is awaited before every answer is begun.
+    `before` is awaited before every answer is begun. `prompts` are the tokens of prompts that are in memory.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class Answers:
         requests: Requests,
         metrics: Metrics,
         unread: UnreadBudget,
+        prompts: SharedBudget,
     ) -> None:
+        self._prompts = prompts
         self._worker, self._settings, self._requests = worker, settings, requests
         self._metrics, self._unread = metrics, unread
         self._renders = FairThreads(RENDER_THREADS)
@@ -146,6 +149,7 @@ class Answers:
             check = partial(parsed.check, llm.intake, owner=active.owner)
             checked = await self._requests.run(check, active.owner)
             del compiled
+        active.hold_prompts(self._prompts, sum(one.num_held for one in checked))
         salt = salt_of(request.state.key_digest, parsed.cache_salt)
         parsed.refuse_repeats(sum(len(one.token_ids) for one in checked))
         exchange.begun()

@@ -63,6 +63,7 @@ from samewise.serve.requests import Requests
 from samewise.serve.settings import ServeSettings
 from samewise.serve.stored import ResponseStore
 from samewise.serve.training import TrainingRoutes
+from samewise.serve.turns import TurnMiddleware, Turns
 from samewise.serve.web_page import PAGE_HEADERS, page_routes
 from samewise.serve.worker import State, Worker
 from samewise.shares import SharedBudget
@@ -89,7 +90,8 @@ class Service:
         self.stored = ResponseStore(settings.limits.max_stored, settings.limits.max_values)
         self._bodies = SharedBudget(settings.limits.max_bodies)
         self._requests = Requests(worker, settings, self._bodies)
-        self.answers = Answers(worker, settings, self._requests, self.metrics, self.unread)
+        prompts = SharedBudget(settings.limits.max_prompts)
+        self.answers = Answers(worker, settings, self._requests, self.metrics, self.unread, prompts)
         self._model = ModelRoutes(worker, settings, self._requests, self.unread)
 
     @property
@@ -246,6 +248,7 @@ def make_app(
             shared=settings.several_owners,
         )
     )  # fmt: skip
+    middleware.append(Middleware(TurnMiddleware, turns=Turns()))
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS)
     app.state.service = service
     return app

@@ -343,19 +343,22 @@ class GuardedServer(uvicorn.Server):
         self.connections.close_all()
 
     async def _accept_all(self, listening: socket.socket, protocol: type[GuardedProtocol]) -> None:
-        loop, accepted = asyncio.get_running_loop(), 0
+        loop = asyncio.get_running_loop()
         while True:
             try:
                 connection, _ = await loop.sock_accept(listening)
+                self._begin(connection, protocol)
+                for _ in range(ACCEPTED_AT_ONCE - 1):  # uvloop would accept one in each of its turns
+                    connection, _ = listening.accept()
+                    self._begin(connection, protocol)
+            except BlockingIOError:  # there are no more
+                continue
             except OSError as error:
                 self._warned("a connection could not be accepted: %s", error.strerror or error)
                 self.connections.close_one()
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
-            self._begin(connection, protocol)
-            accepted += 1
-            if accepted % ACCEPTED_AT_ONCE == 0:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
     def _begin(self, connection: socket.socket, protocol: type[GuardedProtocol]) -> None:
         """Serve an accepted socket, or close it where there is no place for it."""

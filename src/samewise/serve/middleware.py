@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from samewise.openai.errors import RETRY_AFTER, ApiError
 from samewise.serve.http import error_response, is_anthropic
 from samewise.serve.settings import Keys
+from samewise.serve.turns import STATE_PATHS, local_path
 from samewise.shares import SharedBudget
 
 log = logging.getLogger("samewise.serve")
@@ -28,9 +29,6 @@ PUBLIC_PREFIX = "/samewise/page/"
 
 POLLED_PATHS = ("/health", "/ready", "/live", "/load", "/metrics")
 """Paths that monitoring requests every few seconds; logged at debug level."""
-
-STATE_PATHS = ("/health", "/ready", "/live")
-"""Paths that supervisors ask. They are answered at once and need no place."""
 
 PORT = re.compile(r":\d*\Z")
 """The port at the end of a Host header."""
@@ -183,7 +181,7 @@ class PlaceMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["type"] != "http" or _path(scope) in STATE_PATHS:
+        if scope["type"] != "http" or local_path(scope) in STATE_PATHS:
             await self._app(scope, receive, send)
             return
         is_public = _is_public(scope, self._public_paths)
@@ -214,14 +212,8 @@ class PlaceMiddleware:
 
 def _is_public(scope: Scope, public_paths: frozenset[str]) -> bool:
     """Whether a path needs no key."""
-    path = _path(scope)
+    path = local_path(scope)
     return path in public_paths or path.startswith(PUBLIC_PREFIX)
-
-
-def _path(scope: Scope) -> str:
-    """The path without the prefix at which the application is mounted."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
-    return path
 
 
 def _key(headers: Headers, *, basic: bool) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from samewise.llm.aio import AsyncLLM
+from samewise.machine import num_cores
 from samewise.openai.json_body import read_json
 from samewise.openai.parse import served_name
 from samewise.openai.request import ParseOptions
@@ -23,7 +24,7 @@ from samewise.shares import SharedBudget
 
 T = TypeVar("T")
 
-INTAKE_THREADS = 4
+INTAKE_THREADS = max(2, min(4, num_cores()))
 """Requests that are parsed and tokenised at once. Set by hand: more would take turns on the interpreter's
 lock, and delay the event loop by as much."""
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import TypeVar
 
 from samewise.shares import FairQueue
@@ -18,8 +20,19 @@ from samewise.shares import FairQueue
 T = TypeVar("T")
 
 
-async def in_daemon_thread(work: Callable[[], T], done: Callable[[], object] = lambda: None) -> T:
-    """Run `work` in a thread that does not keep the process alive. (asyncio.to_thread's would.)
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread that does not keep the process alive. (asyncio.to_thread's would.)"""
+
+    def give(job: Callable[[], None]) -> None:
+        threading.Thread(target=job, name="samewise-work", daemon=True).start()
+
+    return await _in_thread(work, lambda: None, give)
+
+
+async def _in_thread(
+    work: Callable[[], T], done: Callable[[], object], give: Callable[[Callable[[], None]], object]
+) -> T:
+    """The result of `work`, which a thread runs that is given it.
 
     `done` is called in the event loop when the work has ended, also where the caller was cancelled before.
     """
@@ -39,16 +52,25 @@ async def in_daemon_thread(work: Callable[[], T], done: Callable[[], object] = l
         with suppress(RuntimeError):  # the event loop was closed meanwhile
             loop.call_soon_threadsafe(resolve, *outcome)
 
-    threading.Thread(target=run, name="samewise-work", daemon=True).start()
+    give(run)
     return await future
 
 
 class FairThreads:
-    """At most `num_threads` pieces of work at once; the others wait. Used in one event loop."""
+    """At most `num_threads` pieces of work at once; the others wait. Used in one event loop.
+
+    Threads start with the first pieces of work and stay, until this object is gone: starting one takes the
+    event loop until the new thread has had the interpreter's lock.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue(num_threads)
         self._numbers = itertools.count()
+        self._num_threads = num_threads
+        self._num_started = 0
+        self._num_running = 0  # pieces of work that have begun, and have not ended
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        weakref.finalize(self, _end_threads, self._jobs, num_threads)
 
     async def run(self, work: Callable[[], T], *, owner: bytes | None = None) -> T:
         """The result of `work`. Without an owner it waits for its turn like that of any other.
@@ -64,16 +86,40 @@ class FairThreads:
         except asyncio.CancelledError:
             self._done(number)
             raise
-        return await in_daemon_thread(work, lambda: self._done(number))
+        self._num_running += 1
+        return await _in_thread(work, lambda: self._ended(number), self._give)
+
+    def _give(self, job: Callable[[], None]) -> None:
+        """Have a thread run a job."""
+        if self._num_started < min(self._num_running, self._num_threads):
+            self._num_started += 1
+            threading.Thread(target=_run_jobs, args=(self._jobs,), name="samewise-work", daemon=True).start()
+        self._jobs.put(job)
 
     def _start(self) -> None:
         while (turn := self._queue.pop()) is not None:
             if not turn.done():
                 turn.set_result(None)
 
+    def _ended(self, number: int) -> None:
+        self._num_running -= 1
+        self._done(number)
+
     def _done(self, number: int) -> None:
         self._queue.forget(number)
         self._start()
+
+
+def _run_jobs(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    """A thread: jobs until there are no more."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # what it holds must not live until the next one
+
+
+def _end_threads(jobs: SimpleQueue[Callable[[], None] | None], num_threads: int) -> None:
+    for _ in range(num_threads):
+        jobs.put(None)
 
 
 __all__ = ["FairThreads", "in_daemon_thread"]

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Collection
 from enum import StrEnum
+from functools import partial
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from samewise.openai.errors import RETRY_AFTER, ApiError, unavailable
 from samewise.outputs import Chunk, RequestOutput
 from samewise.serve.settings import MAX_QUEUED
 from samewise.serve.threads import in_daemon_thread
-from samewise.shares import within_share
+from samewise.shares import SharedBudget, within_share
 from samewise.text.grammar import Pace
 
 log = logging.getLogger("samewise.serve")
@@ -63,6 +64,7 @@ class ActiveRequest:
         self._failure: ApiError | None = None
         self.num_choices = 0  # places it has; counted by the worker, guarded by its lock
         self.closed = False
+        self._give_prompts_back: Callable[[], None] = lambda: None
 
     def named(self, names: Collection[str]) -> list[ResponseReader]:
         """The readers of what has one of these names and is on the engine."""
@@ -75,6 +77,27 @@ class ActiveRequest:
     def reserve(self, num_choices: int) -> None:
         """Take places for these choices, or raise what a full server answers. Any thread may call it."""
         self._worker.reserve(self, num_choices)
+
+    def hold_prompts(self, budget: SharedBudget, num_tokens: int) -> None:
+        """Count the tokens of its prompts until it is closed. Raises 429 where there are too many."""
+        owner: object = self if self.owner is None else self.owner
+        if num_tokens > budget.limit:
+            raise ApiError(
+                f"the prompts of this request have {num_tokens} tokens, and this server holds "
+                f"{budget.limit} of all requests (--max-prompt-tokens); send less at once",
+                code="context_length_exceeded",
+            )
+        if not budget.take(owner, num_tokens):
+            full = budget.used + num_tokens > budget.limit
+            whose = "all requests" if full else "this key's requests"
+            raise ApiError(
+                f"the prompts of {whose} under way leave no room for {num_tokens} tokens more: the "
+                f"server holds {budget.limit} of all (--max-prompt-tokens), of which each key has a share; "
+                "try again later",
+                status=429, kind="rate_limit_error", code="prompts_full" if full else "share_used",
+                retry_after=RETRY_AFTER,
+            )  # fmt: skip
+        self._give_prompts_back = partial(budget.give_back, owner, num_tokens)
 
     def read_from(self, readers: list[ResponseReader], unread: UnreadBudget | None = None) -> None:
         """The request is on the engine: its answers are read from these.
@@ -112,6 +135,7 @@ class ActiveRequest:
         """Abort what is still running and give the places back. Closing twice is fine."""
         if not self.closed:
             self._worker.release(self)
+            self._give_prompts_back()
             for reader in self.readers:
                 reader.close()
 

@@ -77,6 +77,9 @@ some things in another order, which changes what they cost by a little."""
 BLOCK = 64
 """Tokens for which a sequence keeps a lexer of its own: a new one costs the engine up to LIGHT's seconds."""
 
+RECENT_SHARE = 0.25
+"""Of the latest token in the pace of a sequence; the tokens before it have the rest. Set by hand."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -372,6 +375,8 @@ class GrammarGuide:
         self._owns_lexer = False
         self._seconds = 0.0  # of processor time, taken before the call under way
         self._began = 0.0  # the thread's processor time when that call began
+        self._taken_at = 0.0  # `_seconds` at the latest committed token
+        self.pace = 0.0
 
     def fits(self, draft: list[int], guesses: tuple[int, ...]) -> int:
         """How many of `guesses` the grammar allows after the committed and drafted tokens."""
@@ -394,6 +399,8 @@ class GrammarGuide:
         """
         with self._timed():
             finish = self._take(token)
+        self.pace += RECENT_SHARE * (self._seconds - self._taken_at - self.pace)
+        self._taken_at = self._seconds
         return Finish.ERROR if finish is None and self._is_overdue() else finish
 
     def _take(self, token: int) -> Finish | None:
@@ -428,12 +435,12 @@ class GrammarGuide:
             self._seconds += time.thread_time() - self._began
 
     @property
-    def _pace(self) -> Pace | None:
+    def _allowed(self) -> Pace | None:
         return None if self._origin is None else self._origin.pace
 
     def _is_overdue(self) -> bool:
         """Whether the grammar's pace was exceeded; says so in the log."""
-        pace, num_tokens = self._pace, len(self._committed)
+        pace, num_tokens = self._allowed, len(self._committed)
         if pace is None or self._seconds <= pace.seconds(num_tokens):
             return False
         log.warning(
@@ -446,7 +453,7 @@ class GrammarGuide:
         """Whether masks after guesses are computed: they only save time. Asked in a call that is timed."""
         if self._owns_lexer:
             return False
-        pace = self._pace
+        pace = self._allowed
         taken = self._seconds + time.thread_time() - self._began
         return pace is None or taken <= pace.seconds(len(self._committed)) / 2
 
