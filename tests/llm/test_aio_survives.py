@@ -173,12 +173,12 @@ def test_answers_that_end_in_a_step_before_its_failure_reach_their_readers(
     """All answers end in one step, and giving out the third end fails."""
     dispatch, num_ends = StepLoop._dispatch, [0]
 
-    def failing(loop: StepLoop, delta: Delta) -> None:
+    def failing(loop: StepLoop, delta: Delta, *args: Any) -> None:
         num_ends[0] += delta.finish is not None
         if num_ends[0] == 3:
             num_ends[0] += 1
             raise MemoryError
-        dispatch(loop, delta)
+        dispatch(loop, delta, *args)
 
     async def work() -> None:
         async with AsyncLLM.over(tiny_engine()) as llm:
