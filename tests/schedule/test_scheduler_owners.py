@@ -154,6 +154,18 @@ def test_masks_of_slow_grammars_are_shared_out_over_frames() -> None:
     assert texts[:6] == same
 
 
+def test_unverified_answers_of_slow_grammars_do_not_hold_up_verified_ones() -> None:
+    engine = FakeEngine(CROWDED)
+    for i in range(4):
+        engine.add([i, 1], 200, owner=b"fast", guide=Slow(SLOW_SECONDS), verify=False)
+    for _ in range(4):
+        engine.step()
+    one = engine.add([1, 2], 6, owner=b"one", guide=Slow(SLOW_SECONDS))
+    for _ in range(20):
+        engine.step()
+    assert len(engine.outputs[one].tokens) == 6
+
+
 def test_one_slow_grammar_has_a_row_in_every_frame_however_slow() -> None:
     frames, _ = slow_frames(other=True, pace=10 * SLOW_SECONDS)
     assert all(len(frame) == 1 for frame in frames[2:30])

@@ -195,17 +195,18 @@ class _PauseTimer:
     """
 
     def __init__(self) -> None:
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None  # uvloop's has no `when` where that is now
+        self._when = 0.0  # when it ends
         self._waiter: asyncio.Future[None] | None = None  # the one that waits now
         self._deadline = 0.0  # its end, in the loop's time
 
     def start(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None], pause: float) -> None:
         """Wake `waiter` after `pause` seconds, unless `stop` comes first."""
         self._waiter, self._deadline = waiter, loop.time() + pause
-        if self._timer is not None and self._timer.when() > self._deadline:
+        if self._timer is not None and self._when > self._deadline:
             self.close()
         if self._timer is None:
-            self._timer = loop.call_at(self._deadline, self._expire, loop)
+            self._set(loop)
 
     def stop(self) -> None:
         """The waiter waits no more."""
@@ -217,12 +218,16 @@ class _PauseTimer:
             self._timer.cancel()
             self._timer = None
 
+    def _set(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._when = self._deadline
+        self._timer = loop.call_at(self._when, self._expire, loop)
+
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
         if self._waiter is None:
             return
         if loop.time() < self._deadline:
-            self._timer = loop.call_at(self._deadline, self._expire, loop)
+            self._set(loop)
         else:
             _wake(self._waiter)
 

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 
 from samewise.schedule.limits import Limits
-from samewise.schedule.owners import without_crowds
 from samewise.types import Sequence
 
 PATIENCE = 4
@@ -86,7 +85,6 @@ def _by_priority(order: list[Sequence], group: Callable[[Sequence], Hashable]) -
 
 def serving_order(running: list[Sequence], step: int, max_rows: int) -> list[Sequence]:
     """Sequences in the order they are served. Any order will do where there are rows for all."""
-    running = without_crowds(running, step)
     wanted = sum(len(seq.tokens) - seq.kv_len + len(seq.draft) for seq in running)
     if wanted <= max_rows:
         return running

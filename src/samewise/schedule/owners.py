@@ -82,7 +82,12 @@ def without_slow_grammars(running: list[Sequence]) -> list[Sequence]:
     The thread that serves all sequences computes masks. Where a text can be read in many ways one takes
     milliseconds; only so many are computed for a frame, for the sequences that waited longest.
     """
-    slow = [seq for seq in running if seq.guide is not None and seq.guide.pace > SLOW]
+    # Unverified ones that generate have rows of their own, and their wait is not kept.
+    slow = [
+        seq
+        for seq in running
+        if seq.guide is not None and seq.guide.pace > SLOW and (seq.request.verify or seq.prefilling)
+    ]
     if len(slow) < 2:
         return running
     left, standing_back = SLOW_SECONDS, set[int]()

@@ -36,7 +36,7 @@ class ServeLimits:
     max_bodies: int = 64 * 2**20  # bytes of all bodies that are being received or read
     max_unread: int = 256 * 2**20  # bytes of memory of answers that their clients do not read
     max_stored: int = 64 * 2**20  # bytes of memory of stored responses
-    max_prompts: int = 2**24  # tokens of the prompts and predictions of all requests; 44 to 60 bytes each
+    max_prompts: int = 2**24  # tokens of all prompts and predictions; 44 to 60 bytes each, 8 more a choice
     max_values: int = 2**20  # of a body, see is_crowded: reading more JSON delays other clients
     max_listeners: int = 64  # of the live feed, which does not end by itself
 

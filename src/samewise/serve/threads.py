@@ -87,13 +87,26 @@ class FairThreads:
             self._done(number)
             raise
         self._num_running += 1
-        return await _in_thread(work, lambda: self._ended(number), self._give)
+
+        def give(job: Callable[[], None]) -> None:
+            try:
+                self._give(job)
+            except RuntimeError:
+                self._ended(number)
+                raise
+
+        return await _in_thread(work, lambda: self._ended(number), give)
 
     def _give(self, job: Callable[[], None]) -> None:
         """Have a thread run a job."""
         if self._num_started < min(self._num_running, self._num_threads):
-            self._num_started += 1
-            threading.Thread(target=_run_jobs, args=(self._jobs,), name="samewise-work", daemon=True).start()
+            thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="samewise-work", daemon=True)
+            try:
+                thread.start()
+                self._num_started += 1
+            except RuntimeError:  # the machine has no thread left: one of those that run takes the job
+                if not self._num_started:
+                    raise
         self._jobs.put(job)
 
     def _start(self) -> None:

@@ -208,7 +208,7 @@ def attend_stored(
             score_scale,
             num_rows,
             TILE=_tile_size(group, CONSTANTS.wide_tile),
-            STAGES=CONSTANTS.wide_stages,
+            STAGES=_num_pairs(head_bytes, q.device),
             num_warps=warps,
             **constants,
         )
@@ -244,6 +244,12 @@ def _num_stages(tile: int, head_bytes: int, device: torch.device) -> int:
     free_bytes = shared_bytes - (tile + CONSTANTS.block) * head_bytes
     fitting = free_bytes // (2 * CONSTANTS.block * head_bytes) + (0 if operands_held else 1)
     return max(1, min(CONSTANTS.stages, fitting))
+
+
+def _num_pairs(head_bytes: int, device: torch.device) -> int:
+    """Pairs of blocks of K and V that fit beside the queries of a wide tile; 0: not even one."""
+    free_bytes = _shared_memory(device)[0] - (CONSTANTS.wide_tile + CONSTANTS.block) * head_bytes
+    return max(0, min(CONSTANTS.wide_stages, free_bytes // (4 * CONSTANTS.block * head_bytes)))
 
 
 def _addresses(caches: list[torch.Tensor]) -> torch.Tensor:
@@ -331,11 +337,13 @@ class TritonKernel(AttentionKernel):
             min(_tile_size(group, size) // group for group in groups)
             for size in (CONSTANTS.tile, CONSTANTS.wide_tile)
         )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        fits = [_num_pairs(_pad(layer.head_dim) * dtype.itemsize, device) for layer in layers]
         slot_len = max(layer.num_heads * (layer.head_dim + 2) for layer in layers)  # total, top and weight
         max_slots = max_rows * -(-max_len // CONSTANTS.split)
         return TilePlan(
             tile_rows=tile_rows,
-            wide_rows=wide_rows if dtype.itemsize == 2 else 0,
+            wide_rows=wide_rows if dtype.itemsize == 2 and all(fits) else 0,
             wide_from=CONSTANTS.wide_from,
             split=CONSTANTS.split,
             window=max(windows) if len(windows) == len(layers) else None,
