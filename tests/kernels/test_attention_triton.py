@@ -24,6 +24,8 @@ from attention_cases import (
     triton_kernel,
 )
 
+from samewise.kernels.attention.base import Heads
+
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if CUDA else "cpu"]
 EIGHT_B = Case(group=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16, lengths=(2100, 1030, 300), tail=300)
 """The heads of an 8B model: too slow for the interpreter, as are groups and windows of several tiles."""
@@ -316,3 +318,18 @@ def test_a_frame_moves_slots_before_it_runs(num_extra: int, device: str) -> None
         outcomes.append((logits, *(kv[2:4].clone() for layer in runner.store.layers for kv in layer)))
     assert all(torch.equal(bits(ours), bits(theirs)) for ours, theirs in zip(*outcomes, strict=True))
     assert not torch.equal(outcomes[0][0][0], outcomes[0][0][1])
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "head_dim", "pairs"),
+    [(227, 128, 2), (227, 256, 2), (227, 512, 1), (99, 64, 2), (99, 128, 2), (99, 256, 0)],
+)
+def test_wide_tiles_are_used_where_their_blocks_fit(
+    kilobytes: int, head_dim: int, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import samewise.kernels.attention.triton as module
+
+    monkeypatch.setattr(module, "_shared_memory", lambda _: (kilobytes * 1024, True))
+    assert module._num_pairs(2 * head_dim, torch.device("cpu")) == pairs
+    plan = module.TritonKernel(8, 4).plan([Heads(8, 2, head_dim, None)], torch.bfloat16, 256, 1024)
+    assert (plan.wide_rows > 0) == (pairs > 0)

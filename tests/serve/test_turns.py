@@ -165,3 +165,19 @@ def test_a_server_has_threads_take_turns_on_the_interpreter_often(
     assert process.run(lambda: pytest.fail("not loaded"), ServeSettings(), listen, version="0") == 0
     assert during == [pytest.approx(process.TIMES.switch)]
     assert sys.getswitchinterval() == before
+
+
+def test_a_place_is_given_back_where_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def work() -> None:
+        threads = FairThreads(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match="new thread"):
+                    await threads.run(lambda: 1)
+        assert await threads.run(lambda: 2) == 2
+
+    asyncio.run(asyncio.wait_for(work(), 20))
